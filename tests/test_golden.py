@@ -155,7 +155,9 @@ def test_a_dump_of_another_version_is_refused_by_name(file, copied):
     rewrite(folder / file, _next_version((folder / file).read_bytes(), known))
     _seal(folder)
     rb = DUMPS["priorities"].make()
-    with pytest.raises(IncompatibleCheckpoint, match=rf"{re.escape(file)}: expected version 1\.[01].* got {known + 1}\.0"):
+    with pytest.raises(
+        IncompatibleCheckpoint, match=rf"{re.escape(file)}: expected version 1\.[01].* got {known + 1}\.0"
+    ):
         rb.loads(folder)
     assert not len(rb)
 

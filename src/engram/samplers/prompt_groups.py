@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 import torch
 
@@ -496,8 +496,9 @@ class PromptGroupSampler(GroupSampler):
         self._consumer = ConsumerVersion(index)
         version = checked_path(policy_version, f"{name}: policy_version")
         staleness = check_count(f"{name}: max_staleness", max_staleness, least=-1, most=VERSION_LIMIT - 1)
-        dated: dict[str, Any] = {} if staleness < 0 else {"version": version, "max_staleness": staleness}
-        self._rules = self._in_order()._replace(ready=_ready_fields(ready, f"{name}: ready"), **dated)
+        self._rules = self._in_order()._replace(ready=_ready_fields(ready, f"{name}: ready"))
+        if staleness >= 0:
+            self._rules = self._rules._replace(version=version, max_staleness=staleness)
         if max_uses is not None:
             self.use_up(max_uses, f"{name}: max_uses")
 

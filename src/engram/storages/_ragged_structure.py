@@ -79,34 +79,35 @@ class RaggedStructure(Structure):
     # ---- data to columns ---------------------------------------------------------------------------------------------
 
     def flatten(self, data: object, n: int | None, call: str, ignored: Iterable[str] = ()) -> list[Tensor]:
-        found: dict[int, Any] = {}
+        found: dict[int, Tensor] = {}
         if not self._take_flat(data, n, found, call):
             self._walk(self.root, data, () if n is None else (n,), found, call, (), frozenset(ignored))
         for number, leader in self.leaders.items():  # leaders come first
-            field, items, of_leader = self.ragged[number], found[number], found[leader]
+            field, of_leader = self.ragged[number], cast("Items", found[leader])
+            items = cast("Items | None", found[number])
             if items is None:
-                found[number] = Items(None, of_leader.starts, of_leader.lengths)
+                found[number] = cast("Tensor", Items(None, of_leader.starts, of_leader.lengths))
             elif number != leader:
                 same_lengths(self.ragged[leader], of_leader.lengths, field, items, call)
             elif len(items) != (n or 1):
                 raise RuntimeError(f"{call}: {field.where}: expected {count(n or 1, 'row')}, got {len(items)}.")
         return [found[i] for i in range(len(found))]
 
-    def _take_flat(self, data: object, n: int | None, found: dict[int, Any], call: str) -> bool:
+    def _take_flat(self, data: object, n: int | None, found: dict[int, Tensor], call: str) -> bool:
         """Note the columns of rows that have just these fields, which need no change. False: they may be others."""
         source: Mapping[str, object] = data if isinstance(data, dict) and not self.is_tensordict else {}
         if self.is_tensordict and tensordicts.is_plain_tensordict(data):
             source = tensordicts.children(data, whole=True)
         if not source or source.keys() != self._numbers.keys():
             return False
-        fixed = [source[name] for name in self._fixed]
+        fixed = cast("list[Tensor]", [source[name] for name in self._fixed])
         if fixed and not self._fixed_layout.fits(fixed, -1 if n is None else n):
             return False
         found.update(zip(self._fixed.values(), fixed, strict=True))
         take = row_in if n is None else rows_in
         for name, number in self._numbers.items():
             if number in self.ragged:
-                found[number] = take(self.ragged[number], source[name], call)
+                found[number] = cast("Tensor", take(self.ragged[number], source[name], call))
         return True
 
     def _walk(
@@ -114,14 +115,14 @@ class RaggedStructure(Structure):
         node: Node,
         value: object,
         batch: tuple[int, ...],
-        found: dict[int, Any],
+        found: dict[int, Tensor],
         call: str,
         path: Path,
         ignored: frozenset[str],
     ) -> None:
         field = self.ragged.get(node.field)
         if field is not None:
-            found[node.field] = rows_in(field, value, call) if batch else row_in(field, value, call)
+            found[node.field] = cast("Tensor", (rows_in if batch else row_in)(field, value, call))
         else:
             super()._walk(node, value, batch, found, call, path, ignored)
 

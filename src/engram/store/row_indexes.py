@@ -453,7 +453,7 @@ def _policy_of(store: Store, key: FieldPath, rules: GroupRules) -> Any:
     """The rules as the core takes them, which knows fields by their numbers. Raises ``KeyError``, ``TypeError``."""
     fields = store.schema.fields
 
-    def with_dtype(field: int) -> tuple[int, Any]:
+    def with_dtype(field: int) -> tuple[int, object]:
         return field, dlpack_specs([fields[field]])[0]
 
     number = _key_field(store, key)
