@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import msgspec
 import torch
@@ -134,8 +134,8 @@ class RaggedStructure(Structure):
     def _follows(self, node: Node) -> bool:
         return self.leaders.get(node.field, node.field) != node.field
 
-    def _fill(self, number: int, batch: tuple[int, ...]) -> Any:
-        return None if number in self.ragged else super()._fill(number, batch)
+    def _fill(self, number: int, batch: tuple[int, ...]) -> Tensor:
+        return cast("Tensor", None) if number in self.ragged else super()._fill(number, batch)
 
     def columns(
         self, entries: Mapping[Path, object], batch: tuple[int, ...], *, call: str, loose: bool = False
@@ -167,22 +167,22 @@ class RaggedStructure(Structure):
         return super().number(value, path)
 
     def stacked(self, rows: Sequence[Sequence[Tensor]]) -> object:
-        columns: list[Any] = []
+        columns: list[Tensor] = []
         for number, column in enumerate(zip(*rows, strict=True)):
             several = cast("Sequence[Items]", column)
             if number not in self.ragged:
                 columns.append(torch.stack(column))
             elif self.options.unlimited and several[0].values is not None:  # what the fields are is found in the batch
-                columns.append([single(self.ragged[number], items) for items in several])
+                columns.append(cast("Tensor", [single(self.ragged[number], items) for items in several]))
             else:
-                columns.append(Items.joined(several))
+                columns.append(cast("Tensor", Items.joined(several)))
         return super().unflatten(columns, torch.Size((len(rows),)))
 
     # ---- columns to data ---------------------------------------------------------------------------------------------
 
     def unflatten(
         self,
-        columns: Sequence[Any],
+        columns: Sequence[Tensor],
         batch: tuple[int, ...] | None,
         device: torch.device | None = None,
         extra: Mapping[str, Tensor] | None = None,
@@ -199,10 +199,9 @@ class RaggedStructure(Structure):
         batches = Batches(self.options.layout, within=within)
         for number, field in self.ragged.items():
             if number < len(laid_out):
-                items = columns[number]
-                laid_out[number] = (
-                    batches(field, items, self.leaders[number]) if batch else self._alone(field, items, within)
-                )
+                items = cast("Items", columns[number])
+                laid = batches(field, items, self.leaders[number]) if batch else self._alone(field, items, within)
+                laid_out[number] = cast("Tensor", laid)
         if within and batch and self.options.layout.kind == "packed":
             batch = ()
         return super().unflatten(laid_out, batch, device, extra)
