@@ -29,10 +29,50 @@ namespace {
 
 constexpr std::uint64_t kBrief = 256;  // rows
 
-const Field& key_of(std::span<std::byte> memory, const Store& store) {
-  const std::uint64_t field = Groups::field_of(memory);
-  check(field < store.fields(), "groups by a field that the store does not have");
-  return store.field(field);
+std::vector<Field> fields_of(std::span<std::byte> memory, const Store& store) {
+  const GroupsPolicy policy = Groups::policy_of(memory);
+  std::vector<std::uint64_t> numbers{policy.field};
+  for (const GroupsField& field : policy.ready) numbers.push_back(field.number);
+  if (policy.dated) numbers.push_back(policy.version.number);
+  if (policy.order == GroupsOrder::spread) numbers.push_back(policy.reward.number);
+  std::vector<Field> fields;
+  for (const std::uint64_t number : numbers) {
+    check(number < store.fields(), "groups by a field that the store does not have");
+    fields.push_back(store.field(number));
+  }
+  return fields;
+}
+
+GroupsField numbers_in(nb::handle given) {
+  const auto number = nb::cast<std::uint32_t>(given[0]);
+  const RowSpec spec = spec_of(given[1]);
+  return {number, spec.code, spec.bits, 0};
+}
+
+// As Python writes it: (field of the key, its bytes, fields that are to be ready, uses, field of the version or None, staleness, order, rows
+// of each group that is in order, field of the reward or None).
+GroupsPolicy policy_in(const nb::tuple& given) {
+  GroupsPolicy policy{.field = nb::cast<std::uint64_t>(given[0]), .key_bytes = nb::cast<std::uint64_t>(given[1])};
+  for (const nb::handle field : given[2]) policy.ready.push_back(numbers_in(field));
+  policy.most = nb::cast<std::uint64_t>(given[3]);
+  policy.dated = !nb::handle(given[4]).is_none();
+  if (policy.dated) policy.version = numbers_in(given[4]);
+  policy.staleness = nb::cast<std::uint64_t>(given[5]);
+  policy.order = static_cast<GroupsOrder>(nb::cast<std::uint64_t>(given[6]));
+  policy.least = nb::cast<std::uint64_t>(given[7]);
+  if (policy.order == GroupsOrder::spread) policy.reward = numbers_in(given[8]);
+  return policy;
+}
+
+// The same, with the numbers of fields alone.
+nb::tuple written(const GroupsPolicy& policy) {
+  nb::list ready;
+  for (const GroupsField& field : policy.ready) ready.append(field.number);
+  nb::object version = nb::none(), reward = nb::none();
+  if (policy.dated) version = nb::int_(policy.version.number);
+  if (policy.order == GroupsOrder::spread) reward = nb::int_(policy.reward.number);
+  return nb::make_tuple(policy.field, policy.key_bytes, nb::tuple(ready), policy.most, version, policy.staleness,
+                        static_cast<std::uint64_t>(policy.order), policy.least, reward);
 }
 
 void check_batch(std::uint64_t n, std::uint64_t each) {
@@ -40,16 +80,24 @@ void check_batch(std::uint64_t n, std::uint64_t each) {
         "a batch of more rows than there is memory");
 }
 
-nb::object draw(Groups& self, std::uint64_t key, std::uint64_t n, std::uint64_t each, bool newest, Numbers without) {
+Groups::Which which_of(unsigned number) {
+  check(number <= 2, "any groups, the first or the last ones");
+  return static_cast<Groups::Which>(number);
+}
+
+nb::object draw(Groups& self, std::uint64_t key, std::uint64_t n, std::uint64_t each, bool newest, Numbers without, bool complete,
+                double floor, unsigned which) {
   check_batch(n, each);
+  const Groups::Asked asked{
+      .n = n, .each = each, .complete = complete, .floor = floor, .which = which_of(which), .without = without.span()};
   Groups::Drawn drawn{};
   OutputBuffers buffers;
   {
     const WithoutInterpreter running(n * each <= kBrief);
     buffers.add(kNumbers, static_cast<std::int64_t>(n * each));
     buffers.add(kNumbers, static_cast<std::int64_t>(n * each));
-    drawn = self.draw(key, n, each, newest ? Groups::Order::newest : Groups::Order::any, without.span(),
-                      buffers.at<std::int64_t>(0), buffers.at<std::int64_t>(1));
+    drawn = self.draw(key, asked, newest ? Groups::Order::newest : Groups::Order::any, buffers.at<std::int64_t>(0),
+                      buffers.at<std::int64_t>(1));
   }
   if (!drawn.any) return nb::none();
   nb::list made = std::move(buffers).tensors(static_cast<std::int64_t>(n * each));
@@ -92,8 +140,10 @@ std::vector<double> rewards_of(const Store& store, std::uint64_t field, const Re
 }
 
 nb::object draw_best(Groups& self, const Store& store, const nb::tuple& reward, std::uint64_t key, std::uint64_t n,
-                     std::uint64_t each, bool spread, Numbers without) {
+                     std::uint64_t each, bool spread, Numbers without, bool complete, double floor, unsigned which) {
   check_batch(n, each);
+  const Groups::Asked asked{
+      .n = n, .each = each, .complete = complete, .floor = floor, .which = which_of(which), .without = without.span()};
   const auto field = nb::cast<std::uint64_t>(reward[0]);
   const RowSpec spec = spec_of(reward[1]);
   check(field < store.fields(), "rewards in a field that the store does not have");
@@ -105,10 +155,20 @@ nb::object draw_best(Groups& self, const Store& store, const nb::tuple& reward, 
   bool whole = false;
   {
     const WithoutInterpreter running(n * each <= kBrief && store.reads_briefly(n * each));
-    members = self.draw_members(key, n, without.span());
-    const std::vector<double> rewards = rewards_of(store, field, kind, members, gone);
-    whole = std::find(members.sizes.begin(), members.sizes.end(), 0) == members.sizes.end();
-    if (whole) {
+    members = self.draw_members(key, asked);
+    const Groups::Members counted = self.policy().most > 0 ? members : Groups::Members();
+    const auto least = static_cast<std::int64_t>(complete ? each : 1);
+    std::vector<double> rewards;
+    try {
+      rewards = rewards_of(store, field, kind, members, gone);
+      whole = std::all_of(members.sizes.begin(), members.sizes.end(), [least](std::int64_t size) { return size >= least; });
+    } catch (...) {
+      self.take_back(counted.rows.data(), counted.numbers.data(), counted.rows.size());
+      throw;
+    }
+    if (!whole) {
+      self.take_back(counted.rows.data(), counted.numbers.data(), counted.rows.size());
+    } else {
       best = best_rows(rewards, members.sizes, each, spread ? Wanted::spread : Wanted::highest, key);
       buffers.add(kNumbers, static_cast<std::int64_t>(best.places.size()));
       buffers.add(kNumbers, static_cast<std::int64_t>(best.places.size()));
@@ -125,13 +185,18 @@ nb::object draw_best(Groups& self, const Store& store, const nb::tuple& reward, 
 }
 
 void bind_memory(nb::module_& m) {
-  m.def("groups_bytes", &Groups::bytes, "rows"_a, "key_bytes"_a, "Bytes of the groups of that many rows.");
+  m.def(
+      "groups_bytes", [](std::uint64_t rows, const nb::tuple& policy) { return Groups::bytes(rows, policy_in(policy)); }, "rows"_a,
+      "policy"_a, "Bytes of the groups of that many rows.");
   m.def(
       "format_groups",
-      [](Address memory, std::uint64_t bytes, std::uint64_t rows, std::uint64_t field, std::uint64_t key_bytes) {
-        Groups::format(block(memory, bytes), rows, field, key_bytes);
+      [](Address memory, std::uint64_t bytes, std::uint64_t rows, const nb::tuple& policy) {
+        Groups::format(block(memory, bytes), rows, policy_in(policy));
       },
-      "memory"_a, "bytes"_a, "rows"_a, "field"_a, "key_bytes"_a, "Writes the header into zeroed memory.");
+      "memory"_a, "bytes"_a, "rows"_a, "policy"_a,
+      "Writes the header into zeroed memory. `policy`: (number of the key's field, its bytes, fields that are to be ready, most uses or 0, "
+      "field of the version or None, staleness, order of groups: 0 none, 1 by age, 2 by the variance of rewards, rows of each such group, "
+      "field of the reward or None); such a field is (its number, its spec).");
   m.def(
       "copy_groups", [](Address from, Address to, std::uint64_t bytes) { Groups::copy(block(from, bytes), block(to, bytes)); },
       "source"_a, "to"_a, "nbytes"_a, "Into zeroed memory, with no row in a group: the copy is to scan.");
@@ -149,22 +214,58 @@ void bind_groups(nb::module_& m) {
           "__init__",
           [](Groups* self, Address memory, std::uint64_t bytes, const Store& store, nb::handle) {
             const std::span<std::byte> inside = block(memory, bytes);
-            new (self) Groups(inside, store.control(), key_of(inside, store));
+            new (self) Groups(inside, store.control(), fields_of(inside, store));
           },
           "memory"_a, "bytes"_a, "store"_a, "keep"_a, nb::keep_alive<1, 5>())
       .def_prop_ro("field", [](const Groups& self) { return self.field(); }, "Number of the key's field.")
       .def_prop_ro(
-          "groups",
-          [](Groups& self) {
-            const WithoutInterpreter running(true);
-            return self.groups();
+          "policy", [](const Groups& self) { return written(self.policy()); },
+          "As for format_groups, with the numbers of fields alone.")
+      .def_prop_ro("rows", &Groups::rows)
+      .def_prop_ro(
+          "counts",
+          [](const Groups& self) {
+            const Groups::Counts counts = self.counted();
+            return nb::make_tuple(counts.groups, counts.used, counts.expired, counts.evicted, counts.starved);
           },
-          "How many groups there are.")
-      .def("draw", &draw, "key"_a, "n"_a, "each"_a, "newest"_a, "without"_a,
-           "(rows, ticket numbers, whether some come again) of n groups. None: there is none.")
-      .def("draw_best", &draw_best, "store"_a, "reward"_a, "key"_a, "n"_a, "each"_a, "spread"_a, "without"_a,
+          "Groups as of now; rows that were used up, became too old, or were overwritten before they were used up; draws that found too "
+          "few groups.")
+      .def(
+          "groups",
+          [](Groups& self, std::uint64_t least, double floor) {
+            const WithoutInterpreter running(true);
+            return self.groups(least, floor);
+          },
+          "least"_a = 1, "floor"_a = Groups::kSame, "How many groups have so many rows, or more. `floor`: as of a draw.")
+      .def("draw", &draw, "key"_a, "n"_a, "each"_a, "newest"_a, "without"_a, "complete"_a = false, "floor"_a = Groups::kSame, "which"_a = 0,
+           "(rows, ticket numbers, whether some come again) of n groups; no row comes again if `complete`. `floor`: the oldest version from "
+           "now on; NaN: as it is. `which`: 0 any, 1 the first, 2 the last in order. None: there is no group, or not enough of them.")
+      .def("draw_best", &draw_best, "store"_a, "reward"_a, "key"_a, "n"_a, "each"_a, "spread"_a, "without"_a, "complete"_a = false,
+           "floor"_a = Groups::kSame, "which"_a = 0,
            "The same, chosen by rewards: those of a field, (its number, its spec). Those with the largest variance, or the highest. "
-           "None: there is no group. A row: it moved, as did all rows of its group. ValueError: rewards that are not finite.")
+           "None: there is no group. A row: it moved, and with it so many rows of its group that it was not drawn. ValueError: rewards "
+           "that are not finite.")
+      .def(
+          "take_back",
+          [](Groups& self, Numbers rows, Numbers numbers) {
+            const WithoutInterpreter running(true);
+            self.take_back(rows.data, numbers.of(rows.size), rows.size);
+          },
+          "rows"_a, "numbers"_a, "Rows that were drawn with these tickets count as used once less.")
+      .def(
+          "uses",
+          [](Groups& self, Column<std::int32_t> out) {
+            const nb::gil_scoped_release running;
+            self.copy_uses(out.data, out.size);
+          },
+          "out"_a, "How often the first rows were used.")
+      .def(
+          "restore_uses",
+          [](Groups& self, Column<const std::int32_t> uses) {
+            const nb::gil_scoped_release running;
+            self.restore_uses(uses.data, uses.size);
+          },
+          "uses"_a, "The first rows were used so often, and others not yet.")
       .def("catch_up", &Groups::catch_up, nb::call_guard<nb::gil_scoped_release>(), "For a store whose writers do not tell.")
       .def("scan", &Groups::scan, "begin"_a, "end"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("put_in_order", &Groups::put_in_order, nb::call_guard<nb::gil_scoped_release>())

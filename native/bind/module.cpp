@@ -26,7 +26,9 @@
 #include "groups.h"
 #include "hold.h"
 #include "intake.h"
+#include "keys.h"
 #include "priorities.h"
+#include "ragged.h"
 #include "ranking.h"
 #include "store.h"
 #include "tensors.h"
@@ -142,7 +144,9 @@ NB_MODULE(_core, m) {
   engram::bind_epoch(m);
   engram::bind_consumption(m);
   engram::bind_groups(m);
+  engram::bind_keys(m);
   engram::bind_usage(m);
+  engram::bind_open_rows(m);
   engram::bind_changes(m);
   engram::bind_versions(m);
   engram::bind_priorities(m);

@@ -3,11 +3,8 @@
 #include "ragged.h"
 
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
-
-#include <unistd.h>
 
 #include <cstdint>
 #include <memory>
@@ -15,8 +12,6 @@
 #include <vector>
 
 #include "../core/check.h"
-#include "../core/open_rows.h"
-#include "../core/participants.h"
 #include "../core/ragged.h"
 #include "../core/store.h"
 #include "interpreter.h"
@@ -27,13 +22,6 @@ using namespace nb::literals;
 
 namespace engram {
 namespace {
-
-template <class T>
-std::vector<T*> addresses_in(nb::handle tuple) {
-  std::vector<T*> found;
-  for (nb::handle address : tuple) found.push_back(at<T>(nb::cast<Address>(address)));
-  return found;
-}
 
 std::vector<RaggedGroup> groups_in(const nb::tuple& groups) {
   std::vector<RaggedGroup> found;
@@ -49,14 +37,6 @@ std::vector<RaggedGroup> groups_in(const nb::tuple& groups) {
 RaggedSource source_in(nb::handle source) {
   return {at<const std::uint32_t>(nb::cast<Address>(source[0])), at<const std::int64_t>(nb::cast<Address>(source[1])),
           nb::cast<std::uint64_t>(source[2]), addresses_in<const std::byte>(source[3])};
-}
-
-// The items of a call, copied where they decide addresses.
-RaggedWrite write_in(const Store& store, std::uint64_t n, const nb::tuple& sources) {
-  check(store.ragged() != nullptr, "a store with ragged fields");
-  std::vector<RaggedSource> found;
-  for (nb::handle source : sources) found.push_back(source_in(source));
-  return {*store.ragged(), n, found};
 }
 
 void bind_writes(nb::class_<Store>& type) {
@@ -95,74 +75,14 @@ void bind_writes(nb::class_<Store>& type) {
           "As patch, of the items of a group's fields whose address is not 0: as many as each row has, else ValueError.");
 }
 
-std::uint64_t own_owner() {
-  const auto pid = static_cast<std::uint32_t>(getpid());
-  return OpenRows::owner_of(pid, start_time_of(pid));
-}
-
-const OpenRows& open_rows_of(const Store& store) {
-  check(store.open_rows() != nullptr, "a store with open rows");
-  return *store.open_rows();
-}
-
-// Slots of rows that still grow. An owner is a process, as one number; 0: the slot is free.
-void bind_open_rows(nb::module_& m, nb::class_<Store>& type) {
-  m.def("open_rows_bytes", &OpenRows::bytes, "slots"_a, "slot_bytes"_a);
-  m.def("own_owner", &own_owner, "What names this process as the owner of open rows.");
-  m.def("is_owner_alive", &OpenRows::is_alive, "owner"_a);
-  m.def(
-      "format_open_rows",
-      [](Address memory, std::uint64_t bytes, std::uint64_t slots, std::uint64_t slot_bytes) {
-        OpenRows::format(block(memory, bytes), slots, slot_bytes);
-      },
-      "memory"_a, "bytes"_a, "slots"_a, "slot_bytes"_a, "Of zeroed memory.");
-  type.def(
-          "use_open_rows",
-          [](Store& self, Address memory, std::uint64_t bytes, std::uint64_t slots, std::uint64_t slot_bytes) {
-            self.use(std::make_unique<OpenRows>(block(memory, bytes), slots, slot_bytes));
-          },
-          "memory"_a, "bytes"_a, "slots"_a, "slot_bytes"_a)
-      .def("take_open_row", [](const Store& self) { return open_rows_of(self).take(own_owner()); }, "A free slot, for this process; or None.")
-      .def(
-          "open_row_owner", [](const Store& self, std::uint64_t slot) { return open_rows_of(self).slot(slot).owner.load(); }, "slot"_a)
-      .def(
-          "open_row_address", [](const Store& self, std::uint64_t slot) { return reinterpret_cast<Address>(open_rows_of(self).data(slot)); },
-          "slot"_a, "Where the caller's part of a slot begins.")
-      .def(
-          "take_open_row_over",
-          [](const Store& self, std::uint64_t slot, std::uint64_t from) { return open_rows_of(self).hand_over(slot, from, own_owner()); },
-          "slot"_a, "from_"_a, "Whether it was that owner's, and is this process's now.")
-      .def(
-          "free_open_row",
-          [](const Store& self, std::uint64_t slot) {
-            check(open_rows_of(self).slot(slot).owner.load() == own_owner(), "an open row of another process");
-            open_rows_of(self).free(slot);
-          },
-          "slot"_a)
-      .def(
-          "settle_open_rows",
-          [](const Store& self) {
-            nb::gil_scoped_release release;
-            self.settle_open_rows();
-          },
-          "Frees the slots of rows that were sealed by processes which died since.")
-      .def(
-          "seal_open_row",
-          [](Store& self, std::uint64_t slot, std::uint64_t lane, const nb::tuple& columns, const nb::tuple& items) {
-            const auto inputs = addresses_in<const std::byte>(columns);
-            RaggedWrite write = write_in(self, 1, items);
-            std::int64_t row = -1;
-            std::uint64_t number = 0;
-            {
-              nb::gil_scoped_release release;
-              number = self.seal(slot, own_owner(), lane, inputs, &row, write);
-            }
-            return std::pair(row, number);
-          },
-          "slot"_a, "lane"_a, "columns"_a, "items"_a, "Appends a row, and frees the slot it grew in, in one step: (row, ticket number).");
-}
-
 }  // namespace
+
+RaggedWrite write_in(const Store& store, std::uint64_t n, const nb::tuple& sources) {
+  check(store.ragged() != nullptr, "a store with ragged fields");
+  std::vector<RaggedSource> found;
+  for (nb::handle source : sources) found.push_back(source_in(source));
+  return {*store.ragged(), n, found};
+}
 
 void bind_ragged(nb::module_& m, nb::class_<Store>& type) {
   m.def("ragged_bytes", &Ragged::bytes, "lanes"_a, "groups"_a, "Bytes of the memory that says where the items of ragged fields are.");
@@ -174,13 +94,13 @@ void bind_ragged(nb::module_& m, nb::class_<Store>& type) {
         check(lanes > 0, "at least one lane");
         Ragged::format(block(memory, bytes), {capacity, lanes, capacity / lanes}, found);
       },
-      "memory"_a, "bytes"_a, "capacity"_a, "lanes"_a, "groups"_a, "Of zeroed memory. `groups`: (field of the spans, items of a lane's ring) each.");
+      "memory"_a, "nbytes"_a, "capacity"_a, "lanes"_a, "groups"_a, "Of zeroed memory. `groups`: (field of the spans, items of a lane's ring) each.");
   type.def(
           "use_ragged",
           [](Store& self, Address memory, std::uint64_t bytes, const nb::tuple& groups, bool alone) {
             self.use(std::make_unique<Ragged>(block(memory, bytes), self.control().geometry(), groups_in(groups), alone));
           },
-          "memory"_a, "bytes"_a, "groups"_a, "alone"_a,
+          "memory"_a, "nbytes"_a, "groups"_a, "alone"_a,
           "The items of ragged fields: (field of the spans, items of a lane's ring, ((field, address, bytes of an item), …)) each. `alone`: no "
           "other process has the store open.")
       .def(
@@ -223,7 +143,6 @@ void bind_ragged(nb::module_& m, nb::class_<Store>& type) {
           },
           "lane"_a, "heads"_a, "The offset of the next item of each group, of a paused store whose rows were replaced.");
   bind_writes(type);
-  bind_open_rows(m, type);
 }
 
 }  // namespace engram

@@ -1,22 +1,28 @@
 #include "groups.h"
 
 #include <algorithm>
+#include <bit>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <new>
 #include <numeric>
 #include <stdexcept>
+#include <type_traits>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
 
+#include "best_rows.h"
 #include "check.h"
 #include "fence.h"
+#include "reals.h"
 #include "wait.h"
 
 namespace engram {
 namespace {
 
-constexpr char kMagic[8] = {'e', 'n', 'g', 'g', 'r', 'o', 'u', '\1'};
+constexpr char kMagic[8] = {'e', 'n', 'g', 'g', 'r', 'o', 'u', '\2'}, kEarlierMagic[8] = {'e', 'n', 'g', 'g', 'r', 'o', 'u', '\1'};
 constexpr char kTree[] = "groups: expected trees of rows";
 constexpr std::uint64_t kMostRows = (std::uint64_t{1} << 32) - 1;
 constexpr unsigned kMostDepth = 1024;  // of a tree: of 2^32 rows it is about 80
@@ -24,12 +30,71 @@ constexpr int kLooks = 16;             // at rows that changed and were not told
 
 std::uint64_t whole_words(std::uint64_t bytes) { return (bytes + 7) / 8 * 8; }
 
-GroupsHeader* header_in(std::span<std::byte> memory) {
+bool is_earlier(const GroupsHeader& header) { return std::memcmp(header.magic, kEarlierMagic, sizeof kEarlierMagic) == 0; }
+
+// What the parts take that memory of every version has.
+std::uint64_t earlier_bytes(std::uint64_t rows, std::uint64_t key_bytes) {
+  check(rows > 0 && rows < kMostRows, "groups: expected a store of 1 to 2^32 - 2 rows");
+  check(key_bytes > 0 && key_bytes <= Groups::kMostKeyBytes, "groups: expected a key of 1 to 1024 bytes");
+  return kPage + rows * (sizeof(std::uint64_t) + whole_words(key_bytes)) + RowSet::bytes(rows) +
+         rows * (4 * sizeof(std::uint32_t) + 2 * sizeof(std::uint32_t)) + whole_words(rows * sizeof(std::uint32_t));
+}
+
+std::uint64_t uses_bytes(std::uint64_t rows) { return rows * sizeof(std::uint64_t) + whole_words(rows * sizeof(std::uint32_t)); }
+std::uint64_t order_bytes(std::uint64_t rows) { return rows * (sizeof(std::uint64_t) + 4 * sizeof(std::uint32_t)) + whole_words(rows * sizeof(std::uint32_t)); }
+std::uint64_t versions_bytes(std::uint64_t rows) { return rows * (sizeof(double) + 2 * sizeof(std::uint32_t)); }
+
+GroupsHeader* begin_of(std::span<std::byte> memory) {
   check(memory.size() >= kPage, "groups in memory too small for their header");
   auto* header = reinterpret_cast<GroupsHeader*>(memory.data());
-  check(std::memcmp(header->magic, kMagic, sizeof kMagic) == 0, "no groups, or of another format");
-  check(memory.size() == Groups::bytes(copied(header->rows), copied(header->key_bytes)), "groups in memory of another size");
+  check(std::memcmp(header->magic, kMagic, sizeof kMagic) == 0 || is_earlier(*header), "no groups, or of another format");
   return header;
+}
+
+GroupsHeader* header_in(std::span<std::byte> memory) {
+  GroupsHeader* header = begin_of(memory);
+  const std::uint64_t rows = copied(header->rows);
+  const std::uint64_t size =
+      is_earlier(*header) ? earlier_bytes(rows, copied(header->key_bytes)) : Groups::bytes(rows, Groups::policy_of(memory));
+  check(memory.size() == size, "groups in memory of another size");
+  return header;
+}
+
+// Null: no numbers of which one can be NaN.
+using HasNan = bool (*)(const std::byte* row, std::uint64_t bytes);
+HasNan has_nan(const GroupsField& field) {
+  return of_reals<HasNan>(
+      field.code, field.bits,
+      []<class T>() -> HasNan {
+        if constexpr (std::is_integral_v<T>) {
+          return nullptr;
+        } else {
+          return [](const std::byte* row, std::uint64_t bytes) {
+            for (std::uint64_t i = 0; i + sizeof(T) <= bytes; i += sizeof(T)) {
+              T value;
+              std::memcpy(&value, row + i, sizeof value);
+              if (std::isnan(static_cast<double>(value))) return true;
+            }
+            return false;
+          };
+        }
+      },
+      nullptr);
+}
+
+// Null: no real numbers.
+using Number = double (*)(const std::byte* row);
+Number number_as(const GroupsField& field) {
+  return of_reals<Number>(
+      field.code, field.bits,
+      []<class T>() -> Number {
+        return [](const std::byte* row) {
+          T value;
+          std::memcpy(&value, row, sizeof value);
+          return static_cast<double>(value);
+        };
+      },
+      nullptr);
 }
 
 /// Different numbers below n, in random order. Cost: O(1) each.
@@ -101,19 +166,33 @@ class Groups::Change {
   Groups& self_;
 };
 
-std::uint64_t Groups::bytes(std::uint64_t rows, std::uint64_t key_bytes) {
-  check(rows > 0 && rows < kMostRows, "groups: expected a store of 1 to 2^32 - 2 rows");
-  check(key_bytes > 0 && key_bytes <= kMostKeyBytes, "groups: expected a key of 1 to 1024 bytes");
-  return kPage + rows * (sizeof(std::uint64_t) + whole_words(key_bytes)) + RowSet::bytes(rows) +
-         rows * (sizeof(Node) + sizeof(Group)) + whole_words(rows * sizeof(Id));
+std::uint64_t Groups::bytes(std::uint64_t rows, const GroupsPolicy& policy) {
+  check(policy.ready.size() <= GroupsHeader::kReady, "groups: expected at most 16 fields that are to be ready");
+  for (const GroupsField& field : policy.ready) check(has_nan(field) != nullptr, "groups: expected floating numbers where NaN is not ready");
+  check(policy.most < kMostUses, "groups: expected fewer than 2^24 uses");
+  check(!policy.dated || number_as(policy.version) != nullptr, "groups: expected versions that are real numbers");
+  check(policy.order <= GroupsOrder::spread && (policy.order == GroupsOrder::none || policy.least > 0), "groups: expected an order of groups");
+  check(policy.order != GroupsOrder::spread || number_as(policy.reward) != nullptr, "groups: expected rewards that are real numbers");
+  return earlier_bytes(rows, policy.key_bytes) + GroupsHeader::kComplete * RowSet::bytes(rows) + (policy.most > 0 ? uses_bytes(rows) : 0) +
+         (policy.dated ? versions_bytes(rows) : 0) + (policy.order != GroupsOrder::none ? order_bytes(rows) : 0);
 }
 
-void Groups::format(std::span<std::byte> memory, std::uint64_t rows, std::uint64_t field, std::uint64_t key_bytes) {
-  check(memory.size() == bytes(rows, key_bytes), "groups in memory of another size");
+void Groups::format(std::span<std::byte> memory, std::uint64_t rows, const GroupsPolicy& policy) {
+  check(memory.size() == bytes(rows, policy), "groups in memory of another size");
   auto* header = new (memory.data()) GroupsHeader{};
   header->rows = rows;
-  header->field = field;
-  header->key_bytes = key_bytes;
+  header->field = policy.field;
+  header->key_bytes = policy.key_bytes;
+  header->most = policy.most;
+  header->ready_fields = policy.ready.size();
+  std::copy(policy.ready.begin(), policy.ready.end(), header->ready);
+  header->dated = policy.dated ? 1 : 0;
+  header->version = policy.version;
+  header->staleness = policy.staleness;
+  header->order = static_cast<std::uint64_t>(policy.order);
+  header->least = policy.least;
+  header->reward = policy.reward;
+  header->floor = -std::numeric_limits<double>::infinity();
   header->mutex.format();
   std::memcpy(header->magic, kMagic, sizeof kMagic);
 }
@@ -123,45 +202,100 @@ void Groups::reset_mutex(std::span<std::byte> memory) { header_in(memory)->mutex
 void Groups::copy(std::span<std::byte> from, std::span<std::byte> to) {
   const GroupsHeader* theirs = header_in(from);
   check(from.size() == to.size(), "groups in memory of another size");
-  format(to, copied(theirs->rows), copied(theirs->field), copied(theirs->key_bytes));
+  const GroupsPolicy policy = policy_of(from);
+  const std::uint64_t rows = copied(theirs->rows);
+  if (is_earlier(*theirs)) {
+    auto* header = new (to.data()) GroupsHeader{};
+    header->rows = rows;
+    header->field = policy.field;
+    header->key_bytes = policy.key_bytes;
+    header->mutex.format();
+    std::memcpy(header->magic, kEarlierMagic, sizeof kEarlierMagic);
+    return;
+  }
+  format(to, rows, policy);
+  if (policy.most == 0) return;
+  const std::uint64_t at = earlier_bytes(rows, policy.key_bytes) + GroupsHeader::kComplete * RowSet::bytes(rows);
+  copy_from_shared(to.data() + at, from.data() + at, uses_bytes(rows));
 }
 
-std::uint64_t Groups::field_of(std::span<std::byte> memory) { return copied(header_in(memory)->field); }
+GroupsPolicy Groups::policy_of(std::span<std::byte> memory) {
+  const GroupsHeader* header = begin_of(memory);
+  GroupsPolicy policy{.field = copied(header->field), .key_bytes = copied(header->key_bytes)};
+  if (is_earlier(*header)) return policy;
+  const std::uint64_t ready = copied(header->ready_fields);
+  check(ready <= GroupsHeader::kReady, "groups: expected at most 16 fields that are to be ready");
+  policy.ready.assign(header->ready, header->ready + ready);
+  policy.most = copied(header->most);
+  policy.dated = copied(header->dated) != 0;
+  if (policy.dated) policy.version = header->version;
+  policy.staleness = copied(header->staleness);
+  policy.order = static_cast<GroupsOrder>(copied(header->order));
+  policy.least = copied(header->least);
+  policy.reward = header->reward;
+  return policy;
+}
 
-Groups::Groups(std::span<std::byte> memory, const Control& tickets, const Field& key)
+Groups::Groups(std::span<std::byte> memory, const Control& tickets, std::vector<Field> fields)
     : header_(header_in(memory)),
+      policy_(policy_of(memory)),
       rows_(copied(header_->rows)),
-      field_(copied(header_->field)),
-      key_bytes_(copied(header_->key_bytes)),
+      key_bytes_(policy_.key_bytes),
       key_stride_(whole_words(key_bytes_)),
       numbers_(reinterpret_cast<std::uint64_t*>(memory.data() + kPage)),
       keys_(memory.data() + kPage + rows_ * sizeof(std::uint64_t)),
       roots_(keys_ + rows_ * key_stride_, rows_),
-      nodes_(reinterpret_cast<Node*>(keys_ + rows_ * key_stride_ + RowSet::bytes(rows_))),
-      groups_(reinterpret_cast<Group*>(nodes_ + rows_)),
+      trees_{reinterpret_cast<Node*>(keys_ + rows_ * key_stride_ + RowSet::bytes(rows_)), numbers_, rows_},
+      groups_(reinterpret_cast<Group*>(trees_.nodes + rows_)),
       buckets_(reinterpret_cast<Id*>(groups_ + rows_)),
       tickets_(tickets),
-      key_(key),
-      looked_at_(key_stride_),
+      fields_(std::move(fields)),
       next_(tickets.lanes()),
       base_(tickets.lanes(), ~std::uint64_t{0}) {
   check(tickets_.capacity() == rows_, "groups of a store of another capacity");
-  check(key_.data != nullptr && key_.row_bytes == key_bytes_, "groups by a field of another size");
+  const bool by_spread = policy_.order == GroupsOrder::spread;
+  check(fields_.size() == 1 + policy_.ready.size() + (policy_.dated ? 1 : 0) + (by_spread ? 1 : 0), "groups with other fields than theirs");
+  check(fields_[0].row_bytes == key_bytes_, "groups by a field of another size");
+  for (const Field& field : fields_) check(field.data != nullptr, "groups by a field that is not there");
+  check(!policy_.dated || version_field().row_bytes * 8 == policy_.version.bits, "groups: expected one version per row");
+  std::uint64_t looked_at = key_stride_;
+  for (std::size_t i = 1; i < fields_.size(); ++i) looked_at = std::max(looked_at, key_stride_ + fields_[i].row_bytes);
+  looked_at_.resize(looked_at);
+  if (is_earlier(*header_)) return;
+  std::byte* at = memory.data() + earlier_bytes(rows_, key_bytes_);
+  for (std::uint64_t i = 0; i < GroupsHeader::kComplete; ++i, at += RowSet::bytes(rows_)) complete_.emplace_back(at, rows_);
+  if (counts()) {
+    writes_ = reinterpret_cast<std::uint64_t*>(at);
+    uses_ = reinterpret_cast<std::uint32_t*>(writes_ + rows_);
+    at += uses_bytes(rows_);
+  }
+  if (policy_.dated) {
+    versions_ = reinterpret_cast<double*>(at);
+    ages_ = reinterpret_cast<Id*>(versions_ + rows_);
+    places_ = ages_ + rows_;
+    at += versions_bytes(rows_);
+  }
+  if (policy_.order != GroupsOrder::none) {
+    order_ = reinterpret_cast<std::uint64_t*>(at);
+    in_order_ = {reinterpret_cast<Node*>(order_ + rows_), order_, rows_};
+    newest_ = reinterpret_cast<Id*>(in_order_.nodes + rows_);
+  }
 }
 
 // ---- trees ---------------------------------------------------------------------------------------------------------
 
-Groups::Node& Groups::node(Id id) const {
-  intact(id > 0 && id <= rows_, kTree);
-  return nodes_[id - 1];
+Groups::Node& Groups::Trees::node(Id id) const {
+  intact(id > 0 && id <= rows, kTree);
+  return nodes[id - 1];
 }
 
-Groups::Group& Groups::group(Id id) const {
-  intact(id > 0 && id <= rows_, kTree);
-  return groups_[id - 1];
+// Rows of zeros that one write by number has made have the same ticket number: the row decides.
+bool Groups::Trees::is_before(Id a, Id b) const {
+  const std::uint64_t mine = numbers[a - 1], other = numbers[b - 1];
+  return mine < other || (mine == other && a < b);
 }
 
-Groups::Id Groups::merge(Id a, Id b, unsigned depth) const {
+Groups::Id Groups::Trees::merge(Id a, Id b, unsigned depth) const {
   if (a == 0 || b == 0) return a + b;
   intact(depth < kMostDepth, kTree);
   if (mix(a) > mix(b)) {
@@ -174,18 +308,15 @@ Groups::Id Groups::merge(Id a, Id b, unsigned depth) const {
   return b;
 }
 
-// Rows of zeros that one write by number has made have the same ticket number: the row decides.
-bool Groups::is_older(Id a, Id b) const { return number(a) < number(b) || (number(a) == number(b) && a < b); }
-
-// `below`: rows that are older than this one, which is not in the tree.
-void Groups::split(Id tree, Id row, Id& below, Id& above, unsigned depth) const {
+// `below`: rows that are before this one, which is not in the tree.
+void Groups::Trees::split(Id tree, Id row, Id& below, Id& above, unsigned depth) const {
   if (tree == 0) {
     below = above = 0;
     return;
   }
   intact(depth < kMostDepth, kTree);
   Node& root = node(tree);
-  if (is_older(tree, row)) {
+  if (is_before(tree, row)) {
     split(root.right, row, root.right, above, depth + 1);
     below = tree;
   } else {
@@ -195,14 +326,37 @@ void Groups::split(Id tree, Id row, Id& below, Id& above, unsigned depth) const 
   resize(tree);
 }
 
-Groups::Id Groups::without_row(Id tree, Id row, unsigned depth) const {
+// With a row that is a tree by itself.
+Groups::Id Groups::Trees::with(Id tree, Id row) const {
+  Id below, above;
+  split(tree, row, below, above);
+  return merge(merge(below, row), above);
+}
+
+Groups::Id Groups::Trees::without(Id tree, Id row, unsigned depth) const {
   intact(tree != 0 && depth < kMostDepth, kTree);
   Node& root = node(tree);
   if (tree == row) return merge(root.left, root.right);
-  Id& branch = is_older(row, tree) ? root.left : root.right;
-  branch = without_row(branch, row, depth + 1);
+  Id& branch = is_before(row, tree) ? root.left : root.right;
+  branch = without(branch, row, depth + 1);
   resize(tree);
   return tree;
+}
+
+Groups::Id Groups::Trees::at(Id tree, std::uint64_t rank) const {
+  for (unsigned depth = 0;; ++depth) {
+    intact(depth < kMostDepth, kTree);
+    const Node& root = node(tree);
+    const std::uint64_t before = size_of(root.left);
+    if (rank == before) return tree;
+    tree = rank < before ? root.left : root.right;
+    if (rank > before) rank -= before + 1;
+  }
+}
+
+Groups::Group& Groups::group(Id id) const {
+  intact(id > 0 && id <= rows_, kTree);
+  return groups_[id - 1];
 }
 
 // All of them step by step together, so that the waits for memory lie beside each other.
@@ -218,7 +372,7 @@ void Groups::find_all(std::vector<Place>& places) const {
     for (Place& place : places) {
       if (place.found) continue;
       const Node& root = node(place.id);
-      const std::uint64_t before = size_of(root.left);
+      const std::uint64_t before = trees_.size_of(root.left);
       if (place.rank == before) {
         place.found = true;
         __builtin_prefetch(&numbers_[place.id - 1]);
@@ -255,13 +409,146 @@ void Groups::ask_for(const std::vector<Id>& roots) const {
   }
 }
 
+// Whenever a tree of a group has changed: also where its root has not.
 void Groups::set_root(Group& group, Id root) {
   const Id before = copied(group.root);
-  if (before == root) return;
   intact(before <= rows_ && root <= rows_, kTree);
-  if (before != 0) roots_.erase(before - 1);
-  if (root != 0) roots_.insert(root - 1);
-  group.root = root;
+  if (before != root) {
+    if (before != 0) roots_.erase(before - 1);
+    if (root != 0) roots_.insert(root - 1);
+    group.root = root;
+  }
+  for (std::size_t i = 0; i < complete_.size(); ++i) {
+    const std::uint64_t least = copied(header_->complete[i].least);
+    if (least == 0) continue;
+    if (before != 0 && before != root) complete_[i].erase(before - 1);
+    if (root != 0) node(root).size >= least ? complete_[i].insert(root - 1) : complete_[i].erase(root - 1);
+  }
+  if (newest_ != nullptr) order(static_cast<Id>(&group - groups_ + 1), root);
+}
+
+// A group is in order while it has enough rows: its newest row stands for it.
+void Groups::order(Id of, Id root) {
+  Id& newest = newest_[of - 1];
+  Id first = static_cast<Id>(copied(header_->first));
+  if (newest != 0) first = in_order_.without(first, newest);
+  newest = root != 0 && node(root).size >= policy_.least ? trees_.at(root, node(root).size - 1) : 0;
+  if (newest != 0) {
+    order_[newest - 1] = place_of(root, newest);
+    in_order_.node(newest) = {of, 0, 0, 1};
+    first = in_order_.with(first, newest);
+  }
+  header_->first = first;
+}
+
+// By what a group is compared: a larger number comes later. The spread is that of rewards that are finite, else none.
+std::uint64_t Groups::place_of(Id root, Id newest) {
+  if (policy_.order == GroupsOrder::age) return number(newest);
+  const Field& field = fields_.back();
+  std::vector<std::int64_t> rows;
+  each_of(root, rows);
+  std::vector<std::byte> values(rows.size() * field.row_bytes);
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    copy_from_shared(values.data() + i * field.row_bytes, field.row(static_cast<std::uint64_t>(rows[i])), field.row_bytes);
+  }
+  const std::vector<double> rewards = Rewards(policy_.reward.code, policy_.reward.bits, field.row_bytes).means(values.data(), rows.size());
+  const auto n = static_cast<double>(rewards.size());
+  double mean = 0, spread = 0;
+  for (const double reward : rewards) mean += reward / n;
+  for (const double reward : rewards) spread += (reward - mean) * (reward - mean) / n;
+  return std::isfinite(spread) ? std::bit_cast<std::uint64_t>(spread) : 0;
+}
+
+// Roots of the groups of so many rows, or more. In memory of earlier versions those of all groups. O(1) but for the first time.
+RowSet& Groups::complete(std::uint64_t least) {
+  if (least <= 1 || complete_.empty()) return roots_;
+  auto* const sets = header_->complete;
+  std::size_t at = 0;
+  for (std::size_t i = 0; i < complete_.size(); ++i) {
+    if (copied(sets[i].least) == least) {
+      sets[i].asked = ++header_->asked;
+      return complete_[i];
+    }
+    if (copied(sets[i].asked) < copied(sets[at].asked)) at = i;
+  }
+  Change change(*this);
+  sets[at].least = least;
+  complete_[at].assign([&](std::uint64_t row) { return roots_.has(row) && trees_.nodes[row].size >= least; });
+  change.done();
+  sets[at].asked = ++header_->asked;
+  return complete_[at];
+}
+
+// ---- versions --------------------------------------------------------------------------------------------------------
+
+bool Groups::is_older_version(Id a, Id b) const {
+  const double mine = versions_[a - 1], other = versions_[b - 1];
+  return mine < other || (mine == other && a < b);
+}
+
+void Groups::age_at(std::uint64_t place, Id id) {
+  ages_[place] = id;
+  places_[id - 1] = static_cast<Id>(place + 1);
+}
+
+// The row at that place goes up or down until none above it is newer.
+void Groups::sift(std::uint64_t place) {
+  const std::uint64_t n = copied(header_->dated_rows);
+  intact(n <= rows_ && place < n, kTree);
+  const Id id = copied(ages_[place]);
+  const auto in = [this](std::uint64_t at) {
+    const Id there = copied(ages_[at]);
+    intact(there > 0 && there <= rows_, kTree);
+    return there;
+  };
+  intact(id > 0 && id <= rows_, kTree);
+  for (; place > 0 && is_older_version(id, in((place - 1) / 2)); place = (place - 1) / 2) age_at(place, in((place - 1) / 2));
+  for (std::uint64_t child; (child = 2 * place + 1) < n; place = child) {
+    if (child + 1 < n && is_older_version(in(child + 1), in(child))) ++child;
+    if (!is_older_version(in(child), id)) break;
+    age_at(place, in(child));
+  }
+  age_at(place, id);
+}
+
+void Groups::date(Id id, double version) {
+  const std::uint64_t n = copied(header_->dated_rows);
+  intact(n < rows_, kTree);
+  versions_[id - 1] = version;
+  header_->dated_rows = n + 1;
+  age_at(n, id);
+  sift(n);
+}
+
+void Groups::undate(Id id) {
+  const std::uint64_t n = copied(header_->dated_rows), place = copied(places_[id - 1]);
+  intact(n > 0 && n <= rows_ && place > 0 && place <= n && copied(ages_[place - 1]) == id, kTree);
+  const Id last = copied(ages_[n - 1]);
+  intact(last > 0 && last <= rows_, kTree);
+  header_->dated_rows = n - 1;
+  places_[id - 1] = 0;
+  if (last == id) return;
+  age_at(place - 1, last);
+  sift(place - 1);
+}
+
+// Rows of versions below it leave their groups. O(log rows) for each; a lower floor than before: O(rows).
+void Groups::expire(double floor) {
+  const double before = copied(header_->floor);
+  if (!policy_.dated || std::isnan(floor) || floor == before) return;
+  Change change(*this);
+  header_->floor = floor;
+  if (floor < before) {
+    for (std::uint64_t row = 0; row < rows_; ++row) look_at(row);
+  }
+  while (copied(header_->dated_rows) > 0) {
+    const Id oldest = copied(ages_[0]);
+    intact(oldest > 0 && oldest <= rows_ && numbers_[oldest - 1] != 0, kTree);
+    if (!(versions_[oldest - 1] < floor)) break;
+    forget(oldest - 1);
+    header_->expired.fetch_add(1, std::memory_order_relaxed);
+  }
+  change.done();
 }
 
 // ---- groups by key ---------------------------------------------------------------------------------------------------
@@ -319,30 +606,63 @@ void Groups::forget(std::uint64_t row) {
   if (numbers_[row] == 0) return;
   const Id id = static_cast<Id>(row + 1), of = node(id).group;
   Group& from = group(of);
-  set_root(from, without_row(from.root, id));
+  set_root(from, trees_.without(from.root, id));
   if (from.root == 0) remove_group(of);
+  if (policy_.dated) undate(id);
   numbers_[row] = 0;
 }
 
-// A row that is being written is in no group: its writer tells when it is whole.
-void Groups::look_at(std::uint64_t row) {
+// Notes what a row says that was whole under that word. Whether it is admitted; its ticket is to be looked at again.
+bool Groups::read(std::uint64_t row, std::uint64_t word) {
+  copy_from_shared(looked_at_.data(), fields_[0].row(row), key_bytes_);
+  bool ready = true;
+  std::byte* const values = looked_at_.data() + key_stride_;
+  for (std::size_t i = 0; i < policy_.ready.size(); ++i) {
+    const Field& field = fields_[1 + i];
+    copy_from_shared(values, field.row(row), field.row_bytes);
+    ready = ready && !has_nan(policy_.ready[i])(values, field.row_bytes);
+  }
+  if (policy_.dated) {
+    copy_from_shared(values, version_field().row(row), version_field().row_bytes);
+    version_ = number_as(policy_.version)(values);
+    ready = ready && version_ >= copied(header_->floor);  // NaN is not
+  }
+  if (!counts()) return ready;
+  write_ = tickets_.write_of(row, word);
+  return ready;
+}
+
+// Whether its write may be used once more. The uses first: if the process dies behind them, the row is not known, and is looked at again.
+bool Groups::has_uses_left(std::uint64_t row) {
+  if (!counts()) return true;
+  if (writes_[row] != write_) {
+    if (writes_[row] != 0 && (uses_[row] & kUses) < policy_.most) header_->evicted.fetch_add(1, std::memory_order_relaxed);
+    uses_[row] = 0;
+    std::atomic_signal_fence(std::memory_order_seq_cst);
+    writes_[row] = write_;
+  }
+  return (uses_[row] & kUses) < policy_.most;
+}
+
+// A row that is being written is in no group: its writer tells when it is whole. Returns whether it is.
+bool Groups::look_at(std::uint64_t row) {
   for (;;) {
     const std::uint64_t word = tickets_.word(row).load(std::memory_order_acquire);
-    if (!is_committed(word)) return forget(row);
+    if (!is_committed(word)) return forget(row), false;
     const std::uint64_t number = number_of(word);
-    if (numbers_[row] == number) return;
-    copy_from_shared(looked_at_.data(), key_.row(row), key_bytes_);
+    if (numbers_[row] == number) return true;
+    const bool ready = read(row, word);
     fence(std::memory_order_acquire);
     if (tickets_.word(row).load(std::memory_order_relaxed) != word) continue;
     forget(row);
+    if (!has_uses_left(row) || !ready) return true;
     const Id id = static_cast<Id>(row + 1), of = find_or_make(looked_at_.data());
     Group& to = group(of);
     numbers_[row] = number;
+    if (policy_.dated) date(id, version_);
     node(id) = {of, 0, 0, 1};
-    Id below, above;
-    split(to.root, id, below, above);
-    set_root(to, merge(merge(below, id), above));
-    return;
+    set_root(to, trees_.with(to.root, id));
+    return true;
   }
 }
 
@@ -363,9 +683,14 @@ void Groups::look_at_all() {
 void Groups::rebuild() {
   header_->redo.store(1, std::memory_order_relaxed);  // until it is done, if this process dies, too
   std::atomic_signal_fence(std::memory_order_seq_cst);
+  if (counts()) end_counting();
   std::fill_n(numbers_, rows_, 0);
   std::fill_n(buckets_, rows_, 0);
+  header_->dated_rows = 0;
   roots_.assign([](std::uint64_t) { return false; });
+  for (RowSet& set : complete_) set.assign([](std::uint64_t) { return false; });
+  header_->first = 0;
+  if (newest_ != nullptr) std::fill_n(newest_, rows_, 0);
   header_->fresh = header_->free = 0;
   look_at_all();
 }
@@ -401,47 +726,178 @@ void Groups::catch_up() {
     for (std::uint64_t p = std::max(all ? low : next_[lane], low); p < end; ++p) {
       const std::uint64_t row = lane * length + p % length;
       const bool begun = tickets_.lap(row).load(std::memory_order_acquire) >= tickets_.lap_of(p);
-      look_at(row);
-      if (!begun || numbers_[row] == 0) first = std::min(first, p);
+      const bool whole = look_at(row);
+      if (!begun || !whole) first = std::min(first, p);
     }
     next_[lane] = first;
   }
   change.done();
 }
 
-std::uint64_t Groups::groups() {
+std::uint64_t Groups::groups(std::uint64_t least, double floor) {
   const Lock guard(*this);
-  return roots_.size();
+  expire(floor);
+  const RowSet& set = complete(least);
+  const std::uint64_t size = set.size();
+  if (least <= 1 || !complete_.empty()) return size;
+  std::uint64_t found = 0;
+  for (std::uint64_t i = 0; i < size; ++i) found += node(static_cast<Id>(set.at(i) + 1)).size >= least ? 1 : 0;
+  return found;
+}
+
+Groups::Counts Groups::counted() const {
+  const auto of = [](const Word& word) { return word.load(std::memory_order_relaxed); };
+  if (complete_.empty()) return {.groups = roots_.size(), .used = 0, .expired = 0, .evicted = 0, .starved = 0};
+  return {roots_.size(), of(header_->used), of(header_->expired), of(header_->evicted), of(header_->starved)};
+}
+
+// ---- uses ------------------------------------------------------------------------------------------------------------
+
+// The rows of a tree, the oldest first.
+void Groups::each_of(Id root, std::vector<std::int64_t>& rows) const {
+  const std::uint64_t size = node(root).size, end = rows.size() + size;
+  std::vector<Id> path;
+  for (Id id = root; id != 0 || !path.empty();) {
+    while (id != 0) {
+      intact(path.size() < kMostDepth, kTree);
+      path.push_back(id);
+      id = node(id).left;
+    }
+    const Id here = path.back();
+    path.pop_back();
+    intact(rows.size() < end, kTree);
+    rows.push_back(static_cast<std::int64_t>(here) - 1);
+    id = node(here).right;
+  }
+  intact(size > 0 && rows.size() == end, kTree);
+}
+
+// All rows of these groups are used once more: all of them or none, wherever the process dies.
+void Groups::count(std::vector<Id> roots) {
+  if (!counts()) return;
+  std::sort(roots.begin(), roots.end());
+  roots.erase(std::unique(roots.begin(), roots.end()), roots.end());
+  std::vector<std::int64_t> rows;
+  for (const Id root : roots) each_of(root, rows);
+  Change change(*this);
+  for (const std::int64_t row : rows) uses_[row] |= kMarked;
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+  header_->counting.store(1, std::memory_order_relaxed);
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+  for (const std::int64_t row : rows) uses_[row] = (uses_[row] & kUses) + 1;
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+  header_->counting.store(0, std::memory_order_relaxed);
+  for (const std::int64_t row : rows) {
+    if (uses_[row] < policy_.most) continue;
+    forget(static_cast<std::uint64_t>(row));
+    header_->used.fetch_add(1, std::memory_order_relaxed);
+  }
+  change.done();
+}
+
+// What a process marked that died: it counts if that was said already.
+void Groups::end_counting() {
+  const std::uint32_t more = header_->counting.load(std::memory_order_relaxed) != 0 ? 1 : 0;
+  for (std::uint64_t row = 0; row < rows_; ++row) {
+    if ((uses_[row] & kMarked) != 0) uses_[row] = (uses_[row] & kUses) + more;
+  }
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+  header_->counting.store(0, std::memory_order_relaxed);
+}
+
+void Groups::take_back(const std::int64_t* rows, const std::int64_t* numbers, std::uint64_t n) {
+  if (!counts()) return;
+  const OwnRows own(rows, n, rows_);
+  const Lock guard(*this);
+  Change change(*this);
+  for (std::uint64_t i = 0; i < n; ++i) {
+    const auto row = static_cast<std::uint64_t>(rows[i]);
+    const std::uint64_t word = tickets_.held_word(row);
+    const bool same = Control::holds_write(word) && tickets_.write_of(row, word) == writes_[row] &&
+                      writes_[row] <= static_cast<std::uint64_t>(copied(numbers[i]));
+    if (!same || (uses_[row] & kUses) == 0) continue;
+    --uses_[row];
+    look_at(row);
+  }
+  change.done();
+}
+
+void Groups::copy_uses(std::int32_t* out, std::uint64_t n) {
+  check(counts(), "uses of groups that are not counted");
+  check(n <= rows_, "more uses than there are rows");
+  const Lock guard(*this);
+  for (std::uint64_t row = 0; row < n; ++row) {
+    const std::uint64_t word = tickets_.held_word(row);
+    const bool same = Control::holds_write(word) && tickets_.write_of(row, word) == writes_[row];
+    out[row] = same ? static_cast<std::int32_t>(uses_[row] & kUses) : 0;
+  }
+}
+
+void Groups::restore_uses(const std::int32_t* uses, std::uint64_t n) {
+  check(counts(), "uses of groups that are not counted");
+  check(n <= rows_, "more uses than there are rows");
+  const Lock guard(*this);
+  header_->redo.store(1, std::memory_order_relaxed);
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+  for (std::uint64_t row = 0; row < rows_; ++row) {  // also of one that is being edited
+    const std::uint64_t word = tickets_.held_word(row);
+    uses_[row] = row < n ? static_cast<std::uint32_t>(uses[row]) & kUses : 0;
+    if (Control::holds_write(word)) writes_[row] = tickets_.write_of(row, word);
+  }
+  rebuild();
 }
 
 // ---- draws -----------------------------------------------------------------------------------------------------------
 
-std::vector<Groups::Id> Groups::choose(const Random& random, std::uint64_t n, std::span<const std::int64_t> without,
-                                       bool& repeated) const {
-  const std::uint64_t size = roots_.size();
+// The first groups that are in order, or the last ones, the last first.
+std::vector<Groups::Id> Groups::in_order(const Asked& asked, const std::unordered_set<Id>& out) const {
+  check(newest_ != nullptr && asked.complete && asked.each == policy_.least, "groups: expected groups that are in order");
+  const Id first = static_cast<Id>(copied(header_->first));
+  const std::uint64_t size = in_order_.size_of(first);
   std::vector<Id> roots;
-  if (size == 0) return roots;
-  roots.reserve(n);
+  for (std::uint64_t i = 0; i < size && roots.size() < asked.n; ++i) {
+    const Id newest = in_order_.at(first, asked.which == Which::first ? i : size - 1 - i);
+    const Id root = group(in_order_.node(newest).group).root;
+    intact(root != 0, kTree);
+    if (!out.contains(root)) roots.push_back(root);
+  }
+  if (roots.size() == asked.n) return roots;
+  header_->starved.fetch_add(1, std::memory_order_relaxed);
+  return {};
+}
+
+std::vector<Groups::Id> Groups::choose(const Random& random, const Asked& asked, bool& repeated) {
+  const RowSet& set = complete(asked.complete ? asked.each : 1);
+  const std::uint64_t size = set.size(), n = asked.n;
+  std::vector<Id> roots;
+  roots.reserve(std::min(n, size));
   std::unordered_set<Id> out;
-  for (const std::int64_t& named : without) {
+  for (const std::int64_t& named : asked.without) {
     const auto row = static_cast<std::uint64_t>(copied(named));
     if (row < rows_ && numbers_[row] != 0) out.insert(group(copied(node(static_cast<Id>(row + 1)).group)).root);
   }
-  const bool too_few = out.size() + n > size;
+  if (asked.which != Which::any) return in_order(asked, out);
+  const bool too_few = !asked.complete && out.size() + n > size;
   if (too_few) out.clear();
   Shuffled order(random, size, 0);
   while (roots.size() < n && !order.done()) {
-    const Id root = static_cast<Id>(roots_.at(order.next()) + 1);
-    if (!out.contains(root)) roots.push_back(root);
+    const Id root = static_cast<Id>(set.at(order.next()) + 1);
+    if (!out.contains(root) && !(asked.complete && node(root).size < asked.each)) roots.push_back(root);
   }
-  repeated = roots.size() < n || (too_few && !without.empty());
-  for (std::uint64_t i = 0; roots.size() < n; ++i) roots.push_back(static_cast<Id>(roots_.at(random.below(size, i, 1)) + 1));
+  if (asked.complete && roots.size() < n) {
+    if (!complete_.empty()) header_->starved.fetch_add(1, std::memory_order_relaxed);
+    return {};
+  }
+  if (asked.complete || roots.empty()) return roots;
+  repeated = roots.size() < n || (too_few && !asked.without.empty());
+  for (std::uint64_t i = 0; roots.size() < n; ++i) roots.push_back(static_cast<Id>(set.at(random.below(size, i, 1)) + 1));
   return roots;
 }
 
-Groups::Drawn Groups::draw(std::uint64_t key, std::uint64_t n, std::uint64_t each, Order order,
-                           std::span<const std::int64_t> without, std::int64_t* rows, std::int64_t* numbers) {
+Groups::Drawn Groups::draw(std::uint64_t key, const Asked& asked, Order order, std::int64_t* rows, std::int64_t* numbers) {
+  const std::uint64_t n = asked.n, each = asked.each;
   const Lock guard(*this);
+  expire(asked.floor);
   std::vector<std::uint64_t> stale;
   std::vector<Place> places;
   places.reserve(n * each);
@@ -449,7 +905,7 @@ Groups::Drawn Groups::draw(std::uint64_t key, std::uint64_t n, std::uint64_t eac
     const Random random(key + static_cast<std::uint64_t>(look) * 0xD1342543DE82EF95ull);
     bool repeated = false;
     places.clear();
-    const std::vector<Id> roots = choose(random, n, without, repeated);
+    const std::vector<Id> roots = choose(random, asked, repeated);
     if (roots.empty()) return {false, false};
     stale.clear();
     const auto take = [&](Id root, std::uint64_t rank) { places.push_back({root, false, rank}); };
@@ -473,43 +929,38 @@ Groups::Drawn Groups::draw(std::uint64_t key, std::uint64_t n, std::uint64_t eac
       numbers[i] = static_cast<std::int64_t>(numbers_[row]);
       if (!is_known(row)) stale.push_back(row);
     }
-    if (stale.empty() || look == kLooks) return {true, repeated};  // in the end reading finds out
+    if (stale.empty() || look == kLooks) {  // in the end reading finds out
+      count(roots);
+      return {true, repeated};
+    }
     look_at_these(stale.data(), stale.size());
   }
 }
 
-Groups::Members Groups::draw_members(std::uint64_t key, std::uint64_t n, std::span<const std::int64_t> without) {
+Groups::Members Groups::draw_members(std::uint64_t key, const Asked& asked) {
   const Lock guard(*this);
+  expire(asked.floor);
   Members all;
   std::vector<std::uint64_t> stale;
   for (int look = 0;; ++look) {
     const Random random(key + static_cast<std::uint64_t>(look) * 0xD1342543DE82EF95ull);
     all = {};
     stale.clear();
-    std::vector<std::pair<Id, unsigned>> path;
-    const std::vector<Id> roots = choose(random, n, without, all.repeated);
+    const std::vector<Id> roots = choose(random, asked, all.repeated);
     ask_for(roots);
     for (const Id root : roots) {
-      const std::uint64_t size = node(root).size, end = all.rows.size() + size;
-      all.sizes.push_back(static_cast<std::int64_t>(size));
-      path.clear();
-      for (Id id = root; id != 0 || !path.empty();) {
-        while (id != 0) {
-          intact(path.size() < kMostDepth, kTree);
-          path.push_back({id, 0});
-          id = node(id).left;
-        }
-        const Id here = path.back().first;
-        path.pop_back();
-        intact(all.rows.size() < end, kTree);
-        all.rows.push_back(static_cast<std::int64_t>(here) - 1);
-        all.numbers.push_back(static_cast<std::int64_t>(number(here)));
-        if (!is_known(here - 1)) stale.push_back(here - 1);
-        id = node(here).right;
-      }
-      intact(size > 0 && all.rows.size() == end, kTree);
+      const std::size_t begin = all.rows.size();
+      each_of(root, all.rows);
+      all.sizes.push_back(static_cast<std::int64_t>(all.rows.size() - begin));
     }
-    if (stale.empty() || look == kLooks) return all;
+    for (const std::int64_t row : all.rows) {
+      all.numbers.push_back(static_cast<std::int64_t>(numbers_[row]));
+      if (!is_known(static_cast<std::uint64_t>(row))) stale.push_back(static_cast<std::uint64_t>(row));
+    }
+    if (stale.empty() || look == kLooks) {
+      count(roots);
+      return all;
+    }
     look_at_these(stale.data(), stale.size());
   }
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <span>
 
 namespace engram {
@@ -30,6 +31,11 @@ class Index {
 
   /// All rows were forgotten.
   virtual void emptied() = 0;
+
+  /// Writes of the numbers [t0, t0 + n) ended with their process. `is_whole` says of a number whether its row is there.
+  virtual void recovered(std::uint64_t t0, std::uint64_t n, const std::function<bool(std::uint64_t)>& is_whole) {
+    static_cast<void>(t0), static_cast<void>(n), static_cast<void>(is_whole);
+  }
 
   /// A process died, or a writer waits in vain: what it says of the limits is compared with them.
   virtual void count_again(bool died) { static_cast<void>(died); }

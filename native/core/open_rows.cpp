@@ -23,13 +23,15 @@ void OpenRows::format(std::span<std::byte> memory, std::uint64_t slots, std::uin
   std::memcpy(page->magic, kMagic, sizeof kMagic);
 }
 
-OpenRows::OpenRows(std::span<std::byte> memory, std::uint64_t slots, std::uint64_t slot_bytes)
-    : slots_(slots), stride_(stride(slot_bytes)), first_(memory.data() + kPage) {
-  check(slots > 0 && slots <= kMostSlots && slot_bytes < kMostBytes && memory.size() == bytes(slots, slot_bytes),
-        "open rows in memory of another size");
+OpenRows::OpenRows(std::span<std::byte> memory) {
+  check(memory.size() >= kPage, "open rows in memory too small for their page");
   const auto* page = reinterpret_cast<const OpenRowsPage*>(memory.data());
   check(std::memcmp(page->magic, kMagic, sizeof kMagic) == 0, "no open rows, or of another format");
-  check(copied(page->slots) == slots && copied(page->slot_bytes) == slot_bytes, "open rows of another store");
+  slots_ = copied(page->slots), slot_bytes_ = copied(page->slot_bytes);
+  check(slots_ > 0 && slots_ <= kMostSlots && slot_bytes_ < kMostBytes && memory.size() == bytes(slots_, slot_bytes_),
+        "open rows in memory of another size");
+  stride_ = stride(slot_bytes_);
+  first_ = memory.data() + kPage;
 }
 
 OpenSlot& OpenRows::slot(std::uint64_t i) const {
@@ -63,8 +65,8 @@ bool OpenRows::hand_over(std::uint64_t i, std::uint64_t from, std::uint64_t to) 
   return from != 0 && slot(i).owner.compare_exchange_strong(from, to, std::memory_order_acq_rel);
 }
 
-// The slot is free before its number is gone: whoever dies in between leaves a free slot.
-void OpenRows::settle(std::uint64_t t0, std::uint64_t n, const std::function<bool(std::uint64_t)>& is_whole) const {
+// The slot is free before its number is gone: a death in between leaves a free slot.
+void OpenRows::recovered(std::uint64_t t0, std::uint64_t n, const std::function<bool(std::uint64_t)>& is_whole) {
   for (std::uint64_t i = 0; i < slots_; ++i) {
     OpenSlot& slot = this->slot(i);
     const std::uint64_t number = slot.sealed_as.load(std::memory_order_acquire);

@@ -9,11 +9,11 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <optional>
 #include <span>
 
 #include "control.h"
+#include "index.h"
 
 namespace engram {
 
@@ -27,7 +27,7 @@ struct OpenSlot {
   Word sealed_as;          // number of the write that seals the row; 0: none. Of a free slot it says nothing
 };
 
-class OpenRows {
+class OpenRows : public Index {
  public:
   /// `slot_bytes`: what the caller keeps in a slot, behind its head.
   static std::uint64_t bytes(std::uint64_t slots, std::uint64_t slot_bytes) { return kPage + slots * stride(slot_bytes); }
@@ -35,9 +35,10 @@ class OpenRows {
   static void format(std::span<std::byte> memory, std::uint64_t slots, std::uint64_t slot_bytes);
 
   /// A view of formatted memory, which must outlive it. Throws std::invalid_argument: not such memory.
-  OpenRows(std::span<std::byte> memory, std::uint64_t slots, std::uint64_t slot_bytes);
+  explicit OpenRows(std::span<std::byte> memory);
 
   std::uint64_t slots() const { return slots_; }
+  std::uint64_t slot_bytes() const { return slot_bytes_; }
   OpenSlot& slot(std::uint64_t i) const;
   /// Where the caller's part of a slot begins.
   std::byte* data(std::uint64_t i) const { return reinterpret_cast<std::byte*>(&slot(i)) + sizeof(OpenSlot); }
@@ -53,14 +54,17 @@ class OpenRows {
   bool hand_over(std::uint64_t i, std::uint64_t from, std::uint64_t to) const;
   void free(std::uint64_t i) const { slot(i).owner.store(0, std::memory_order_release); }
 
-  /// Writes of the numbers [t0, t0 + n) died, or are over: rows that these would have sealed, if `is_whole` says so of their number, are
-  /// sealed, and the others grow on.
-  void settle(std::uint64_t t0, std::uint64_t n, const std::function<bool(std::uint64_t)>& is_whole) const;
+  /// Rows that grow are none of the store yet.
+  void written(const std::int64_t*, std::uint64_t, std::uint64_t) override {}
+  void edited(const std::int64_t*, std::uint64_t, std::uint64_t, std::span<const std::uint64_t>, std::uint64_t) override {}
+  void lost(const std::int64_t*, std::uint64_t) override {}
+  void emptied() override {}
+  void recovered(std::uint64_t t0, std::uint64_t n, const std::function<bool(std::uint64_t)>& is_whole) override;
 
  private:
   static std::uint64_t stride(std::uint64_t slot_bytes) { return (sizeof(OpenSlot) + slot_bytes + 63) / 64 * 64; }
 
-  std::uint64_t slots_, stride_;
+  std::uint64_t slots_, slot_bytes_, stride_;
   std::byte* first_;
 };
 

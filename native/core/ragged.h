@@ -87,7 +87,7 @@ class Ragged {
   static void format(std::span<std::byte> memory, const Geometry& geometry, std::span<const RaggedPage::Group> groups);
 
   /// A view of formatted memory, which must outlive it, as must the items. Throws std::invalid_argument: not such memory, or of other
-  /// groups. `alone`: no other process uses it, so the mutex is made anew.
+  /// groups. `alone`: no other process uses it, so the mutex is formatted.
   Ragged(std::span<std::byte> memory, const Geometry& geometry, std::vector<RaggedGroup> groups, bool alone);
 
   const std::vector<RaggedGroup>& groups() const { return groups_; }

@@ -104,15 +104,12 @@ class Store {
   void use(std::unique_ptr<Ragged> ragged);
   /// Null: no field is ragged.
   const Ragged* ragged() const { return ragged_.get(); }
-  /// The slots of rows that still grow. To be called before the store is used.
-  void use(std::unique_ptr<OpenRows> open) { open_ = std::move(open); }
-  /// Null: there are none.
-  const OpenRows* open_rows() const { return open_.get(); }
   /// Appends the row of a slot, which is of that owner, and frees the slot: in one step, whenever the process dies. As append() of one row.
-  /// Throws std::invalid_argument, and nothing is written: the slot has another owner.
-  std::uint64_t seal(std::uint64_t slot, std::uint64_t owner, std::uint64_t lane, Columns columns, std::int64_t* row, RaggedWrite& items);
-  /// Frees slots whose row was sealed by a process that died since. Returns nothing of those whose row is being sealed.
-  void settle_open_rows() const;
+  /// `open` is attached. Throws std::invalid_argument, and nothing is written: the slot has another owner.
+  std::uint64_t seal(const OpenRows& open, std::uint64_t slot, std::uint64_t owner, std::uint64_t lane, Columns columns, std::int64_t* row,
+                     RaggedWrite& items);
+  /// Frees slots whose row was sealed by a process that died since.
+  void free_sealed(OpenRows& open) const;
 
   const Control& control() const { return control_; }
   /// How fast rows may come and go. Appended rows, and those that are written by number to grow, are admitted first, or refused: Limited.
@@ -419,7 +416,6 @@ class Store {
   std::unique_ptr<Tables> tables_ = std::make_unique<Tables>();
   std::uint64_t needed_ = 0;  // of the fields, from the first on: what no write leaves out
   std::unique_ptr<Ragged> ragged_;
-  std::unique_ptr<OpenRows> open_;
   std::unique_ptr<Disk> disk_;
   const Field* longest_ = nullptr;  // of those that lie in files
   Field group_;                     // the rows of all fields that lie between one another

@@ -39,7 +39,7 @@ void Store::check_no_spans(std::span<const std::uint64_t> which) const {
   }
 }
 
-// Of a lane, positions and items have one order. Whoever dies in here leaves items that no row has, and perhaps positions that no writer
+// Of a lane, positions and items have one order. A death in here leaves items that no row has, and perhaps positions that no writer
 // begins: the next sweep passes both by.
 std::uint64_t Store::reserve(std::uint64_t lane, std::uint64_t n, const std::int64_t* pick, RaggedWrite* items) const {
   if (items == nullptr) return control_.reserve(lane, n, participant_);
@@ -96,7 +96,7 @@ void Store::tell_evicted(const std::vector<std::int64_t>& rows) const {
 // is held. False: a writer has, or is about to begin, a row whose items may be among them: to be tried again.
 //
 // A position's row holds its step, or that of a lap before or after. A later one has written over it. An earlier one stays where the
-// writer of the position died before it began; then nobody writes over it, and it goes here.
+// writer of the position died before it began; then no writer replaces it, and it goes here.
 bool Store::clear_items(const std::vector<std::uint64_t>& below, std::uint64_t lane, std::uint64_t position, const Claim& own,
                         std::vector<std::int64_t>& evicted) const {
   const std::uint64_t length = control_.lane_length(), start = lane * length, groups = below.size();
@@ -184,29 +184,32 @@ void Store::make_room(const RaggedWrite& items, std::uint64_t lane, std::uint64_
   }
 }
 
-// While the claim is there, whoever repairs it settles the slot; once it is gone, the row was written.
-std::uint64_t Store::seal(std::uint64_t slot, std::uint64_t owner, std::uint64_t lane, Columns columns, std::int64_t* row, RaggedWrite& items) {
-  check(open_ != nullptr && open_->slot(slot).owner.load(std::memory_order_acquire) == owner, "an open row of another process");
-  Word& noted = open_->slot(slot).sealed_as;
+// While the claim is there, its repair asks whether the row is whole; once it is gone, the row was written.
+std::uint64_t Store::seal(const OpenRows& open, std::uint64_t slot, std::uint64_t owner, std::uint64_t lane, Columns columns, std::int64_t* row,
+                          RaggedWrite& items) {
+  check(open.slot(slot).owner.load(std::memory_order_acquire) == owner, "an open row of another process");
+  Word& noted = open.slot(slot).sealed_as;
   items.noted = &noted;
+  *row = -1;
   try {
     const std::uint64_t number = append(lane, 1, columns, row, &items);
-    open_->free(slot);
+    open.free(slot);
     return number;
-  } catch (...) {
+  } catch (...) {  // it may have been written, and an index be stalled
     const std::uint64_t number = noted.exchange(0, std::memory_order_acq_rel);
-    if (number != 0 && *row >= 0 && control_.word(static_cast<std::uint64_t>(*row)).load(std::memory_order_acquire) == ticket(number, State::committed)) open_->free(slot);
+    if (number != 0 && *row >= 0 && is_committed_as(control_.word(static_cast<std::uint64_t>(*row)).load(std::memory_order_acquire), number)) {
+      open.free(slot);
+    }
     throw;
   }
 }
 
-void Store::settle_open_rows() const {
-  if (open_ == nullptr) return;
-  for (std::uint64_t i = 0; i < open_->slots(); ++i) {
-    const OpenSlot& slot = open_->slot(i);
+void Store::free_sealed(OpenRows& open) const {
+  for (std::uint64_t i = 0; i < open.slots(); ++i) {
+    const OpenSlot& slot = open.slot(i);
     const std::uint64_t owner = slot.owner.load(std::memory_order_acquire), number = slot.sealed_as.load(std::memory_order_acquire);
     if (owner == 0 || number == 0 || OpenRows::is_alive(owner) || first_unfinished() <= number) continue;
-    open_->settle(number, 1, [](std::uint64_t) { return true; });
+    open.recovered(number, 1, [](std::uint64_t) { return true; });
   }
 }
 

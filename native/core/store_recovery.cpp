@@ -109,6 +109,7 @@ std::uint64_t Store::repair(Claim& claim) const {
     }
   }
   std::vector<std::int64_t> lost;
+  std::vector<std::uint64_t> whole;  // numbers
   std::uint64_t voided = 0;
   for (std::uint64_t i = 0; i < rows.size(); ++i) {
     Word& word = control_.word(static_cast<std::uint64_t>(rows[i]));
@@ -125,21 +126,16 @@ std::uint64_t Store::repair(Claim& claim) const {
     fence(std::memory_order_seq_cst);  // as in write_and_tell
     forget_if_outside(static_cast<std::uint64_t>(rows[i]), numbers[i]);
     const std::uint64_t now = word.load(std::memory_order_acquire);
-    if (number_of(now) == numbers[i] && !is_committed(now)) lost.push_back(rows[i]);
+    if (number_of(now) == numbers[i]) is_committed(now) ? whole.push_back(numbers[i]) : lost.push_back(rows[i]);
   }
   fence(std::memory_order_seq_cst);
-  if (open_ != nullptr && ring) {
-    open_->settle(t0, n, [&](std::uint64_t number) {
-      const auto at = std::find(numbers.begin(), numbers.end(), number);
-      return at != numbers.end() && control_.word(static_cast<std::uint64_t>(rows[static_cast<std::size_t>(at - numbers.begin())])).load(std::memory_order_acquire) ==
-                                        ticket(number, State::committed);
-    });
-  }
   // Rows of one claim are numbered one after another, and an index looks at their tickets: what was not written is passed
   // over. Those of a scattered write come one by one; tables of other processes must look at all rows again, as after any such write.
   const bool scattered = !ring && !rows.empty();
   const std::uint64_t scatter = scattered ? control_.counters().scatters.fetch_add(1, std::memory_order_acq_rel) + 1 : 0;
+  const auto is_whole = [&](std::uint64_t number) { return std::find(whole.begin(), whole.end(), number) != whole.end(); };
   tell_indexes([&](Index& index) {
+    index.recovered(t0, n, is_whole);
     if (!lost.empty()) index.lost(lost.data(), lost.size());
     if (rows.empty()) return;
     if (ring) {

@@ -40,6 +40,15 @@ class Grouped {
 
 /// A process that uses both.
 struct Grouping {
+  /// The fields that groups read.
+  std::vector<engram::Field> fields_of(std::span<std::byte> groups) const {
+    const engram::GroupsPolicy policy = engram::Groups::policy_of(groups);
+    std::vector<engram::Field> fields{store.field(policy.field)};
+    for (const auto& ready : policy.ready) fields.push_back(store.field(ready.number));
+    if (policy.dated) fields.push_back(store.field(policy.version.number));
+    if (policy.order == engram::GroupsOrder::spread) fields.push_back(store.field(policy.reward.number));
+    return fields;
+  }
   explicit Grouping(const Grouped& shared, std::uint64_t participant = 0)
       : store(shared.blocks().open(participant)), control(shared.blocks().view()), index(shared.groups(), control, fields_of(shared.groups())) {
     store.attach(index);
@@ -59,6 +68,21 @@ struct Grouping {
     const auto* column = reinterpret_cast<const std::byte*>(keys.data());
     store.scatter(rows.data(), rows.size(), {&which, 1}, {&column, 1}, false);
   }
+  /// Another word for live rows.
+  void edit_words(const std::vector<std::int64_t>& rows, const std::vector<double>& words) {
+    const std::uint64_t which = 0;
+    const auto* column = reinterpret_cast<const std::byte*>(words.data());
+    store.scatter(rows.data(), rows.size(), {&which, 1}, {&column, 1}, false);
+  }
+  void append(const std::vector<double>& words, const std::vector<std::uint64_t>& keys) {
+    const std::byte* columns[] = {reinterpret_cast<const std::byte*>(words.data()), reinterpret_cast<const std::byte*>(keys.data())};
+    store.append(0, keys.size(), columns, nullptr);
+  }
+  double word(std::int64_t row) const {
+    double word = 0;
+    std::memcpy(&word, store.field(0).row(static_cast<std::uint64_t>(row)), 8);
+    return word;
+  }
   /// What the store's rows say.
   Parts stored() const {
     Parts parts;
@@ -72,7 +96,7 @@ struct Grouping {
   }
   /// What the index says, all groups once.
   Parts noted(std::uint64_t draw = 1) {
-    const auto all = index.draw_members(draw, index.groups(), {});
+    const auto all = index.draw_members(draw, {.n = index.groups(), .each = 1});
     Parts parts;
     std::size_t at = 0;
     for (const std::int64_t size : all.sizes) {

@@ -53,7 +53,6 @@ struct Memory : Layout {
     std::vector<RaggedGroup> groups{{1, rings.tokens, {{1, tokens.data(), kTokenBytes}, {2, others.data(), kOtherBytes}}},
                                     {3, rings.text, {{3, text.data(), kTextBytes}}}};
     store->use(std::make_unique<Ragged>(page, geometry, std::move(groups), alone));
-    store->use(std::make_unique<OpenRows>(open_rows, kSlots, 8));
     return store;
   }
 
@@ -93,9 +92,9 @@ class Written {
     RaggedWrite write(*store.ragged(), n_, sources());
     return store.append(lane, n_, columns(), rows, &write);
   }
-  std::uint64_t seal(Store& store, std::uint64_t slot, std::uint64_t owner, std::int64_t* row) const {
+  std::uint64_t seal(Store& store, const OpenRows& open, std::uint64_t slot, std::uint64_t owner, std::int64_t* row) const {
     RaggedWrite write(*store.ragged(), n_, sources());
-    return store.seal(slot, owner, 0, columns(), row, write);
+    return store.seal(open, slot, owner, 0, columns(), row, write);
   }
   std::uint64_t append_by_lane(Store& store, const std::int64_t* lanes, std::int64_t* rows = nullptr) const {
     RaggedWrite write(*store.ragged(), n_, sources());

@@ -112,11 +112,13 @@ TEST(a_row_is_sealed_once_or_grows_on) {
   const Written row({101}, kMost);
   const auto seal = [&] {
     const auto store = world.memory.open(1);
+    OpenRows open(world.memory.open_rows);
+    store->attach(open);
     const std::uint64_t owner = OpenRows::owner_of(static_cast<std::uint32_t>(getpid()), start_time_of(static_cast<std::uint32_t>(getpid())));
-    const std::uint64_t slot = *store->open_rows()->take(owner);
+    const std::uint64_t slot = *open.take(owner);
     raise(SIGSTOP);  // where the steps begin
     std::int64_t at = -1;
-    row.seal(*store, slot, owner, &at);
+    row.seal(*store, open, slot, owner, &at);
   };
   std::vector<std::uint64_t> begins;
   const auto begin = [&](Stepped& child) {
@@ -144,11 +146,13 @@ TEST(a_row_is_sealed_once_or_grows_on) {
       child.kill();
     }
     const auto store = world.memory.open(0, true);
+    OpenRows open(world.memory.open_rows);
+    store->attach(open);
     store->recover();
-    store->settle_open_rows();
+    store->free_sealed(open);
     bool torn = false, there = false;
     for (const auto& [id, at] : live_rows(*store, kMost, &torn)) there |= id == 101;
-    const bool is_open = store->open_rows()->slot(0).owner.load() != 0;
+    const bool is_open = open.slot(0).owner.load() != 0;
     EXPECT(!torn);
     EXPECT(there != is_open);
     sealed += there;

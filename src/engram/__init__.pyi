@@ -35,12 +35,14 @@ from engram.around.slices import SliceSamplerWithoutReplacement as SliceSamplerW
 from engram.around.slices import StreamingSliceSampler as StreamingSliceSampler
 from engram.around.trajectory import Trajectory as Trajectory
 from engram.buffer.field_updates import ConditionalUpdateResult as ConditionalUpdateResult
+from engram.buffer.growing import OpenRow as OpenRow
 from engram.buffer.prioritized import HERReplayBuffer as HERReplayBuffer
 from engram.buffer.prioritized import PrioritizedReplayBuffer as PrioritizedReplayBuffer
 from engram.buffer.prioritized import RemoteTensorDictReplayBuffer as RemoteTensorDictReplayBuffer
 from engram.buffer.prioritized import ReplayBuffer as ReplayBuffer
 from engram.buffer.prioritized import TensorDictPrioritizedReplayBuffer as TensorDictPrioritizedReplayBuffer
 from engram.buffer.prioritized import TensorDictReplayBuffer as TensorDictReplayBuffer
+from engram.buffer.row_access import KeyedRows as KeyedRows
 from engram.buffer.schedulers import LambdaScheduler as LambdaScheduler
 from engram.buffer.schedulers import LinearScheduler as LinearScheduler
 from engram.buffer.schedulers import ParameterScheduler as ParameterScheduler

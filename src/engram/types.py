@@ -333,6 +333,9 @@ class Traits(NamedTuple):
     # ---- storages and writers
     #: Made with ``compilable=True``: functions under ``torch.compile`` do not look into the calls of a buffer that has it.
     untraced: bool = False
+    # ---- samplers, too
+    #: Rows that are there may not be drawable yet: ``sample(timeout=…)`` waits until they are.
+    awaits_rows: bool = False
 
     @property
     def reads_windows(self) -> bool:

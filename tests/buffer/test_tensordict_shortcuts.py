@@ -8,7 +8,7 @@ import tensordict
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
-from engram import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from engram import LazyStackStorage, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from engram._support import tensordicts
 
 
@@ -252,29 +252,9 @@ def test_batches_are_unlocked_and_independent():
 
 def test_detached_is_what_detach_makes():
     """Of every kind of TensorDict: nested, locked, with names, with objects, of a class, and lazily stacked."""
-    from tensordict import LazyStackedTensorDict, NonTensorData, tensorclass
-
     from engram._support.tensordicts import detached
 
-    leaf = torch.ones(2, requires_grad=True)
-    nested = TensorDict(
-        {"a": leaf * 2, "n": {"b": leaf, "c": torch.zeros(2, 3)}, "s": NonTensorData("x", batch_size=[2])}, [2]
-    )
-    named = TensorDict({"a": leaf * 2, "n": TensorDict({"b": leaf}, [2], names=["t"])}, [2], names=["t"])
-    lazy = LazyStackedTensorDict(*[TensorDict({"a": leaf * n}, []) for n in (1, 2)])
-    given = [
-        nested,
-        nested.clone().lock_(),
-        nested.clone().lock_().unlock_(),
-        named,
-        lazy,
-        TensorDict({"l": lazy, "d": nested}, [2]),
-    ]
-    given += [
-        TensorDict({"a": leaf}, [2], device="cpu"),
-        TensorDict({}, [3]),
-        tensorclass(_Row)(a=leaf, batch_size=[2]),
-    ]
+    nested, given = kinds()
     for td in given:
         made, theirs = detached(td), td.detach()
         assert type(made) is type(theirs)
@@ -292,5 +272,104 @@ def test_detached_is_what_detach_makes():
     assert "new" not in made["n"].keys()
 
 
+@tensordict.tensorclass
 class _Row:
     a: torch.Tensor
+
+
+def kinds():
+    """A nested TensorDict, and one of each kind."""
+    leaf = torch.ones(2, requires_grad=True)
+    nested = TensorDict(
+        {"a": leaf * 2, "n": {"b": leaf, "c": torch.zeros(2, 3)}, "s": NonTensorData("x", batch_size=[2])}, [2]
+    )
+    named = TensorDict({"a": leaf * 2, "n": TensorDict({"b": leaf}, [2], names=["t"])}, [2], names=["t"])
+    lazy = LazyStackedTensorDict(*[TensorDict({"a": leaf * n}, []) for n in (1, 2)])
+    given = [
+        nested,
+        nested.clone().lock_(),
+        nested.clone().lock_().unlock_(),
+        named,
+        lazy,
+        TensorDict({"l": lazy, "d": nested}, [2]),
+    ]
+    given += [TensorDict({"a": leaf}, [2], device="cpu"), TensorDict({}, [3]), _Row(a=leaf, batch_size=[2])]
+    return nested, given
+
+
+def objects():
+    """TensorDicts with objects of each kind."""
+    from tensordict import NonTensorStack
+
+    marked = NonTensorData("marked", batch_size=[2])
+    marked._non_tensordict["_metadata"] = {"of": 1}
+    values = ["a", b"b", 3, 0.5, None, True, [1, [2]], {"k": [1]}, object()]
+    yield from (TensorDict({"x": NonTensorData(value, batch_size=[2])}, [2], device="cpu") for value in values)
+    yield TensorDict({"x": NonTensorStack("a", "b"), "m": marked, "n": {"y": "z"}}, [2])
+    yield TensorDict({"x": NonTensorData("named", batch_size=[2], names=["t"])}, [2], names=["t"])
+    yield TensorDict({"x": "a"}, [2]).lock_()
+    yield NonTensorData("alone", batch_size=[2])
+    yield TensorDict({"x": NonTensorData(torch.zeros(2), batch_size=[2])}, [2])
+
+
+def insides(td):
+    """All that a TensorDict consists of, but what it found out of the machine; tensors by identity."""
+    if isinstance(td, torch.Tensor):
+        return id(td)
+    if isinstance(td, dict):
+        return [(key, insides(value)) for key, value in td.items() if key != "_has_mps_val"]
+    if isinstance(td, list):
+        return [insides(value) for value in td]
+    return (type(td), sorted(insides(vars(td)))) if tensordict.is_tensor_collection(td) else td
+
+
+def test_copies_are_what_copy_makes():
+    given = [*kinds()[1], *objects()]
+    for td, made in zip(given, tensordicts.copies(given), strict=True):
+        theirs = td.copy()
+        assert plain(made) == plain(theirs)
+        assert insides(made) == insides(theirs)
+        made.lock_()
+        made.unlock_()
+        assert type(made) is type(td)
+
+
+def test_a_copy_is_changed_alone():
+    for td in [TensorDict({"x": "a", "n": {"y": "b"}}), TensorDict({"x": ["a"]})]:
+        (made,) = tensordicts.copies([td])
+        before = insides(td)
+        made.lock_()
+        assert insides(td) == before
+        made.unlock_()
+        made["x"], made["n", "y"], made["z"] = "c", "d", torch.zeros(3)
+        made.batch_size = []
+        assert insides(td) == before
+
+
+def test_a_lazy_stack_is_the_public_one():
+    for batch in ([], [2], [2, 3]):
+        tds = [TensorDict({"a": torch.zeros(*batch, n)}, batch) for n in (1, 4, 2)]
+        for dim in range(len(batch) + 1):
+            ours, theirs = tensordicts.lazy_stack(list(tds), dim), LazyStackedTensorDict(*tds, stack_dim=dim)
+            assert insides(ours) == insides(theirs)
+            assert ours.shape == theirs.shape
+            assert [td is own for td, own in zip(tds, ours.tensordicts, strict=True)] == [True] * 3
+    with pytest.raises(RuntimeError, match="devices differ"):
+        tensordicts.lazy_stack([TensorDict(device="cpu"), TensorDict()], 0)
+
+
+def test_the_shortcuts_of_batches_are_in_use_with_this_tensordict():
+    assert tensordicts._stack_insides() is not None
+    assert tensordicts._object_type() is NonTensorData
+
+
+@pytest.mark.usefixtures("fallback")
+def test_batches_of_lists_are_made_the_public_way(monkeypatch):
+    monkeypatch.setattr(tensordicts, "_stack_insides", lambda: None)
+    rb = ReplayBuffer(storage=LazyStackStorage(10), batch_size=6)
+    rb.extend([TensorDict({"a": torch.zeros(n), "text": f"{n}"}) for n in (1, 2)])
+    batch = rb.sample()
+    assert type(batch) is LazyStackedTensorDict
+    assert [len(row["a"]) for row in batch] == [int(text) for text in batch["text"]]
+    batch[0]["new"] = torch.zeros(1)
+    assert "new" not in rb[0].keys()

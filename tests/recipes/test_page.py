@@ -73,6 +73,9 @@ DIFFERS = {
     "`Sequence` around the rows of a sampler": "tests/around/test_sequence.py::test_are_those_of_torchrl",
     "`SliceSampler(fragmented=True)`": "tests/samplers/test_fragmented.py::test_runs_are_those_of_a_sort",
     "`PromptGroupSampler`, `LazyStackStorage`": "tests/samplers/test_prompt_groups_of_lists.py::test_a_list_without_a_bound_is_refused",
+    "`PromptGroupSampler(samples_per_group=n)` where a group has fewer rows": (
+        "tests/samplers/test_prompt_groups_complete.py::test_incomplete_groups_are_drawn_where_asked_for"
+    ),
     "`StreamingSliceSampler` |": "tests/samplers/test_streaming.py::test_columns_have_windows_of_their_own",
     "`SliceSamplerWithoutReplacement(shuffle=False)` in a full ring": (
         "tests/samplers/test_slices_epoch.py::test_without_shuffling_the_oldest_trajectory_comes_first"

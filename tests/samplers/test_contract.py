@@ -59,13 +59,15 @@ class TestStreamingSliceSampler(Contract):
 @pytest.mark.filterwarnings("ignore:PromptGroupSampler")
 class TestPromptGroupSampler(Contract):
     def make(self, capacity):
-        return PromptGroupSampler(samples_per_group=2, group_key="episode")
+        return PromptGroupSampler(samples_per_group=2, complete=False, group_key="episode")
 
 
 @pytest.mark.filterwarnings("ignore:PromptGroupSampler")
 class TestPromptGroupSamplerByReward(Contract):
     def make(self, capacity):
-        return PromptGroupSampler(samples_per_group=2, group_key="episode", strategy="variance", reward_key="step")
+        return PromptGroupSampler(
+            samples_per_group=2, complete=False, group_key="episode", strategy="variance", reward_key="step"
+        )
 
 
 class TestPrioritizedSampler(Contract):

@@ -564,7 +564,7 @@ def test_one_name_stands_for_one_key():
     rb.extend({"query": torch.arange(4), "user": torch.zeros(4, dtype=torch.int64)})
     rb.sample()
     rb.set_sampler(PromptGroupSampler(num_groups=2, group_key="user"))
-    with pytest.raises(IncompatibleStore, match=r"groups by 'query'.*got 'user'.*index"):
+    with pytest.raises(IncompatibleStore, match=r"groups by 'query'.*got groups by 'user'.*index"):
         rb.sample()
     rb.set_sampler(PromptGroupSampler(num_groups=1, group_key="user", index="users"))
     rb.sample()

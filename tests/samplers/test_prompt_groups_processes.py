@@ -5,7 +5,7 @@ import multiprocessing
 import pytest
 import torch
 
-from engram import LazyMemmapStorage, LazyTensorStorage, PromptGroupSampler, RandomSampler, ReplayBuffer
+from engram import LazyMemmapStorage, LazyTensorStorage, NoSampleable, PromptGroupSampler, RandomSampler, ReplayBuffer
 from tests import stress
 from tests.samplers.groupers import rows, write, write_for_ever
 from tests.serving.servers import serving
@@ -118,3 +118,91 @@ def test_a_forked_child_of_a_private_buffer_has_groups_of_its_own():
 
     Child(child).join()
     assert rb.sampler.groups == 2
+
+
+# ---- groups that are handed out once -----------------------------------------------------------------------------------
+
+
+def answered(folder):
+    """200 groups of 4 rows."""
+    rb = ReplayBuffer(
+        storage=LazyMemmapStorage(800, scratch_dir=folder),
+        sampler=PromptGroupSampler(samples_per_group=4, max_uses=1),
+        batch_size=8,
+    )
+    rb.extend(rows(0, 0, 800) | {"query": torch.arange(800) // 4, "check": torch.arange(800)})
+    return rb
+
+
+def draw_all(folder, log):
+    """Say which groups were drawn, one write for each batch."""
+    rb = ReplayBuffer.open(folder, batch_size=8)
+    with log.open("ab", buffering=0) as out:
+        while rb.can_sample():
+            try:
+                batch = rb.sample()
+            except NoSampleable:  # another process has drawn the last ones
+                break
+            groups = batch["check"].reshape(2, 4) // 4
+            assert (groups == groups[:, :1]).all()
+            assert (batch["check"] % 4).reshape(2, 4).sort().values.tolist() == [[0, 1, 2, 3]] * 2
+            out.write(bytes(groups[:, 0].tolist()))
+    rb.close()
+
+
+def test_processes_share_groups_out_exactly(tmp_path):
+    rb = answered(tmp_path / "s")
+    logs = [tmp_path / f"{i}" for i in range(3)]
+    children = [Child(draw_all, tmp_path / "s", log) for log in logs]
+    for child in children:
+        child.join()
+    drawn = sorted(b"".join(log.read_bytes() for log in logs))
+    assert drawn == list(range(200))
+    assert rb.sampler.groups == 0
+    rb.close()
+
+
+def test_a_server_hands_groups_out_once(tmp_path):
+    rb = ReplayBuffer(
+        storage=LazyMemmapStorage(80, scratch_dir=tmp_path / "s"),
+        sampler=PromptGroupSampler(
+            samples_per_group=4, max_uses=1, ready=["score"], max_staleness=1, policy_version="version"
+        ),
+        batch_size=8,
+    )
+    rb.extend(
+        {
+            "query": torch.arange(16) // 4,
+            "score": torch.tensor([0.0] * 11 + [float("nan")] * 5),
+            "version": torch.tensor([0] * 4 + [1] * 12),
+        }
+    )
+    with serving(tmp_path / "s") as served:
+        there = ReplayBuffer.connect(served.address, batch_size=8)
+        assert there.can_sample()
+        there.sampler.consumer_version = 2
+        assert rb.sampler.consumer_version == 2
+        assert not there.can_sample()  # of two groups with all scores one is too old
+        with pytest.raises(NoSampleable, match="1 of 2 groups"):
+            there.sample(timeout=0)
+        rb.set_at_("score", torch.ones(1), torch.tensor([11]))
+        assert sorted(there.sample(timeout=60)["query"].tolist()) == [1] * 4 + [2] * 4
+        assert not there.can_sample()
+        there.close()
+    rb.close()
+
+
+def test_a_process_that_is_killed_takes_no_group_that_another_one_gets(tmp_path):
+    rb = answered(tmp_path / "s")
+    logs = [tmp_path / f"{i}" for i in range(4)]
+    for log in logs[:3]:
+        child = Child(draw_all, tmp_path / "s", log)
+        while not (log.exists() and log.stat().st_size) and rb.can_sample():
+            pass
+        child.kill()
+    draw_all(tmp_path / "s", logs[3])
+    drawn = b"".join(log.read_bytes() for log in logs if log.exists())
+    assert len(set(drawn)) == len(drawn)
+    assert len(drawn) >= 200 - 3 * 2  # the two of a batch that was drawn and not said
+    assert not rb.can_sample()
+    rb.close()

@@ -3,28 +3,29 @@
 from tests.structure import figures
 
 #: What the sum may be: what there was when the budget was made, and what an issue allowed since.
-ALLOWED = {"before any issue": 46_630, "34, GPU": 1_700}
+ALLOWED = {"before any issue": 46_630, "34, GPU": 1_700, "36, RAGGED": 2_200}
 
 #: What each room may have: a folder of ``src/engram``. The modules that lie beside the folders are one room together.
 ROOMS = {
-    "_support": 1_682,
+    "_support": 1_754,
+    "adapters": 385,
     "around": 3_937,
-    "buffer": 6_065,
+    "buffer": 6_354,
     "checkpoint": 2_060,
     "cli": 1_805,
     "device": 1_076,
     "env": 537,
-    "format": 1_066,
-    "inspect": 1_202,
+    "format": 1_069,
+    "inspect": 1_209,
     "members": 1_862,
-    "modules beside the rooms": 286,
+    "modules beside the rooms": 287,
     "remote": 2_898,
     "reshard": 1_046,
-    "samplers": 1_437,
+    "samplers": 1_663,
     "saved": 4_777,
-    "serving": 1_311,
-    "storages": 5_050,
-    "store": 6_540,
+    "serving": 1_315,
+    "storages": 5_147,
+    "store": 6_977,
     "testing": 601,
     "torchrl": 2_296,
     "transforms": 798,

@@ -14,18 +14,20 @@ from engram._support.closing import end
 from engram._support.tensordicts import is_tensor_collection
 from engram._support.unsupported import reject_unsupported
 from engram.buffer import configuration as conf
+from engram.buffer import row_access
 from engram.buffer.base import BufferBase, Display, Shown, Shows
 from engram.buffer.connected import CONNECTED
 from engram.buffer.connecting import connect_buffer
 from engram.buffer.field_updates import add_field, submit_update_if_present
 from engram.buffer.following import NotFollowing, follow_buffer
+from engram.buffer.growing import Grows
 from engram.buffer.lanes import Lanes
 from engram.buffer.on_device import OnDevice
 from engram.buffer.output import View, moved, target_of
 from engram.buffer.prefetching import Prefetching
 from engram.buffer.read_path import ReadPath
 from engram.buffer.recipe import Recipe, open_buffer, open_or_create, register
-from engram.buffer.row_access import RowAccess, remove
+from engram.buffer.row_access import RowAccess
 from engram.buffer.saving import Saving
 from engram.buffer.services import Direct, Service, as_remote, deployed, makes_client, makes_clients, service_in
 from engram.buffer.window_marks import of_batch
@@ -56,7 +58,7 @@ E = TypeVar("E")
 shows: Shows[ReplayBuffer[Any]] = Shows()
 
 
-class ReplayBuffer(Shown, BufferBase, Generic[Batch]):
+class ReplayBuffer(Shown, Grows, BufferBase, Generic[Batch]):
     """Rows in, batches out.
 
     Args:
@@ -87,7 +89,8 @@ class ReplayBuffer(Shown, BufferBase, Generic[Batch]):
         remover: which rows go when the store is full: :class:`LowestPriority`, another :class:`Remover`. Default: the oldest.
         sample_unit: what a drawn row stands for in a batch: :class:`Sequence`, a window around it, or a :class:`SampleUnit` of your own.
             Default, as :class:`Transition`: itself.
-        consume_after_n_samples: after so many draws a row is used up: short for ``sampler=ConsumingSampler(n)``.
+        consume_after_n_samples: after so many draws a row is used up: short for ``sampler=ConsumingSampler(n)``. With a
+            :class:`PromptGroupSampler` short for its ``max_uses=n``.
         service_backend: ``"ray"``: an actor of Ray keeps the rows, as for :class:`RayReplayBuffer`, which has the other arguments of it:
             ``transport``, ``shards``, ``placement``, ``name``; ``ray_init_config`` and ``remote_config`` in a dict
             ``service_backend_options``.
@@ -492,7 +495,8 @@ class ReplayBuffer(Shown, BufferBase, Generic[Batch]):
                 capture it. Where something of a batch needs the host (``docs/gpu.md`` says what), the host draws and sends it, from
                 pinned memory without waiting for the copy.
             timeout: seconds to wait for a :meth:`limit` of the store; 0: try once; None: for ever. With ``prefetch``, until a thread
-                has been admitted that makes the batch.
+                has been admitted that makes the batch. Where it is given, also for the groups of a :class:`PromptGroupSampler`: without
+                it there are enough of them, or none is waited for.
 
         Returns:
             New tensors ``[B, ...]`` in the form of the rows (dict in, dict out; a dataclass without a call of its ``__init__``) or the
@@ -529,14 +533,14 @@ class ReplayBuffer(Shown, BufferBase, Generic[Batch]):
         return_info = return_info is not False and bool(return_info)
         if not self._wiring.gate.samples:
             self._wiring.gate.check_open("sample")
-        if timeout is not WAIT_S:
-            timeout = checked_timeout(timeout, "sample")
+        timeout = timeout if timeout is WAIT_S else checked_timeout(timeout, "sample")
         target = None if device is None else target_of(device, settings.output)
         if target is not None and target.type == "cuda":
             read = self._rows.replays.sample(target, batch_size, return_info)
             if read is not None:
                 return read
-        sample = self._reading.sample(batch_size, return_info, timeout)
+        reading = self._reading if timeout is WAIT_S else self._wiring.awaiting(self._reading)
+        sample = reading.sample(batch_size, return_info, timeout)
         return sample if target is None else moved(sample, target)
 
     def device_readable(self) -> OnDevice:
@@ -794,7 +798,7 @@ class ReplayBuffer(Shown, BufferBase, Generic[Batch]):
         return self._rows.update_if_present(index, generation, patch, version_key, version, newer=require_newer)
 
     submit_update_if_present = submit_update_if_present
-    remove = remove
+    remove, index_keys, rows_of = row_access.remove, row_access.index_keys, row_access.rows_of
 
     def read_all_in_order(self, end: int | None = None, *, lane: Lane = None) -> Any:
         """``rb[:end]``: live rows in row order, in the form in which they were written.
@@ -1524,7 +1528,10 @@ class ReplayBuffer(Shown, BufferBase, Generic[Batch]):
         """A flat dict of numbers: ``size, write_count, prefetch_queue_size, initialized, lanes, bytes``, when bounded ``capacity``
         and ``utilization``, and the store's ``void_rows, lapped_rows, redraws``, ``priority_updates_dropped``, ``field_updates`` and
         ``field_updates_dropped``; ``priority_mass``, ``drawable_rows`` and ``consumer_version`` of samplers that have them; of a
-        :class:`NextFromFollowing`, ``final_observations_lost``, rows that it passes over as they were overwritten; the limits,
+        :class:`PromptGroupSampler`, ``groups`` and ``starved_draws``, those that found too few complete groups, and since the storage
+        has its groups, of rows, ``used_rows``, ``evicted_rows``, those that were overwritten before they were used up, and
+        ``expired_rows``; of a :class:`NextFromFollowing`,
+        ``final_observations_lost``, rows that it passes over as they were overwritten; the limits,
         as docs/flow-control.md says; of a buffer that follows checkpoints, ``followed_step``, ``followed_age`` in seconds and
         ``followed_damaged``, those that were passed over.
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from engram.device.replay import Replays
 from engram.errors import EMPTY, RowError
 from engram.saved.rows import Boundaries, boundary_fields, roles_of
 from engram.store import DeviceStore
+from engram.store.keys import count_keys
 from engram.types import Draw
 
 if TYPE_CHECKING:
@@ -187,10 +188,32 @@ class RowAccess:
         storage.notify(None, None)
         self._wiring.tell_emptied()
 
-    def remove(self, rows: object, generation: object) -> int:
+    def remove(self, rows: object, generation: object, keys: object) -> int:
         """What ``ReplayBuffer.remove`` does."""
         self._check_editable(REMOVE)
-        return remove_rows(self._wiring, rows, generation)
+        if (rows is None) == (keys is None) or (keys is not None and generation is not None):
+            raise TypeError(f"{REMOVE}: expected rows, and perhaps their generations, or keys=.")
+        if keys is None:
+            return remove_rows(self._wiring, rows, generation)
+        found = self._wiring.storage.keyed(REMOVE)
+        removed: int = 0 if found is None else self._wiring.storage.remove(*found.all(keys, REMOVE))
+        return removed
+
+    # ---- keys ------------------------------------------------------------------------------------------------------------
+
+    def index_keys(self, field: object) -> None:
+        """What ``ReplayBuffer.index_keys`` does."""
+        call = "index_keys"
+        self._wiring.storage.keyed(call, checked_path(field, f"{call}: field"))
+
+    def rows_of(self, keys: object) -> KeyedRows:
+        """What ``ReplayBuffer.rows_of`` does."""
+        call = "rows_of"
+        found = self._wiring.storage.keyed(call)
+        if found is None:
+            unknown = torch.full((count_keys(keys),), -1, device="cpu")
+            return KeyedRows(unknown, unknown.clone())
+        return KeyedRows(*found.newest(keys, call))
 
     # ---- ends ------------------------------------------------------------------------------------------------------------
 
@@ -257,11 +280,96 @@ class RowAccess:
             self._prefetching.materialize()
 
 
+class KeyedRows(NamedTuple):
+    """The result of :meth:`ReplayBuffer.rows_of`: int64 ``[n]`` on the CPU, a row and its generation per key; -1 where no row has it.
+
+    >>> import torch
+    >>> from engram import KeyedRows
+    >>> found = KeyedRows(torch.tensor([3, -1]), torch.tensor([4, -1]))
+    >>> found.rows[found.rows >= 0].tolist()
+    [3]
+    """
+
+    #: Rows, as ``info["index"]`` names them.
+    rows: Tensor
+    #: The numbers of their writes, as ``info["index_generation"]`` has them.
+    generations: Tensor
+
+
 class _HasRows(Protocol):
     _rows: RowAccess
 
 
-def remove(self: _HasRows, rows: object, *, generation: object = None) -> int:
+def index_keys(self: _HasRows, field: str | tuple[str, ...]) -> None:
+    """Have rows found by the content of a field, their key: :meth:`rows_of`, and ``remove(keys=…)``.
+
+    Call it once, before the first write or later. The store keeps the index: every write of every process updates it, and a store in
+    a folder still has it when it is opened again, without this call. An index that is made when rows are there scans them once. A
+    checkpoint does not say it: what is loaded into a buffer with an index is found by it.
+
+    A row is found as soon as the call that wrote it returns, and until the row is overwritten, removed or forgotten, or its key is
+    edited. If several live rows have one key, :meth:`rows_of` gives the one that was written last; if that one goes, the one before.
+
+    Args:
+        field: a stored field with one integer per row, or with the bytes of a text, uint8 ``[n]``, filled up with zeros.
+
+    Raises:
+        KeyError: no such field. TypeError: its content is no key, or the storage has no tensors on this machine's CPU. Before the first
+            write, that write raises them, and writes nothing. IncompatibleStore: the store has an index by another field.
+        NotImplementedError: a storage with ``ndim > 1``. OSError: no space for its file.
+
+    Cost: 28 bytes per row of the storage, whatever the key; each row written takes O(log rows). Scanning: O(rows).
+
+    >>> import torch
+    >>> from engram import LazyTensorStorage, ReplayBuffer
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(100))
+    >>> rb.index_keys("uid")
+    >>> _ = rb.extend({"uid": torch.tensor([70, 80]), "obs": torch.zeros(2, 3)})
+    >>> rb.rows_of([80, 90]).rows.tolist()
+    [1, -1]
+    """
+    self._rows.index_keys(field)
+
+
+def rows_of(self: _HasRows, keys: object) -> KeyedRows:
+    """Find rows by their keys, the content of the field that :meth:`index_keys` named.
+
+    Rows and generations go to :meth:`update_if_present`, :meth:`update_priority` and :meth:`remove`, which leave a row alone if another
+    process has overwritten it meanwhile. -1 names no row there.
+
+    Args:
+        keys: an int or several; of texts a str, encoded as UTF-8, bytes, a list of them, or uint8 ``[n, length]``. Zeros at the end of
+            a text do not count.
+
+    Returns:
+        For each key the row that has it, of several the one that was written last, and its generation: int64 ``[n]`` on the CPU. -1: no
+        live row has it. While another process edits the key of a row, the row may be found by neither its old nor its new key.
+
+    Raises:
+        RuntimeError: no field was named. TypeError: keys of another kind than the field has; a storage without tensors on this machine's
+            CPU. ValueError: a text that is longer than the field, or a number that the field cannot hold.
+        WriterStalled: a process has been holding the index for 5 s.
+
+    Cost: O(log rows) per key at most, one native call. Of a store that this process opened with ``readonly=True`` also the rows
+    written since the last call; after an edit or a removal all rows.
+
+    >>> import torch
+    >>> from engram import LazyTensorStorage, ReplayBuffer, RoundRobinWriter
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), writer=RoundRobinWriter(track_generations=True))
+    >>> rb.index_keys("uid")
+    >>> names = torch.tensor([list(b"ab-1"), list(b"ab-2")], dtype=torch.uint8)
+    >>> _ = rb.extend({"uid": names, "reward": torch.zeros(2)})
+    >>> found = rb.rows_of(["ab-2", "ab-3"])
+    >>> found.rows.tolist()
+    [1, -1]
+    >>> late = {"reward": torch.tensor([0.5, 0.7])}
+    >>> rb.update_if_present(index=found.rows, generation=found.generations, patch=late).updated.tolist()
+    [True, False]
+    """
+    return self._rows.rows_of(keys)
+
+
+def remove(self: _HasRows, rows: object = None, *, generation: object = None, keys: object = None) -> int:
     """Remove rows, for every process that has the store open. The next writes to their places make them live again.
 
     A removed row is void, like one whose writer died: draws, windows, slices, epochs, groups, trajectory tables, queries, expanders
@@ -281,13 +389,15 @@ def remove(self: _HasRows, rows: object, *, generation: object = None) -> int:
             ``ndim > 1`` coordinates. -1 is passed over.
         generation: ``info["index_generation"]``, or ``rb.writer.generations_of(rows)``: rows that were overwritten since then stay.
             None: rows are removed whatever they hold.
+        keys: in place of rows: as :meth:`rows_of` takes them. All rows that have one of these keys are removed, unless they are
+            overwritten meanwhile.
 
     Returns:
         How many rows were removed. Rows that hold nothing, or that are just being written, do not count.
 
     Raises:
         RowError: a row outside the storage (an ``IndexError``). ValueError: another number of generations than of rows. TypeError: no
-            ints. In all cases nothing is removed.
+            ints; or rows and keys, or neither. With keys as :meth:`rows_of`. In all cases nothing is removed.
         RuntimeError: the storage is one of your own, the buffer is read-only, or its server is of an older engram. ConnectionError: the
             server of a row is gone. If it was there when the stores were asked, rows of other stores may be removed: a note says how
             many.
@@ -306,7 +416,7 @@ def remove(self: _HasRows, rows: object, *, generation: object = None) -> int:
     >>> rb.remove(1)
     0
     """
-    return self._rows.remove(rows, generation)
+    return self._rows.remove(rows, generation, keys)
 
 
 def _is_key(index: object) -> bool:

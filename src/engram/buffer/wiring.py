@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from engram.around import SampleUnit
     from engram.around.sequence import UnitReader
+    from engram.buffer.output import Source
     from engram.device.pinning import Pinning
     from engram.samplers._base import DeclaredSampler
     from engram.storages import Storage
@@ -261,6 +263,10 @@ class Wiring:
         """Whether a draw of so many rows would succeed now, and be admitted."""
         return self.source.can_sample(self.storage, rows) and self.gate.admits(self.storage.memory, rows)
 
+    def awaiting(self, source: Source) -> Source:
+        """A source that waits for rows, where the sampler says that there may be none yet."""
+        return _Awaiting(source, self) if self.of_sampler.awaits_rows else source
+
     def tell_emptied(self) -> None:
         """Call what samplers and writers of TorchRL's form reset themselves by."""
         for part in (self.own_sampler, self.writer):
@@ -391,6 +397,19 @@ def component(given: object, kind: Any, name: str, default: Callable[[], object]
     return made
 
 
+class _Awaiting:
+    """Batches of a source, once there are rows for them."""
+
+    def __init__(self, source: Source, wiring: Wiring) -> None:
+        self._source, self._wiring = source, wiring
+
+    def sample(self, batch_size: int, return_info: bool, timeout: float) -> object:
+        """As the source. Raises as it does, ``NoSampleable`` after ``timeout`` seconds."""
+        wiring = self._wiring
+        draw = partial(self._source.sample, batch_size, return_info, timeout)
+        return wiring.gate.gathered(draw, partial(wiring.can_sample, batch_size), timeout)
+
+
 def consuming_sampler(given: object, draws: int, call: str) -> Sampler:
     """The sampler of a new buffer whose rows are drawn so often, ``consume_after_n_samples``.
 
@@ -402,9 +421,15 @@ def consuming_sampler(given: object, draws: int, call: str) -> Sampler:
     draws, source = check_count(what, draws), samplers.declared(sampler)
     if source.traits.draws_uniformly:
         return samplers.ConsumingSampler(draws)
-    if source.draws_of_a_row != draws:
+    uses = source.draws_of_a_row
+    if isinstance(source, samplers.PromptGroupSampler):
+        if source.max_uses is None:
+            source.use_up(draws, what)
+        uses = source.max_uses
+    if uses != draws:
         raise ValueError(
-            f"{what}: expected the default sampler or a ConsumingSampler(max_sample_count={draws}), got {sampler!r}. Leave one of them out."
+            f"{what}: expected the default sampler, a ConsumingSampler(max_sample_count={draws}), or a PromptGroupSampler with "
+            f"max_uses={draws}, got {sampler!r}. Leave one of them out."
         )
     return sampler
 

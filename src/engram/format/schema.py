@@ -305,11 +305,9 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         validate_fields(self.fields, self.capacity)
         if self.added:
             self._validate_added()
-        if (leaders := sum(it.is_leader for it in self.ragged.values())) > MAX_GROUPS:
-            raise ValueError(f"{leaders} groups of ragged fields, at most {MAX_GROUPS} are possible")
-        for number, it in self.ragged.items():
-            if found := next((what for what, is_wrong in self._wrong_of(number, it) if is_wrong), ""):
-                raise ValueError(f"field {self.fields[number].name}: {found}")
+        for number, field in enumerate(self.fields):
+            if field.ragged is not None:
+                self._validate_ragged(number, field.ragged)
         leaves: list[int] = []
         self._collect_leaves(self.structure, (), leaves)
         if sorted(leaves) != list(range(len(self.fields))):
@@ -327,6 +325,12 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
                 raise ValueError(
                     f"field {field.name}: a fill of {len(digits)} digits for rows of {field.row_bytes} bytes"
                 )
+
+    def _validate_ragged(self, number: int, it: RaggedItems) -> None:
+        if (leaders := sum(one.is_leader for one in self.ragged.values())) > MAX_GROUPS:
+            raise ValueError(f"{leaders} groups of ragged fields, at most {MAX_GROUPS} are possible")
+        if found := next((what for what, is_wrong in self._wrong_of(number, it) if is_wrong), ""):
+            raise ValueError(f"field {self.fields[number].name}: {found}")
 
     def _wrong_of(self, number: int, it: RaggedItems) -> Iterator[tuple[str, object]]:
         """What may be wrong with a ragged field, and whether it is."""
@@ -705,7 +709,7 @@ def _converted(tree: dict[str, object], version: tuple[int, int], of_store: bool
     if ([*version], found) != (known["version"], known.keys()):
         raise ValueError(
             f"expected version {known['version']} with the entries {sorted(known)}, got {[*version]} with {sorted(found)}: stores have "
-            "grouped from 2.1 on, sum with added; descriptions have added from 2.2 on, ints as keys from 2.3 on"
+            "grouped from version 2.1 on, sum with added; descriptions have added from version 2.2 on, ints as keys from version 2.3 on"
         )
     if tree["fields"] != known["fields"]:
         raise ValueError("fields: expected no entry that says what is so without it")

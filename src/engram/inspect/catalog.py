@@ -87,6 +87,15 @@ METRICS = (
         "checkpoint_age_seconds", "gauge", "Since a Checkpointer saved the rows.", "checkpoint_age_s", unit="seconds"
     ),
     Metric("drawable_rows", "gauge", "Rows that a ConsumingSampler has not used up.", "drawable_rows"),
+    Metric("groups", "gauge", "Groups of rows that a PromptGroupSampler draws from.", "groups"),
+    Metric("starved_draws", "counter", "Draws that found too few complete groups.", "starved_draws"),
+    Metric(
+        "gone_rows",
+        "counter",
+        "Rows that are in no group any more: used up, too old, or overwritten before they were used up.",
+        {"used": "used_rows", "expired": "expired_rows", "evicted": "evicted_rows"},
+        "of",
+    ),
     Metric("priority_mass", "gauge", "Sum of what rows are drawn by: priority ** alpha.", "priority_mass"),
     Metric("consumer_version", "gauge", "Policy version that the learner has come to.", "consumer_version"),
     Metric("prefetched_batches", "gauge", "Batches that are ahead of the learner.", "prefetch_queue_size"),

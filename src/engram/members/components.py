@@ -269,7 +269,7 @@ class _Storages(OfMembers[Storage], Storage):
     tickets_of = hold_nothing = field = locate = resolve = read = patch = pack = batch = asks_a_member("storage[index]")
     prepare = write = edit = prepare_at = asks_a_member("write")
     check_removal = remove = asks_a_member("remove")
-    settled = priorities = consumption = groups = limit = asks_a_member("sampler")
+    settled = priorities = consumption = groups = limit = keyed = asks_a_member("sampler")
 
     # ---- state ---------------------------------------------------------------------------------------------------------
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
 
 from engram._support.checks import check_count
-from engram._support.field_paths import checked_path, public
+from engram._support.field_paths import checked_path, plain, public
 from engram._support.retries import Retries
+from engram._support.state import Change, check_keys, integer, tensor_in
 from engram._support.words import warn
-from engram.errors import EMPTY, NoSampleable
+from engram.errors import EMPTY, IncompatibleCheckpoint, NoSampleable
 from engram.samplers._base import NativeSampler, check_drawable
+from engram.samplers.staleness import VERSION_LIMIT, ConsumerVersion, check_version
 from engram.store import check_index_name
+from engram.store.row_indexes import MAX_READY, MAX_USES, GroupDraw, GroupRules
 from engram.types import Draw
 
 if TYPE_CHECKING:
@@ -21,20 +26,30 @@ if TYPE_CHECKING:
     from engram._support.field_paths import FieldPath
     from engram.store.row_indexes import Groups
     from engram.store.sampled import SampledStorage
-    from engram.types import Extent
+    from engram.types import Commit, Extent
 
 _STRATEGIES = ("random", "recency", "reward", "variance")
+#: Of each order of groups: whether any are drawn, the first or the last ones of those that the index keeps in order.
+_WHICH = {"random": 0, "freshest": 2, "oldest": 1, "spread": 2}
+
+
+_Rows: TypeAlias = Literal["random", "recency", "reward", "variance"]
 
 
 class GroupSampler(NativeSampler):
     """What draws whole groups. :class:`PromptGroupSampler` has the arguments."""
 
+    traits = NativeSampler.traits._replace(awaits_rows=True)
     num_groups: int | None
     samples_per_group: int | None
     strategy: str
+    complete: bool | None
+    order: str
     index_name: str
     _key: FieldPath
+    _rules: GroupRules
     _reward: FieldPath
+    _consumer: ConsumerVersion
     _warned = False
     _storage: SampledStorage | None = None
     _groups: Groups | None = None
@@ -51,10 +66,12 @@ class GroupSampler(NativeSampler):
             )
         groups = None if storage.traits.has_fields else self._groups_of(storage)  # first: it may refuse
         self._storage, self._groups = storage, groups
+        if self._rules.version is not None:
+            self._consumer.bind(storage)
 
     def _groups_of(self, storage: SampledStorage) -> Groups | None:
-        by_reward = self.strategy in ("reward", "variance")
-        return storage.groups(self.index_name, self._key, self._reward if by_reward else None)
+        by_reward = self.strategy in ("reward", "variance") or self._rules.reward is not None
+        return storage.groups(self.index_name, self._key, self._reward if by_reward else None, self._rules)
 
     def _attached(self) -> Groups | None:
         """The groups; None while nothing was ever written."""
@@ -64,6 +81,19 @@ class GroupSampler(NativeSampler):
 
     def moved(self) -> None:
         self._groups = None
+        if self._rules.version is not None:
+            self._consumer.moved()
+
+    @property
+    def whole(self) -> bool:
+        """Whether only complete groups are drawn."""
+        return self.samples_per_group is not None if self.complete is None else self.complete
+
+    def _floor(self) -> float:
+        """The oldest version that is drawn; NaN: rows have none."""
+        if self._rules.version is None:
+            return math.nan
+        return float(self._consumer.now - self._rules.max_staleness)
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
@@ -73,6 +103,25 @@ class GroupSampler(NativeSampler):
         found, repeated = self._drawn(groups, each, key, _NO_ROWS)
         self._warn_of(repeated, groups, each)
         return found
+
+    def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
+        """Whether there are the groups of such a batch. Raises as drawing, but not ``NoSampleable``.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, PromptGroupSampler, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=PromptGroupSampler(samples_per_group=2))
+        >>> _ = rb.extend({"query": torch.tensor([7, 9, 9])})
+        >>> rb.can_sample(2), rb.can_sample(4)
+        (True, False)
+        """
+        if not super().can_sample(storage, batch_size):
+            return False
+        self.bind(storage)
+        groups, each = self._shape(batch_size)
+        of = self._attached()
+        if of is None:
+            return False
+        return of.of_size(each, self._floor()) >= groups if self.whole else of.of_size(1, self._floor()) > 0
 
     def draw_again(self, extent: Extent, drawn: Draw, moved: list[int], key: int) -> tuple[list[int], Draw]:
         """Other groups for those that have lost a row. A group is drawn as a whole.
@@ -87,6 +136,8 @@ class GroupSampler(NativeSampler):
         rows, tickets = drawn.rows.reshape(groups, each), drawn.tickets.reshape(groups, each)
         lost = torch.zeros(groups, dtype=torch.bool, device="cpu")
         lost[[place // each for place in moved]] = True
+        if self._rules.max_uses is not None:
+            return self._draw_used_again(rows, tickets, lost, key)
         while True:
             found, repeated = self._drawn(int(lost.sum()), each, key, rows[~lost].reshape(-1))
             known = self._storage.tickets_of(drawn.rows).reshape(groups, each) == tickets
@@ -96,6 +147,51 @@ class GroupSampler(NativeSampler):
             lost |= unknown
         self._warn_of(repeated, groups, each)
         return lost.repeat_interleave(each).nonzero().flatten().tolist(), found
+
+    def _draw_used_again(self, rows: Tensor, tickets: Tensor, lost: Tensor, key: int) -> tuple[list[int], Draw]:
+        """The same where uses are counted: a group whose rows were edited only, and are one still, is read again: its use is counted.
+
+        Where there are no others, the groups that stay count as used once less.
+
+        Args:
+            rows, tickets: int64 ``[groups, each]``, of the batch.
+            lost: of each group, whether a row has moved.
+            key: of the draw.
+        """
+        assert self._storage is not None  # it has groups
+        now = self._storage.tickets_of(rows.reshape(-1)).reshape(rows.shape)
+        edited = torch.tensor(
+            [bool(lost[i]) and self._is_still_one(rows[i], tickets[i], now[i]) for i in range(len(rows))], device="cpu"
+        )
+        gone = lost & ~edited
+        rows, tickets = rows.clone(), torch.where(edited.unsqueeze(-1), now, tickets)
+        if gone.any():
+            try:
+                found, repeated = self._drawn(int(gone.sum()), rows.shape[1], key, rows[~gone].reshape(-1))
+            except NoSampleable:
+                self._take_back(rows[~gone], tickets[~gone])
+                raise
+            self._warn_of(repeated, *rows.shape)
+            assert found.tickets is not None  # of groups they are known
+            rows[gone] = found.rows.reshape(-1, rows.shape[1])
+            tickets[gone] = found.tickets.reshape(-1, rows.shape[1])
+        places = lost.repeat_interleave(rows.shape[1]).nonzero().flatten().tolist()
+        return places, Draw(rows[lost].reshape(-1), tickets[lost].reshape(-1))
+
+    def _is_still_one(self, rows: Tensor, tickets: Tensor, now: Tensor) -> bool:
+        """Whether the rows of a group, int64 ``[each]``, hold the same writes, and have one key. ``now``: their tickets."""
+        assert self._storage is not None  # it has groups
+        before = self._storage.writes_of(rows, tickets)
+        if not bool((now >= 0).all()) or not torch.equal(self._storage.writes_of(rows, now), before):
+            return False
+        keys, moved = self._storage.field(self._key, rows, now)
+        first = keys[0]
+        return not moved and all(bool(torch.as_tensor(key == first).all()) for key in keys)
+
+    def _take_back(self, rows: Tensor, tickets: Tensor) -> None:
+        """Rows that were drawn are not handed out."""
+        if (groups := self._attached()) is not None:
+            groups.take_back(rows.reshape(-1), tickets.reshape(-1))
 
     def _shape(self, batch_size: int) -> tuple[int, int]:
         """Groups of a batch, and rows of each. Raises ``ValueError``: the size is no multiple of what is given."""
@@ -112,20 +208,55 @@ class GroupSampler(NativeSampler):
 
     def _drawn(self, groups: int, each: int, key: int, without: Tensor) -> tuple[Draw, bool]:
         """Rows of some groups, and whether some come again. ``without``: rows whose groups the batch has already."""
-        of, retries = self._attached(), Retries()
+        of, retries, floor = self._attached(), Retries(), self._floor()
+        asked = GroupDraw(self.strategy, groups, each, self.whole, floor, _WHICH[self.order])
         while True:
             try:
-                found = None if of is None else of.draw(self.strategy, retries.key_of(key), groups, each, without)
+                found = None if of is None else of.draw(retries.key_of(key), asked, without)
             except ValueError as error:
                 raise ValueError(
                     f'sample: {public(self._reward)!r}: {error}. Store another number there, or use strategy="random".'
                 ) from error
             if found is None:
-                raise NoSampleable(EMPTY)
+                raise NoSampleable(EMPTY if of is None else self._too_few(of, asked, len(without) // each))
             if not isinstance(found, int):
                 rows, tickets, repeated = found
                 return Draw(rows, tickets), repeated
             retries.again(torch.tensor([found], device="cpu"), [0], ", of a group,")
+
+    def _too_few(self, of: Groups, asked: GroupDraw, others: int) -> str:
+        """What is said where nothing was drawn. ``others``: groups that the batch has already."""
+        there = of.count
+        if not asked.complete:
+            return EMPTY if not self._excludes else f"sample: no row can be drawn now: {self._why()}."
+        rows = "row" if asked.each == 1 else "rows"
+        complete, more = (
+            of.of_size(asked.each),
+            f" besides the {others} of the batch that are there already" if others else "",
+        )
+        return (
+            f"sample: expected {asked.groups} complete groups, of {asked.each} {rows} or more each{more}, got {complete} of {there} groups"
+            f"{'; ' + self._why() if self._excludes else ''}. Add data, sample fewer rows, or draw with complete=False, which repeats rows."
+        )
+
+    @property
+    def _excludes(self) -> bool:
+        """Whether live rows may be in no group."""
+        rules = self._rules
+        return bool(rules.ready) or rules.max_uses is not None or rules.version is not None
+
+    def _why(self) -> str:
+        """Which rows are in no group."""
+        rules, said = self._rules, []
+        if rules.ready:
+            said.append(f"those that are not ready={tuple(map(public, rules.ready))!r}")
+        if rules.max_uses is not None:
+            said.append(f"those that were used max_uses={rules.max_uses} times")
+        if rules.version is not None:
+            said.append(f"those whose {public(rules.version)!r} is below {self._floor():g}")
+        return f"rows do not count that are {' or '.join(said)}".replace(
+            "rows do not count that are those", "rows do not count: those"
+        )
 
     def _warn_of(self, repeated: bool, groups: int, each: int) -> None:
         """Once, of a batch of so many groups in which something comes again."""
@@ -136,21 +267,122 @@ class GroupSampler(NativeSampler):
                 "more than once in a batch. Add data, or lower num_groups or samples_per_group."
             )
 
+    # ---- the consumer's version ----------------------------------------------------------------------------------------
+
+    @property
+    def consumer_version(self) -> int:
+        """Up to which version the learner has come. Setting it to a smaller one has no effect."""
+        return self._consumer.now
+
+    @consumer_version.setter
+    def consumer_version(self, value: int) -> None:
+        self._consumer.index().core.raise_to(check_version(value, "PromptGroupSampler"))
+
+    def increment_consumer_version(self) -> None:
+        """The learner has come to the next version.
+
+        >>> from engram import PromptGroupSampler
+        >>> sampler = PromptGroupSampler(samples_per_group=8, max_staleness=2)
+        >>> sampler.increment_consumer_version()
+        >>> sampler.consumer_version
+        1
+        """
+        self._consumer.index().core.increment()
+
     # ---- state ---------------------------------------------------------------------------------------------------------
 
+    def state_dict(self) -> dict[str, object]:
+        """With ``max_uses`` the ``uses``, int32 ``[n]``: of each row, up to the last that was used; with versions ``consumer_version``.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, PromptGroupSampler, ReplayBuffer
+        >>> sampler = PromptGroupSampler(samples_per_group=2, max_uses=1)
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=2)
+        >>> _ = rb.extend({"query": torch.tensor([9, 9])})
+        >>> _ = rb.sample()
+        >>> sampler.state_dict()
+        {'uses': tensor([1, 1], dtype=torch.int32)}
+        """
+        state: dict[str, object] = {}
+        if self._rules.max_uses is not None:
+            groups = self._attached()
+            uses = _NO_ROWS.int() if groups is None else groups.uses()
+            used = uses.nonzero()
+            state["uses"] = uses[: int(used[-1]) + 1 if len(used) else 0].clone()
+        if self._rules.version is not None:
+            state["consumer_version"] = self.consumer_version
+        return state
+
+    def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
+        where, rules = "PromptGroupSampler", self._rules
+        wanted = [
+            *(["uses"] if rules.max_uses is not None else []),
+            *(["consumer_version"] if rules.version is not None else []),
+        ]
+        check_keys(state_dict, wanted, where)
+        uses = version = None
+        if rules.max_uses is not None:
+            uses = tensor_in(state_dict, "uses", torch.int32, (None,), where).clone()
+            rows = capacity or (0 if self._storage is None else self._storage.max_size)
+            if len(uses) > rows:
+                raise IncompatibleCheckpoint(f"{where}: uses: expected those of at most {rows} rows, got {len(uses)}.")
+            if len(uses) and not (int(uses.min()) >= 0 and int(uses.max()) < MAX_USES):
+                raise ValueError(f"{where}: uses: expected uses of rows in [0, {MAX_USES}), got others.")
+        if rules.version is not None:
+            version = integer(state_dict, "consumer_version", -VERSION_LIMIT + 1, VERSION_LIMIT, where)
+        return Change(self._take, uses, version)
+
+    def _take(self, uses: Tensor | None, version: int | None) -> None:
+        if uses is not None and (groups := self._attached()) is not None:
+            groups.restore_uses(uses)
+        if version is not None:
+            self._consumer.now = version
+
     def config(self) -> dict[str, object]:
-        return {**super().config(), "index": self.index_name}
+        rules = self._rules
+        more = {
+            "complete": self.complete,
+            "ready": plain(list(map(public, rules.ready))) or None,
+            "max_uses": rules.max_uses,
+            "max_staleness": None if rules.version is None else rules.max_staleness,
+            "policy_version": None if rules.version is None else plain(public(rules.version)),
+        }
+        strategy = self.strategy if self.order == "random" else plain((self.strategy, self.order))
+        return {
+            **super().config(),
+            "strategy": strategy,
+            "index": self.index_name,
+            **{name: value for name, value in more.items() if value is not None},
+        }
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_storage": None, "_groups": None}
+        gone = ("_consumer",)
+        own = {name: value for name, value in self.__dict__.items() if name not in gone}
+        return {**own, "_storage": None, "_groups": None, "version": self.consumer_version}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        version = cast("int", state.pop("version"))
+        self.__dict__.update(state)
+        self._consumer = ConsumerVersion(self.index_name)
+        self._consumer.now = version
 
 
 class PromptGroupSampler(GroupSampler):
     """Draws whole groups of rows that share a key, such as the answers to one prompt. For GRPO and other group-relative objectives.
 
-    A batch is laid out group by group: ``batch.reshape(groups, rows of each)``. Groups are equally likely, and none comes twice. Where
-    there are fewer groups than that, or a group has too few rows, all come, the others are drawn among them again, and there is one
-    warning.
+    A batch is laid out group by group: ``batch.reshape(groups, rows of each)``. Groups are equally likely, and none comes twice.
+
+    With ``samples_per_group``, or ``complete=True``, groups are drawn that have as many rows as the batch has of each: no row comes
+    twice, also where answers are still missing or were overwritten. Where there are fewer such groups than the batch has, there is no
+    batch; ``rb.sample(timeout=…)`` waits for them, so many seconds. Otherwise, where there are fewer groups than that, or a group has too
+    few rows, all come, the others are drawn among them again, and there is one warning.
+
+    Rows do not count while a field of ``ready`` holds a NaN in them: store such a field as NaN, and write it when it is known
+    (``rb.update_if_present``, ``rb.set_at_``). They do not count, either, once their group was drawn ``max_uses`` times, or when their
+    version is more than ``max_staleness`` behind the consumer's. All these rules are those of the index, and every process that draws
+    from it has the same ones. A draw is counted before its rows are read, for all rows that the groups have then: so a
+    group is handed out ``max_uses`` times in all threads and processes together, and not more often, and if one of them dies between the
+    two, they count as drawn. Uses belong to what a row holds: edits keep them, another row in its place has none.
 
     Every write, from any thread or process and with any sampler, updates the groups: they are in memory of the storage, under the name
     ``index``. A row whose key is edited leaves its group at once, and so does a row that is overwritten or lost with its writer. No
@@ -159,28 +391,41 @@ class PromptGroupSampler(GroupSampler):
     Args:
         num_groups: different groups in a batch; each has ``batch_size / num_groups`` rows.
         samples_per_group: rows of each group; a batch has ``batch_size / samples_per_group`` groups. Give exactly one of the two.
+        complete: whether groups with fewer rows are passed over. Default: with ``samples_per_group``.
         group_key: the field with the key: one integer per row, or the bytes of a text that are filled up to one length, uint8 ``[n]``;
             in a :class:`LazyStackStorage` a string, too.
         strategy: which rows of a group: ``"random"``, each equally likely and none twice; ``"recency"``, those that were written or
             edited last, the newest at the end; ``"reward"``, the highest rewards, the highest first, and of equal ones the newest;
             ``"variance"``, the rows whose rewards have the largest variance, and of equal ones the largest sum, in ascending order.
+            Or a pair, ``("random", "oldest")``: the second one says which groups: ``"random"``, each equally likely; the ``"freshest"``,
+            whose newest rows were written or edited last, or the ``"oldest"``; or those with the largest ``"spread"``, variance of the
+            rewards of their rows that count. The last three with complete groups of ``samples_per_group``. Without ``max_uses`` they draw
+            the same groups again and again.
         reward_key: the field with the rewards that the last two compare: the mean of its entries.
         cache_groups: without effect: groups are never out of date.
-        index: samplers by different keys need different names; not in a :class:`LazyStackStorage`.
+        ready: fields of floating numbers, 16 at most. In a :class:`LazyStackStorage` an entry that is None or missing is not ready, too.
+        max_uses: draws of a group; None: any number. ``consume_after_n_samples`` of a buffer stands for it.
+        max_staleness: how far a row's version may be behind ``consumer_version``; -1: rows need no version.
+        policy_version: the field with the version: one number per row. A NaN is never drawn.
+        index: samplers by different keys, or with other rules (``ready``, ``max_uses``, ``max_staleness``, groups in order), need
+            different names; not in a :class:`LazyStackStorage`. The consumer's version has the same name.
 
     Raises:
         TypeError: both counts, or none, or no ints; when a buffer takes it: a list storage other than
-            :class:`LazyStackStorage`. ValueError: a count below 1, another strategy; when a buffer takes it: a list without a bound; when
-            a batch is drawn: its size is no multiple of the count.
+            :class:`LazyStackStorage`. ValueError: a count below 1, another strategy, ``complete=False`` with ``max_uses``; when a buffer
+            takes it: a list without a bound; when a batch is drawn: its size is no multiple of the count.
         NotImplementedError: when a buffer takes it: a storage with ``ndim > 1``.
-        KeyError (when drawing): no such field. TypeError: its content is no key, or rewards are no real numbers.
+        KeyError (when drawing): no such field. TypeError: its content is no key, rewards or versions are no real numbers, or a field of
+            ``ready`` has integers, of which none is NaN.
         ValueError (when drawing): rewards that are not finite.
-        IncompatibleStore (when drawing): the storage's index of that name has groups by another field.
-        NoSampleable (when drawing): no row (a ``RuntimeError``).
+        IncompatibleStore (when drawing): the storage's index of that name has groups by another field, or other rules.
+        NoSampleable (when drawing): no row, or fewer complete groups than the batch has (a ``RuntimeError``).
 
     Cost: drawing ``B`` rows takes O(B log rows); with ``"reward"`` and ``"variance"`` the rewards of the groups that were drawn are
-    read and sorted. Each row written costs O(log rows). Memory: 36 bytes and the key per row of the storage;
-    of a list 76.
+    read and sorted; with ``max_uses`` it takes O(log rows) for each row of these groups. Each row written costs O(log rows), and so does
+    each that becomes too old. The first draw of complete groups of another size costs O(rows), as do draws of more than four sizes in
+    turn. Memory: 37 bytes and the key per row of the storage, with ``max_uses`` 12 more, with ``max_staleness`` 16 more, with
+    groups in order 28 more; of a list 93.
 
     >>> import torch
     >>> from engram import LazyTensorStorage, PromptGroupSampler, TensorDictReplayBuffer
@@ -196,6 +441,19 @@ class PromptGroupSampler(GroupSampler):
     >>> batch = rb.sample()
     >>> (batch["next", "reward"] % 4).reshape(2, 2).tolist()  # the two best of each group
     [[3.0, 2.0], [3.0, 2.0]]
+
+    Answers that are drawn once, as groups of four that all have a reward:
+
+    >>> sampler = PromptGroupSampler(samples_per_group=4, ready=(("next", "reward"),), max_uses=1)
+    >>> rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=4)
+    >>> rows = rb.extend(
+    ...     TensorDict({"query": torch.arange(8) // 4, ("next", "reward"): torch.full((8,), math.nan)}, batch_size=[8])
+    ... )
+    >>> rb.can_sample()
+    False
+    >>> rb = rb.set_at_(("next", "reward"), torch.ones(4), rows[:4])
+    >>> rb.sample()["query"].tolist(), rb.can_sample()
+    ([0, 0, 0, 0], False)
     """
 
     noted = ("num_groups", "samples_per_group", "group_key", "strategy", "reward_key", "cache_groups")
@@ -206,9 +464,14 @@ class PromptGroupSampler(GroupSampler):
         num_groups: int | None = None,
         samples_per_group: int | None = None,
         group_key: str | FieldPath = "query",
-        strategy: Literal["random", "recency", "reward", "variance"] = "random",
+        strategy: _Rows | tuple[_Rows, Literal["random", "freshest", "oldest", "spread"]] = "random",
         reward_key: str | FieldPath = ("next", "reward"),
         cache_groups: bool = True,
+        complete: bool | None = None,
+        ready: Sequence[str | FieldPath] = (),
+        max_uses: int | None = None,
+        max_staleness: int = -1,
+        policy_version: str | FieldPath = "policy_version",
         index: str = "main",
     ) -> None:
         name = "PromptGroupSampler"
@@ -217,18 +480,39 @@ class PromptGroupSampler(GroupSampler):
                 f"{name}: expected one of num_groups and samples_per_group, got num_groups={num_groups} and "
                 f"samples_per_group={samples_per_group}. The other one follows from the batch size."
             )
-        if strategy not in _STRATEGIES:
-            raise ValueError(f"{name}: strategy: expected one of {_STRATEGIES}, got {strategy!r}.")
         check_index_name(index, f"{name}: index")
         self.num_groups = None if num_groups is None else check_count(f"{name}: num_groups", num_groups)
         self.samples_per_group = (
             None if samples_per_group is None else check_count(f"{name}: samples_per_group", samples_per_group)
         )
+        if not isinstance(complete, bool | None):
+            raise TypeError(f"{name}: complete: expected True, False or None, got {complete!r}.")
+        self.strategy, self.order = _strategies(strategy)
         self._key = checked_path(group_key, f"{name}: group_key")
         self._reward = checked_path(reward_key, f"{name}: reward_key")
-        self.strategy: str = strategy
         self.cache_groups = cache_groups
+        self.complete = complete
         self.index_name = index
+        self._consumer = ConsumerVersion(index)
+        version = checked_path(policy_version, f"{name}: policy_version")
+        staleness = check_count(f"{name}: max_staleness", max_staleness, least=-1, most=VERSION_LIMIT - 1)
+        dated: dict[str, Any] = {} if staleness < 0 else {"version": version, "max_staleness": staleness}
+        self._rules = self._in_order()._replace(ready=_ready_fields(ready, f"{name}: ready"), **dated)
+        if max_uses is not None:
+            self.use_up(max_uses, f"{name}: max_uses")
+
+    def _in_order(self) -> GroupRules:
+        """The rules of groups that are kept in order, if they are. Raises ``ValueError``: they are not complete, or not of one size."""
+        if self.order == "random":
+            return GroupRules()
+        if self.samples_per_group is None or not self.whole:
+            raise ValueError(
+                f"PromptGroupSampler: strategy: {self.order!r}: expected complete groups of one size, which are kept in order, got "
+                f"{'num_groups' if self.samples_per_group is None else 'complete=False'}. Give samples_per_group alone."
+            )
+        if self.order == "spread":
+            return GroupRules(order=2, least=self.samples_per_group, reward=self._reward)
+        return GroupRules(order=1, least=self.samples_per_group)
 
     @property
     def group_key(self) -> str | FieldPath:
@@ -253,7 +537,59 @@ class PromptGroupSampler(GroupSampler):
         2
         """
         groups = self._attached()
-        return 0 if groups is None else groups.count
+        return 0 if groups is None else groups.of_size(1, self._floor())
+
+    @property
+    def max_uses(self) -> int | None:
+        """After so many draws a group is used up; None: never."""
+        return self._rules.max_uses
+
+    def use_up(self, max_uses: int, call: str) -> None:
+        """Set ``max_uses``, before a buffer takes it. ``call``: for messages. Raises ``ValueError``: groups may not be complete.
+
+        >>> from engram import PromptGroupSampler
+        >>> sampler = PromptGroupSampler(samples_per_group=8)
+        >>> sampler.use_up(1, "ReplayBuffer")
+        >>> sampler
+        PromptGroupSampler(samples_per_group=8, max_uses=1)
+        """
+        uses = check_count(call, max_uses, most=MAX_USES - 1)
+        if not self.whole:
+            raise ValueError(
+                f"{call}: expected complete groups, as a row that comes twice in a batch is used more often, got a sampler of others. Give "
+                "it complete=True."
+            )
+        self._rules = self._rules._replace(max_uses=uses)
+
+    @property
+    def max_staleness(self) -> int:
+        """Rows that are staler are not drawn; -1: they need no version."""
+        return -1 if self._rules.version is None else self._rules.max_staleness
+
+    @property
+    def ready(self) -> tuple[str | FieldPath, ...]:
+        """The fields without which a row does not count."""
+        return tuple(map(public, self._rules.ready))
+
+
+def _strategies(given: object) -> tuple[str, str]:
+    """Which rows of a group, and which groups. Raises ``ValueError``: no such strategies."""
+    pair = tuple(given) if isinstance(given, tuple | list) else (given, "random")
+    if len(pair) == 2 and pair[0] in _STRATEGIES and pair[1] in _WHICH:
+        return pair
+    raise ValueError(
+        f"PromptGroupSampler: strategy: expected one of {_STRATEGIES}, or a pair of one of them and one of {tuple(_WHICH)}, got {given!r}."
+    )
+
+
+def _ready_fields(given: object, where: str) -> tuple[FieldPath, ...]:
+    """Fields that are to be ready. Raises ``TypeError``: no sequence of keys. ``ValueError``: too many."""
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise TypeError(f'{where}: expected a sequence of fields, such as ("reward",), got {given!r:.80}.')
+    paths = tuple(dict.fromkeys(checked_path(key, where) for key in given))
+    if len(paths) > MAX_READY:
+        raise ValueError(f"{where}: expected at most {MAX_READY} fields, got {len(paths)}.")
+    return paths
 
 
 _NO_ROWS = torch.empty(0, dtype=torch.int64, device="cpu")

@@ -27,9 +27,51 @@ if TYPE_CHECKING:
 
 
 #: Versions are counted in int64, and drawn by in float64.
-_VERSION_LIMIT = 1 << 53
+VERSION_LIMIT = 1 << 53
 #: So often versions are read again where all of them moved meanwhile, as writers are faster.
 _MAX_READS = 16
+
+
+class ConsumerVersion:
+    """Up to which version the consumer of a storage's rows has come. Before the first write there it is this object's own.
+
+    Args:
+        name: of the storage's index.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._storage: SampledStorage | None = None
+        self._own = ConsumerVersionIndex.own()
+        self._index: ConsumerVersionIndex | None = None
+
+    def bind(self, storage: SampledStorage) -> None:
+        """Take that of a storage from now on."""
+        if storage is not self._storage:
+            self._storage, self._index = storage, None
+        self.index()
+
+    def index(self) -> ConsumerVersionIndex:
+        """That of the storage, or its own."""
+        storage = self._storage
+        if self._index is None and storage is not None and not storage.closed and storage.memory is not None:
+            self._index = ConsumerVersionIndex.of_store(storage.memory, self._name)
+            self._index.core.raise_to(self._own.core.version)
+        return self._own if self._index is None else self._index
+
+    @property
+    def now(self) -> int:
+        """The version."""
+        return self.index().core.version
+
+    @now.setter
+    def now(self, version: int) -> None:
+        self.index().core.version = version
+
+    def moved(self) -> None:
+        """The storage's rows lie elsewhere now."""
+        self._own.core.version = self.now
+        self._index = None
 
 
 class StalenessAwareSampler(NativeSampler):
@@ -91,8 +133,7 @@ class StalenessAwareSampler(NativeSampler):
         self.index_name = index
         self._drawing = fork.rlock()
         self._storage: SampledStorage | None = None
-        self._own = ConsumerVersionIndex.own()
-        self._index: ConsumerVersionIndex | None = None
+        self._consumer = ConsumerVersion(index)
         self._table: tuple[Store, native.VersionTable] | None = None
 
     # ---- settings ------------------------------------------------------------------------------------------------------
@@ -105,7 +146,7 @@ class StalenessAwareSampler(NativeSampler):
     @max_staleness.setter
     def max_staleness(self, value: int) -> None:
         self._max_staleness = check_count(
-            "StalenessAwareSampler: max_staleness", value, least=-1, most=_VERSION_LIMIT - 1
+            "StalenessAwareSampler: max_staleness", value, least=-1, most=VERSION_LIMIT - 1
         )
 
     @property
@@ -116,11 +157,11 @@ class StalenessAwareSampler(NativeSampler):
     @property
     def consumer_version(self) -> int:
         """Up to which version the learner has come. Setting it to a smaller one has no effect."""
-        return self._version().core.version
+        return self._consumer.now
 
     @consumer_version.setter
     def consumer_version(self, value: int) -> None:
-        self._version().core.raise_to(check_version(value))
+        self._consumer.index().core.raise_to(check_version(value, type(self).__name__))
 
     def increment_consumer_version(self) -> None:
         """The learner has come to the next version.
@@ -133,26 +174,17 @@ class StalenessAwareSampler(NativeSampler):
         >>> sampler.consumer_version
         1
         """
-        self._version().core.increment()
+        self._consumer.index().core.increment()
 
     # ---- where the version is ------------------------------------------------------------------------------------------
 
     def bind(self, storage: SampledStorage) -> None:
-        if storage is not self._storage:
-            self._storage, self._index = storage, None
-        self._version()
-
-    def _version(self) -> ConsumerVersionIndex:
-        """That of the storage, or before the first write the sampler's own."""
-        storage = self._storage
-        if self._index is None and storage is not None and not storage.closed and storage.memory is not None:
-            self._index = ConsumerVersionIndex.of_store(storage.memory, self.index_name)
-            self._index.core.raise_to(self._own.core.version)
-        return self._own if self._index is None else self._index
+        self._storage = storage
+        self._consumer.bind(storage)
 
     def moved(self) -> None:
-        self._own.core.version = self._version().core.version
-        self._index = self._table = None
+        self._consumer.moved()
+        self._table = None
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
@@ -278,11 +310,11 @@ class StalenessAwareSampler(NativeSampler):
     def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
         where = "StalenessAwareSampler"
         check_keys(state_dict, ("consumer_version", "max_staleness"), where)
-        version = integer(state_dict, "consumer_version", -_VERSION_LIMIT + 1, _VERSION_LIMIT, where)
-        return Change(self._take, version, integer(state_dict, "max_staleness", -1, _VERSION_LIMIT, where))
+        version = integer(state_dict, "consumer_version", -VERSION_LIMIT + 1, VERSION_LIMIT, where)
+        return Change(self._take, version, integer(state_dict, "max_staleness", -1, VERSION_LIMIT, where))
 
     def _take(self, version: int, max_staleness: int) -> None:
-        self._version().core.version = version
+        self._consumer.now = version
         self.max_staleness = max_staleness
 
     def config(self) -> dict[str, object]:
@@ -293,19 +325,17 @@ class StalenessAwareSampler(NativeSampler):
         return self._weigh is None
 
     def __getstate__(self) -> dict[str, object]:
-        gone = ("_drawing", "_own", "_storage", "_index", "_table")
+        gone = ("_drawing", "_consumer", "_storage", "_table")
         return {**{k: v for k, v in self.__dict__.items() if k not in gone}, "version": self.consumer_version}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         version = cast("int", state.pop("version"))
         self.__dict__.update(state)
-        self._drawing, self._own = fork.rlock(), ConsumerVersionIndex.own()
-        self._own.core.version = version
-        self._storage = self._index = self._table = None
+        self._drawing, self._consumer = fork.rlock(), ConsumerVersion(self.index_name)
+        self._consumer.now = version
+        self._storage = self._table = None
 
 
-def check_version(value: object) -> int:
+def check_version(value: object, who: str = "StalenessAwareSampler") -> int:
     """A consumer's version. Raises ``TypeError``, ``ValueError``: none."""
-    return check_count(
-        "StalenessAwareSampler: consumer_version", value, least=-_VERSION_LIMIT + 1, most=_VERSION_LIMIT - 1
-    )
+    return check_count(f"{who}: consumer_version", value, least=-VERSION_LIMIT + 1, most=VERSION_LIMIT - 1)

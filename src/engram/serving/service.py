@@ -307,9 +307,13 @@ class Service:
 
     def _version(self, command: protocol.Version) -> int:
         sampler = self._rb.sampler
-        if not isinstance(sampler, samplers.StalenessAwareSampler):
+        groups = isinstance(sampler, samplers.PromptGroupSampler)
+        if not isinstance(sampler, samplers.StalenessAwareSampler | samplers.PromptGroupSampler) or (
+            groups and sampler.max_staleness < 0
+        ):
             raise TypeError(
-                f"consumer_version: expected a store that a StalenessAwareSampler draws from, got {sampler!r}."
+                "consumer_version: expected a store that a StalenessAwareSampler draws from, or a PromptGroupSampler with max_staleness, "
+                f"got {sampler!r}."
             )
         if command.at_least is not None:
             sampler.consumer_version = command.at_least

@@ -22,7 +22,8 @@ from engram.saved.part_reader import PartReader
 from engram.saved.parts import Dumpable, check_kind, read_state
 from engram.storages.ragged import NO_RAGGED, RaggedOptions
 from engram.storages.tensor_state import KeptRows, unwritten
-from engram.store.row_indexes import ConsumptionIndex, StoredGroups
+from engram.store.keys import StoredKeys, no_index
+from engram.store.row_indexes import ALL_ROWS, ConsumptionIndex, StoredGroups
 from engram.store.sampled import SampledStorage
 from engram.types import Declared, Form, Traits, WritePlan
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from engram.saved.parts import PartSnapshot, Preparation
     from engram.store import Store
     from engram.store.limits import Rules
-    from engram.store.row_indexes import Groups
+    from engram.store.row_indexes import GroupRules, Groups
     from engram.types import ItemsSource, Listener, RowsSource, StorageLoad, Write
 
 
@@ -251,6 +252,8 @@ class Storage(Declared, Dumpable, Port):
     memory: Store | None = None
     #: Limits for the store, which does not exist yet; None: there are none, or it has them.
     pending_limit: Rules | None = None
+    #: The field by which rows of the store, which does not exist yet, are to be found; None: there is none, or it knows it.
+    pending_key: FieldPath | None = None
     #: Dimensions of the layout that are indexed: 1, or 1 + the number of columns' dimensions.
     ndim: int = 1
     #: The one of these along which time runs in what is written and read by index; None: the last one.
@@ -607,6 +610,39 @@ class Storage(Declared, Dumpable, Port):
         """
         raise TypeError(f"positions_of: expected a tensor storage of this machine, got {type(self).__name__}.")
 
+    def keyed(self, call: str, key: FieldPath | None = None) -> StoredKeys | None:
+        """The rows by their key; None: nothing was ever written.
+
+        Args:
+            call: what messages begin with.
+            key: the field that they have it in: noted, or the index is made; None: the store knows it.
+
+        Raises:
+            TypeError: it has no tensors here; or as ``ReplayBuffer.index_keys``. RuntimeError: no field was named.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(4))
+        >>> rb.storage.keyed("example", ("uid",)) is None
+        True
+        >>> _ = rb.extend({"uid": torch.tensor([7, 8, 9])})
+        >>> rb.storage.keyed("example").newest([9, 6], "example")[0].tolist()
+        [2, -1]
+        """
+        if not self.supports_conditional_update:
+            raise TypeError(f"{call}: expected a tensor storage of this machine, got {type(self).__name__}.")
+        if self.ndim > 1:
+            raise NotImplementedError(
+                f"{call}: expected a storage with ndim=1, whose rows have a key each, got ndim={self.ndim}."
+            )
+        with self._lock:
+            if self.memory is not None:
+                return StoredKeys.of(self.memory, key, call)
+            self.pending_key = key or self.pending_key
+        if self.pending_key is None:
+            raise no_index(call)
+        return None
+
     # ---- removing ------------------------------------------------------------------------------------------------------
 
     def check_removal(self, rows: Tensor) -> None:
@@ -673,6 +709,15 @@ class Storage(Declared, Dumpable, Port):
                 self.pending_limit = rules if any(rules) else None
             else:
                 self.memory.core.set_limit(*rules, unconsumed)
+
+    def _give_pending(self, store: Store) -> None:
+        """Make what was asked for before there was a store. Raises as :meth:`keyed`, once, before the limits."""
+        key, self.pending_key = self.pending_key, None
+        if key is not None:
+            StoredKeys.of(store, key, "index_keys")
+        if self.pending_limit is not None:
+            store.core.set_limit(*self.pending_limit, store.core.size())
+            self.pending_limit = None
 
     @property
     def nbytes(self) -> int:
@@ -877,8 +922,10 @@ class Storage(Declared, Dumpable, Port):
     def consumption(self, name: str, most: int) -> ConsumptionIndex | None:
         return None if self.memory is None else ConsumptionIndex.of_store(self.memory, name, most)
 
-    def groups(self, name: str, key: FieldPath, reward: FieldPath | None) -> Groups | None:
-        return None if self.memory is None else StoredGroups(self.memory, name, key, reward)
+    def groups(
+        self, name: str, key: FieldPath, reward: FieldPath | None, rules: GroupRules = ALL_ROWS
+    ) -> Groups | None:
+        return None if self.memory is None else StoredGroups(self.memory, name, key, reward, rules)
 
     def some(self, columns: list[Tensor], which: slice | list[int]) -> list[Tensor]:
         """Some rows of what :meth:`read` returned or :meth:`prepare` made.

@@ -17,6 +17,7 @@ from engram.format.schema import Schema
 from engram.storages._ragged_structure import structure_in
 from engram.storages._types import NO_DTYPES, Dtypes, check_stored, checked_dtypes
 from engram.storages.ragged import (
+    MAX_OPEN_ROWS,
     NO_RAGGED,
     RaggedArguments,
     RaggedLayout,
@@ -108,13 +109,15 @@ class Geometry(NamedTuple):
         """
         elsewhere = f"ndim={self.ndim}" if self.ndim > 1 else elsewhere
         options = RaggedOptions({}, not elsewhere, None, self.max_size, self.lanes, where)
-        if {"ragged", "ragged_bytes", "layout"} & arguments.keys():
+        if {"ragged", "ragged_bytes", "layout", "open_rows"} & arguments.keys():
             fields = checked_ragged(arguments.pop("ragged", None) or {}, where)
             nbytes = checked_bytes(arguments.pop("ragged_bytes", None), where)
-            if elsewhere and (fields or nbytes is not None):
+            slots = arguments.pop("open_rows", 0)
+            slots = check_count(f"{where}: open_rows", slots, "row", least=0, most=MAX_OPEN_ROWS)
+            if elsewhere and (fields or nbytes is not None or slots):
                 raise ValueError(f"{where}: ragged: expected none with {elsewhere}, got {[*map(public, fields)]}.")
             layout = RaggedLayout.checked(arguments.pop("layout", "jagged"), where)
-            options = options._replace(fields=fields, nbytes=nbytes, layout=layout)
+            options = options._replace(fields=fields, nbytes=nbytes, layout=layout, open_rows=slots)
         return self._replace(ragged=options)
 
     def in_files(self, schema: Schema) -> Schema:

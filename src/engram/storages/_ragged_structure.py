@@ -155,6 +155,11 @@ class RaggedStructure(Structure):
         which, columns = super().columns(others, batch, call=call, loose=loose)
         return [*which, *ragged], [*columns, *cast("dict[int, Tensor]", ragged).values()]
 
+    def items_in(self, number: int, value: object, call: str) -> Tensor:
+        values = row_in(self.ragged[number], value, call).packed().values
+        assert values is not None  # some were given
+        return values
+
     def number(self, value: object, path: Path) -> Tensor:
         if any(field.key == (path or (SINGLE,)) for field in self.ragged.values()):
             return as_tensor(value, path, "add")

@@ -235,6 +235,10 @@ class Structure:
             columns.append(self.column(which[-1], value, batch, call=call, loose=loose))
         return which, columns
 
+    def items_in(self, number: int, value: object, call: str) -> Tensor:
+        """The items ``[length, *shape]`` of one row of a ragged field. Raises as :meth:`flatten`. Only of fields that are ragged."""
+        raise NotImplementedError
+
     def number(self, value: object, path: tuple[str, ...]) -> Tensor:
         """A number, or a list of some, as a tensor: of the dtype of the field under this path, if there is one that can hold it."""
         for i, field in enumerate(self.fields):

@@ -13,10 +13,18 @@ from torch import Tensor
 from engram._support.checks import check_count
 from engram._support.copies import deflated, inflated, raw_bytes, zstd
 from engram._support.nested import map_leaves
-from engram._support.tensordicts import children, is_plain_tensordict, is_tensor_collection, tensordict_type
+from engram._support.tensordicts import (
+    children,
+    copies,
+    is_plain_tensordict,
+    is_tensor_collection,
+    lazy_stack,
+    tensordict_type,
+)
 from engram.storages.items import ItemGroups
 from engram.storages.list import ListStorage
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
+from engram.store.row_indexes import ALL_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +33,7 @@ if TYPE_CHECKING:
 
     from engram._support.field_paths import FieldPath
     from engram._support.unsupported import TracingArguments
-    from engram.store.row_indexes import Groups
+    from engram.store.row_indexes import GroupRules, Groups
 
 #: In a saved item: a tensor, a TensorDict, and what is said of them.
 _TENSOR, _TENSORDICT = "engram.tensor", "engram.tensordict"
@@ -74,11 +82,10 @@ class LazyStackStorage(ListStorage):
         >>> LazyStackStorage(3, stack_dim=-1).stacked([TensorDict(batch_size=[2])] * 5).shape
         torch.Size([2, 5])
         """
-        from tensordict import LazyStackedTensorDict
-
         if not items:
             raise RuntimeError("LazyStackStorage: expected rows to stack, got none.")
-        odd = next((item for item in items if not is_tensor_collection(item)), None)
+        kinds = {type(item): item for item in items}  # each is looked at once
+        odd = next((item for item in kinds.values() if not is_tensor_collection(item)), None)
         if odd is not None:
             raise TypeError(
                 f"LazyStackStorage: expected TensorDicts, got {type(odd).__name__}. Use a ListStorage, or a collate_fn of your own."
@@ -95,20 +102,22 @@ class LazyStackStorage(ListStorage):
                 f"LazyStackStorage: stack_dim: expected one in [{-dims}, {dims}), as batches have {dims} dimensions, got {self.stack_dim}."
             )
         # Entries of the batch are no entries of what is stored.
-        return LazyStackedTensorDict(*(row.copy() for row in rows), stack_dim=self.stack_dim % dims)
+        return lazy_stack(copies(rows), self.stack_dim % dims)
 
-    def groups(self, name: str, key: FieldPath, reward: FieldPath | None) -> Groups | None:
+    def groups(
+        self, name: str, key: FieldPath, reward: FieldPath | None, rules: GroupRules = ALL_ROWS
+    ) -> Groups | None:
         del name  # there may be several
         if self._max_size is None:
             raise ValueError(
                 "PromptGroupSampler: expected a storage with a bound, got a list without. Use LazyStackStorage(max_size=…)."
             )
         with self._lock:
-            if (key, reward) not in self._groups:
-                groups = ItemGroups(self, key, reward)
+            if (key, reward, rules) not in self._groups:
+                groups = ItemGroups(self, key, reward, rules)
                 self._tell_groups(groups)
-                self._groups[key, reward] = groups
-            return self._groups[key, reward]
+                self._groups[key, reward, rules] = groups
+            return self._groups[key, reward, rules]
 
     def __getitem__(self, index: object) -> object:
         """A row, or a lazy stack of some."""

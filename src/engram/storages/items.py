@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -35,7 +36,7 @@ from engram._support.tensordicts import (
 from engram.format.schema import DTYPES, Field, Node, Schema
 from engram.store import Store
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
-from engram.store.row_indexes import StoredGroups, no_key, no_rewards
+from engram.store.row_indexes import StoredGroups, no_key, no_rewards, not_known
 from engram.types import WritePlan
 
 if TYPE_CHECKING:
@@ -46,13 +47,15 @@ if TYPE_CHECKING:
     from engram._support.field_paths import FieldPath
     from engram._support.nested import Path
     from engram.storages.list import ListStorage
-    from engram.store.row_indexes import Drawn
+    from engram.store.row_indexes import Drawn, GroupDraw, GroupRules
 
 T = TypeVar("T")
 
 #: Bytes that stand for a key: no two keys have the same ones.
 _DIGEST = 16
-_KEY, _REWARD = ("key",), ("reward",)
+_KEY, _REWARD, _READY, _VERSION = ("key",), ("reward",), ("ready",), ("version",)
+#: Methods that find what is in the fields behind the key.
+_NUMBERS_OF = ("_reward_of", "_ready_of", "_version_of")
 
 
 class ItemGroups:
@@ -62,58 +65,87 @@ class ItemGroups:
         storage: the list, with a bound.
         key: the entry of its items that says their group.
         reward: that with their reward; None: none is asked for.
+        rules: which items are in a group, by other entries.
     """
 
-    def __init__(self, storage: ListStorage, key: FieldPath, reward: FieldPath | None) -> None:
-        fields = Field(_KEY, "uint8", (_DIGEST,)), Field(_REWARD, "float64", ())
-        structure = Node("dict", children={"key": Node("leaf", field=0), "reward": Node("leaf", field=1)})
-        self._store = Store.private(Schema(storage.max_size, 1, (), fields, structure))
-        self._storage, self._key, self._reward = storage, key, reward
-        self._stored = StoredGroups(self._store, "main", _KEY, _REWARD)
-        #: Rows without a key, and without a reward.
-        self._no_key: set[int] = set()
-        self._no_reward: set[int] = set()
+    def __init__(self, storage: ListStorage, key: FieldPath, reward: FieldPath | None, rules: GroupRules) -> None:
+        numbers = {key[0]: Field(key, "float64", ()) for key in (_REWARD, _READY, _VERSION)}
+        fields = {"key": Field(_KEY, "uint8", (_DIGEST,)), **numbers}
+        structure = Node("dict", children={key: Node("leaf", field=i) for i, key in enumerate(fields)})
+        self._store = Store.private(Schema(storage.max_size, 1, (), tuple(fields.values()), structure))
+        self._storage, self._key, self._reward, self._rules = storage, key, reward, rules
+        own = rules._replace(
+            ready=(_READY,) if rules.ready else (),
+            version=None if rules.version is None else _VERSION,
+            reward=None if rules.reward is None else _REWARD,
+        )
+        self._stored = StoredGroups(self._store, "main", _KEY, _REWARD, own)
+        #: Of each check that a draw repeats, the rows whose items have failed it.
+        self._without: dict[str, set[int]] = {name: set() for name in ("_key_of", *_NUMBERS_OF)}
 
-    def written(self, rows: Sequence[int], items: Sequence[object]) -> None:
-        """These items are in these rows now."""
-        keys, rewards = bytearray(), []
+    def written(self, rows: Sequence[int], items: Sequence[object], *, edited: bool = False) -> None:
+        """These items are in these rows now. ``edited``: in place of those that were there, whose uses stay."""
+        keys = bytearray()
+        numbers: list[list[float]] = [[], [], []]
         for row, item in zip(rows, items, strict=True):
-            keys += _tried(self._key_of, item, row, self._no_key) or bytes(_DIGEST)
-            rewards.append(_tried(self._reward_of, item, row, self._no_reward) or 0.0)
-        if rewards:
-            columns = (
-                torch.frombuffer(keys, dtype=torch.uint8),
-                torch.tensor(rewards, dtype=torch.float64, device="cpu"),
-            )
-            self._store.write(WritePlan(rows=torch.tensor(rows, device="cpu")), columns, len(rewards))
+            keys += self._tried("_key_of", item, row) or bytes(_DIGEST)
+            for column, name in zip(numbers, _NUMBERS_OF, strict=True):
+                column.append(self._tried(name, item, row) or 0.0)
+        if not rows:
+            return
+        columns = [torch.frombuffer(keys, dtype=torch.uint8)]
+        columns += [torch.tensor(column, dtype=torch.float64, device="cpu") for column in numbers]
+        where = torch.tensor(rows, device="cpu")
+        if edited:
+            self._store.edit(where, range(len(columns)), columns)
+        else:
+            self._store.write(WritePlan(rows=where), columns, len(rows))
 
     def lost(self, rows: Tensor) -> None:
         """These rows, int64 ``[n]``, hold no items any more."""
         self._store.core.remove(rows.data_ptr(), len(rows), 0)
-        self._no_key.difference_update(rows.tolist())
-        self._no_reward.difference_update(rows.tolist())
+        for failed in self._without.values():
+            failed.difference_update(rows.tolist())
 
     def emptied(self) -> None:
         """There are no items."""
         self._store.empty(keep_write_count=True)
-        self._no_key.clear()
-        self._no_reward.clear()
+        for failed in self._without.values():
+            failed.clear()
 
     @property
     def count(self) -> int:
         return self._stored.count
 
-    def draw(self, strategy: str, key: int, groups: int, each: int, without: Tensor) -> Drawn:
+    def of_size(self, least: int, floor: float = math.nan) -> int:
+        """As :meth:`engram.store.row_indexes.Groups.of_size`."""
+        return self._stored.of_size(least, floor)
+
+    def draw(self, key: int, draw: GroupDraw, without: Tensor) -> Drawn:
         """As :meth:`engram.store.row_indexes.Groups.draw`."""
         with self._storage.paused:  # so that the tickets are those of what was drawn
-            for row in self._no_key:
-                self._key_of(self._item(row))  # raises
-            for row in self._no_reward:
-                self._reward_of(self._item(row))
-            found = self._stored.draw(strategy, key, groups, each, without)
+            for name, failed in self._without.items():
+                for row in failed:
+                    getattr(self, name)(self._item(row))  # raises
+            found = self._stored.draw(key, draw, without)
             if found is None or isinstance(found, int):
                 return found
             return found[0], self._storage.tickets_of(found[0]), found[2]
+
+    def take_back(self, rows: Tensor, tickets: Tensor) -> None:
+        """As :meth:`engram.store.row_indexes.Groups.take_back`."""
+        with self._storage.paused:
+            rows = rows[self._storage.tickets_of(rows) == tickets]
+            self._stored.take_back(rows, self._store.tickets_of(rows))
+
+    def uses(self) -> Tensor:
+        """As :meth:`engram.store.row_indexes.Groups.uses`."""
+        return self._stored.uses()
+
+    def restore_uses(self, uses: Tensor) -> None:
+        """As :meth:`engram.store.row_indexes.Groups.restore_uses`."""
+        with self._storage.paused:
+            self._stored.restore_uses(uses)
 
     def _item(self, row: int) -> object:
         return self._storage.read(torch.tensor([row], device="cpu"))[0][0]
@@ -137,7 +169,8 @@ class ItemGroups:
         else:
             got = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise TypeError(
-                f"sample: {public(self._key)!r}: expected an integer or a text in each row, got {got}. Number the prompts, or hash them."
+                f"sample: {public(self._key)!r}: expected an integer or a text in each row, got {got}. Number the prompts, or hash "
+                "them."
             )
         return blake2b(value, digest_size=_DIGEST).digest()
 
@@ -148,23 +181,56 @@ class ItemGroups:
         value = _entry(item, self._reward)
         if value is None:
             raise no_rewards(self._reward, _keys_of(item))
-        if isinstance(value, int | float | np.number | np.ndarray):
-            value = torch.as_tensor(value)
-        if not isinstance(value, Tensor) or value.is_complex() or not value.numel():
-            got = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(f"sample: {public(self._reward)!r}: expected rewards that are real numbers, got {got}.")
-        return float(value.double().mean())
+        return float(_numbers(value, f"{public(self._reward)!r}: expected rewards that are real numbers").mean())
+
+    def _ready_of(self, item: object) -> float:
+        """NaN: it is not ready: an entry that says so is not there, is None, or has a NaN. Raises ``TypeError``: it is no number."""
+        ready = 0.0
+        for path in self._rules.ready:
+            value = _entry(item, path)
+            if value is None:
+                ready = math.nan
+                continue
+            numbers = _numbers(
+                value, f"ready: {public(path)!r}: expected real numbers, which are NaN until they are ready"
+            )
+            ready = math.nan if bool(numbers.isnan().any()) else ready
+        return ready
+
+    def _version_of(self, item: object) -> float:
+        """The version of an item. Raises ``KeyError``: it has none. ``TypeError``: that is not one real number."""
+        path = self._rules.version
+        if path is None:
+            return 0.0
+        value = _entry(item, path)
+        if value is None:
+            raise not_known("the policy version that made them", "policy_version", path, _keys_of(item))
+        said = f"policy_version: {public(path)!r}: expected one real number per row"
+        numbers = _numbers(value, said)
+        if numbers.numel() != 1:
+            raise TypeError(f"sample: {said}, got {list(numbers.shape)}.")
+        return float(numbers)
+
+    def _tried(self, name: str, item: object, row: int) -> Any:
+        """What a method finds in an item; None: it has none, which drawing says."""
+        failed = self._without[name]
+        try:
+            found = getattr(self, name)(item)
+        except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError):
+            failed.add(row)
+            return None
+        failed.discard(row)
+        return found
 
 
-def _tried(of: Callable[[object], T], item: object, row: int, without: set[int]) -> T | None:
-    """What an item has; None: it has none, which drawing says."""
-    try:
-        found = of(item)
-    except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError):
-        without.add(row)
-        return None
-    without.discard(row)
-    return found
+def _numbers(value: object, expected: str) -> Tensor:
+    """Real numbers of an item, float64. Raises ``TypeError``: they are none."""
+    if isinstance(value, int | float | np.number | np.ndarray):
+        value = torch.as_tensor(value)
+    if not isinstance(value, Tensor) or value.is_complex() or not value.numel():
+        got = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"sample: {expected}, got {got}.")
+    return value.double()
 
 
 def _entry(item: object, path: FieldPath) -> object:

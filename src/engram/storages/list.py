@@ -21,7 +21,7 @@ from engram.storages.items import ItemGroups, pack, unpack
 from engram.storages.tensor_state import checked_priorities, saved_priorities
 from engram.store import check_index_name
 from engram.store.priorities import PriorityConfig, PriorityIndex
-from engram.store.row_indexes import ConsumptionIndex
+from engram.store.row_indexes import ALL_ROWS, ConsumptionIndex
 from engram.types import Extent, Write, WritePlan
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from engram._support.field_paths import FieldPath
     from engram.saved.snapshot import StoragePreparation, StorageSnapshot
     from engram.storages._base import Rows
-    from engram.store.row_indexes import Groups
+    from engram.store.row_indexes import GroupRules, Groups
     from engram.types import Decompress, ItemsSource, StorageLoad
 
 
@@ -87,7 +87,7 @@ class ListStorage(Storage):
         self._write_count = 0
         self._priorities: dict[str, PriorityIndex] = {}
         self._counts: dict[str, ConsumptionIndex] = {}
-        self._groups: dict[tuple[FieldPath, FieldPath | None], ItemGroups] = {}
+        self._groups: dict[tuple[FieldPath, FieldPath | None, GroupRules], ItemGroups] = {}
 
     def bound(self, size: int) -> None:
         if self._max_size is None:
@@ -221,7 +221,7 @@ class ListStorage(Storage):
                 self._writes[row] = self._writes[row] if edited else first + i
                 self._items[row] = item
         for groups in self._groups.values():
-            groups.written(rows, items)
+            groups.written(rows, items, edited=edited)
         self._removed.difference_update(rows)
         return first
 
@@ -356,8 +356,10 @@ class ListStorage(Storage):
                 self._tell_counts()
             return self._counts[name].checked(name, most)
 
-    def groups(self, name: str, key: FieldPath, reward: FieldPath | None) -> Groups | None:
-        del name, key, reward
+    def groups(
+        self, name: str, key: FieldPath, reward: FieldPath | None, rules: GroupRules = ALL_ROWS
+    ) -> Groups | None:
+        del name, key, reward, rules
         raise TypeError(
             "PromptGroupSampler: expected a tensor storage, whose rows have a field that says their group, or a LazyStackStorage, got a "
             f"{type(self).__name__}. Use one of these."

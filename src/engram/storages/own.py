@@ -30,6 +30,7 @@ from engram.storages.ragged import NO_RAGGED, RaggedLayout
 from engram.storages.tensor import TensorStorage
 from engram.storages.tensor_state import RowsLoad, SnapshotPreparation
 from engram.store import DeviceStore, ForeignStore, Mirror, Store, copy_rows, holds_store, open_store, skip_numbers
+from engram.store.keys import key_field, key_of
 from engram.store.limits import Rules
 from engram.store.ragged import private_store
 from engram.types import Extent, RowStorage, Traits
@@ -465,7 +466,7 @@ class LazyTensorStorage(TensorStorage):
                 data, call = row
                 first = data[0] if batched and isinstance(data, list) else data
                 Structure.of(first, batched=batched and first is data, call=str(call))
-            before, limit = self.written(), Rules(*store.core.limit)
+            before, limit, key = self.written(), Rules(*store.core.limit), key_of(store)
             self._looking = True  # it is still there
             try:
                 del self.memory
@@ -479,7 +480,7 @@ class LazyTensorStorage(TensorStorage):
                 if error is not None:
                     error.args = (f"{error.args[0]}{_TAKEN}",)
                 return False
-            self._given, self.pending_limit = given, limit if any(limit) else None
+            self._given, self.pending_limit, self.pending_key = given, limit if any(limit) else None, key
             self._capacity = self._geometry.capacity
             self.structure = None
         return True
@@ -496,13 +497,18 @@ class LazyTensorStorage(TensorStorage):
             structure.flatten(data, n, call)  # before there is memory: values may not fit
         if self._device_argument in OF_DATA and self._home is None:
             self._device = device_of(data)
-        self._adopt(self._allocate(self._geometry.schema(structure, columns)), structure)
+        schema = self._geometry.schema(structure, columns)
+        if self.pending_key is not None:
+            key_field(schema, self.pending_key)  # before there is memory
+        self._adopt(self._allocate(schema), structure)
         announce(*advice(structure.fields, dtypes))
         warn_of_lanes(self._geometry.max_size, self._geometry.capacity, self._geometry.lanes)
 
     def allocate_for(self, schema: Schema) -> None:
         with self._lock:
             if self.memory is None:
+                if self.pending_key is not None:
+                    key_field(schema, self.pending_key)
                 self._adopt(self._allocate(schema), structure_in(schema, self._geometry.dtypes, self.ragged))
 
     def _allocate(self, schema: Schema) -> Store:

@@ -17,6 +17,7 @@ from engram._support.words import format_size
 from engram.format.schema import DTYPES, MAX_DIMS, ItemsKind
 from engram.storages._types import at
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
+from engram.store.ragged_rows import Items
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,6 +36,7 @@ _HEADROOM, _LEAST_LENGTH = 4, 64
 _USUAL_SHARE = 4
 #: Above the size of any file.
 _MAX_BYTES = 1 << 60
+MAX_OPEN_ROWS = 1 << 20
 
 
 class Ragged:
@@ -340,6 +342,8 @@ class RaggedArguments(TypedDict, total=False):
     """Bytes that the items of all ragged fields may have together; None: see :func:`ring_items`."""
     layout: str | Mapping[str, object]
     """How batches hold them: ``"jagged"``, ``"packed"``, ``"padded"`` or ``"list"``."""
+    open_rows: int
+    """Rows that may grow at once, see :meth:`ReplayBuffer.open_row`. Each has room for ``max_length`` items of every ragged field."""
 
 
 class RaggedOptions(NamedTuple):
@@ -357,6 +361,13 @@ class RaggedOptions(NamedTuple):
     unlimited: bool = False
     """Whether rows of fields that are found may have any length."""
     layout: RaggedLayout = JAGGED
+    open_rows: int = 0
+    """Rows that may grow at once."""
+
+    def without_items(self) -> dict[Path, object]:
+        """One row of each declared field, which leaves it out."""
+        none = torch.zeros(1, dtype=torch.int64, device="cpu")
+        return {path: Items(None, none, none.to(torch.int32)) for path in self.fields}
 
     def of_rows(self, rows: Sequence[object]) -> RaggedOptions:
         """The same for one row of a list, in which fields are ragged whose first dimension differs from row to row."""

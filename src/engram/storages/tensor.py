@@ -158,14 +158,12 @@ class TensorStorage(Storage):
         self.structure: Structure | None = None  # how rows are put together; None before the first write
 
     def _adopt(self, store: Store, structure: Structure) -> None:
+        self._give_pending(store)
         structure.on_host = store.device.type == "cpu"
         self.structure = structure
         self._capacity = store.capacity
         self._device = store.device
         store.owners.add(self)
-        if self.pending_limit is not None:
-            store.core.set_limit(*self.pending_limit, store.core.size())
-            self.pending_limit = None
         self.memory = store  # last: other threads look at it first
 
     def _initialize(self, data: object, n: int | None, columns: tuple[int, ...], call: str) -> None:

@@ -206,6 +206,10 @@ def _index_file(folder: Path, kind: str, nbytes: int, make: Callable[[Block], No
         return file_block(path, nbytes)
 
 
+def _nothing(block: Block) -> None:
+    """Formats no memory: of an index that is copied."""
+
+
 def _unscanned(index: Path) -> Path:
     """Exists beside an index until it has scanned all rows. If its maker dies before, the next process lets it scan."""
     return index.with_name(f".unscanned-{index.name}")
@@ -311,6 +315,17 @@ class Indexes(Mapping[IndexKey, Any]):
     def _copy_of(self, name: str, kind: str) -> Block | None:
         """Memory to begin with, in place of zeroed one."""
         return self._copied.pop((name, kind), None)
+
+    def _has_copy(self, name: str, kind: str) -> bool:
+        """Whether there is such memory."""
+        return (name, kind) in self._copied
+
+    def made_before(self, name: str, kind: str) -> Any | None:
+        """The index of that name and kind that this process or another one has made; None: there is none. It has scanned the rows."""
+        known = self._lasting.get((name, kind)) or self.refreshed().get((name, kind))
+        if known is not None or self._has_copy(name, kind):
+            known, _ = self.lasting(name, kind, 0 if known is None else known.block.nbytes, _nothing)
+        return known
 
     def _lasting_in(
         self, directory: Path, name: str, kind: str, nbytes: int, make: Callable[[Block], None]

@@ -193,6 +193,8 @@ WAIT_S = 60.0
 _SLICE_S = 1.0
 #: Between two looks for a store that another process is to create.
 _POLL_S = 0.02
+#: The first sleep, where rows come soon.
+_SHORTEST_S = 0.0005
 
 
 def checked_timeout(timeout: object, call: str) -> float:
@@ -268,6 +270,24 @@ class Gate:
                 waited = self.wait(store, rows, deadline, samples=True, counted=waited)
             except NoSampleable:
                 self.await_rows(store, rows, written, deadline, uses_up=uses_up)
+
+    def gathered(self, draw: Callable[[], T], can_draw: Callable[[], bool], timeout: float) -> T:
+        """What a draw returns, as soon as there are rows for it. Others may be faster: then it is tried again.
+
+        Raises:
+            NoSampleable: there were none within ``timeout`` seconds. RuntimeError: the buffer was closed or shut down meanwhile.
+        """
+        deadline, sleep = monotonic() + timeout, _SHORTEST_S
+        while True:
+            try:
+                return draw()
+            except NoSampleable:
+                if monotonic() >= deadline:
+                    raise
+            while not can_draw() and (left := deadline - monotonic()) > 0:
+                time.sleep(min(sleep, left))
+                self.check_open("sample")
+                sleep = min(2 * sleep, _POLL_S)
 
     def await_rows(self, store: Store, rows: int, written: int, deadline: float, *, uses_up: bool) -> None:
         """Called where a draw has found nothing, other consumers may have taken the last rows: until more are written, perhaps.

@@ -78,6 +78,9 @@ class IndexCopies(Indexes):
         path = self.source / name / kind
         return INDEX_KINDS[kind].copied(read_block(path, path.stat().st_size).tensor) if path.exists() else None
 
+    def _has_copy(self, name: str, kind: str) -> bool:
+        return (self.source / name / kind).exists()
+
 
 class ReaderStore(Store):
     """Rows that others write, or have written. Every write raises the error ``ReadOnlyStore``.

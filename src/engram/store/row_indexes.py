@@ -5,7 +5,9 @@ process keeps it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+import math
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -19,6 +21,8 @@ from engram.store.indexes import LockedIndex, TicketIndex
 from engram.store.memory import dlpack_specs, private_block, read_block
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
@@ -32,6 +36,9 @@ if TYPE_CHECKING:
     #: None: there is no group.
     Drawn: TypeAlias = tuple[Tensor, Tensor, bool] | int | None
 
+#: Which rows are in groups, as the core says it: the number of the key's field and its bytes, fields that are to be ready, uses, the field
+#: of the version, staleness, the order of groups, rows of each of these, and the field of their rewards.
+GroupPolicy: TypeAlias = tuple[int, int, tuple[int, ...], int, "int | None", int, int, int, "int | None"]
 #: Key of the order, rows of the epoch, how many of them were visited, and the number of the next write when it began; in a state how
 #: many numbers were given since.
 Progress: TypeAlias = tuple[int, int, int, int]
@@ -39,6 +46,10 @@ Progress: TypeAlias = tuple[int, int, int, int]
 NONE: Progress = (0, 0, 0, 0)
 #: Bytes of a key of a group at most.
 MAX_KEY_BYTES = 1024
+#: Fields of groups that are to be ready at most, and uses of a row, which are fewer.
+MAX_READY, MAX_USES = 16, 1 << 24
+#: Those with a NaN that groups look for.
+READY_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 class ConsumptionIndex(TicketIndex[native.Consumption]):
@@ -308,6 +319,46 @@ class ConsumerVersionIndex(LockedIndex[native.ConsumerVersion]):
         return cls.of_name(store.indexes, name, native.consumer_version_bytes, make)[0]
 
 
+class GroupRules(NamedTuple):
+    """Which rows of a store are in groups."""
+
+    #: Rows are in no group while one of these fields has a NaN.
+    ready: tuple[FieldPath, ...] = ()
+    #: After so many draws of its group a row is in none any more; None: there is no limit, and none is counted.
+    max_uses: int | None = None
+    #: The field with the version of a row; None: rows have none.
+    version: FieldPath | None = None
+    #: Rows whose version is further behind the consumer's are in no group.
+    max_staleness: int = 0
+    #: By which groups are in order: 0 nothing, 1 when their newest row was written or edited, 2 the variance of rewards.
+    order: int = 0
+    #: Rows of each group that is in order.
+    least: int = 0
+    #: The field with the rewards that the order is by.
+    reward: FieldPath | None = None
+
+
+#: All of them.
+ALL_ROWS = GroupRules()
+
+
+class GroupDraw(NamedTuple):
+    """What is drawn of groups."""
+
+    #: ``"random"``, ``"recency"``, ``"reward"`` or ``"variance"``, as :class:`PromptGroupSampler` says it.
+    strategy: str
+    #: How many, each once.
+    groups: int
+    #: Rows of each.
+    each: int
+    #: No row and no group comes twice.
+    complete: bool = False
+    #: The oldest version, from now on; NaN: as it is.
+    floor: float = math.nan
+    #: Which groups: 0 any, 1 the first, 2 the last ones in order.
+    which: int = 0
+
+
 class GroupIndex(TicketIndex[native.Groups]):
     """The rows of one store by the content of a field. Made by :meth:`of_store`."""
 
@@ -317,68 +368,126 @@ class GroupIndex(TicketIndex[native.Groups]):
     copy_memory = staticmethod(native.copy_groups)
 
     @classmethod
-    def of_store(cls, store: Store, name: str, key: FieldPath) -> GroupIndex:
+    def of_store(cls, store: Store, name: str, key: FieldPath, rules: GroupRules) -> GroupIndex:
         """The index of that name, of rows by a field. A new index scans the rows once.
 
         Raises:
-            KeyError: no such field. TypeError: its content is no key.
+            KeyError: no such field. TypeError: its content is no key, can never be not ready, or is no version.
             ValueError: not a name of an index, or a store of 2^32 rows.
-            IncompatibleStore: the index of that name has groups by another field.
+            IncompatibleStore: the index of that name has groups by other rules.
             OSError: no space for its file.
         """
-        number = _field_of(store, key)
-        field = store.schema.fields[number]
+        policy = _policy_of(store, key, rules)
+        asked = _numbers_of(policy)
 
         def make(block: Block) -> None:
-            native.format_groups(block.address, block.nbytes, store.capacity, number, field.row_bytes)
+            native.format_groups(block.address, block.nbytes, store.capacity, policy)
 
-        known: GroupIndex | None = store.indexes.get((name, cls.kind))
-        if known is not None:  # perhaps with keys of another length
-            known.check_field(store, name, number)
-        nbytes = native.groups_bytes(store.capacity, field.row_bytes)
-        index, _ = cls.of_name(store.indexes, name, nbytes, make)
-        index.check_field(store, name, number)
+        indexes = store.indexes
+        index: GroupIndex | None = indexes.get((name, cls.kind)) or indexes.refreshed().get((name, cls.kind))
+        if index is not None:  # perhaps of another size
+            index.check(store, name, asked)
+        nbytes = native.groups_bytes(store.capacity, policy) if index is None else index.block.nbytes
+        index, _ = cls.of_name(indexes, name, nbytes, make)
+        index.check(store, name, asked)
         return index
 
-    def check_field(self, store: Store, name: str, number: int) -> None:
-        """Raise ``IncompatibleStore`` if the keys are another field."""
-        if self.core.field != number:
-            fields = store.schema.fields
+    def check(self, store: Store, name: str, asked: GroupPolicy) -> None:
+        """Raise ``IncompatibleStore`` if the index has other rules."""
+        if self.core.policy != asked:
             raise IncompatibleStore(
-                f"index {name!r}: expected groups by {public(fields[self.core.field].key)!r}, as the store's index of that name has, got "
-                f"{public(fields[number].key)!r}. Give it another name: index=…."
+                f"index {name!r}: expected {_said(store, self.core.policy)}, as the store's index of that name has, got "
+                f"{_said(store, asked)}. Give it another name: index=…."
             )
 
-    def draw(
-        self, key: int, groups: int, each: int, *, newest: bool, without: Tensor
-    ) -> tuple[Tensor, Tensor, bool] | None:
-        """int64 rows, their tickets, and whether some come again; None: there is no group.
+    def count(self, stats: dict[str, float]) -> None:
+        """As :meth:`Index.count`: what is counted of groups. Of used, expired and evicted rows where the rules are such."""
+        uses, version = self.core.policy[3], self.core.policy[4]
+        groups, used, expired, evicted, starved = self.core.counts
+        said = {"groups": groups, "starved_draws": starved}
+        said |= {"used_rows": used, "evicted_rows": evicted} if uses else {}
+        said |= {} if version is None else {"expired_rows": expired}
+        for name, number in said.items():
+            stats[name] = stats.get(name, 0) + number
+
+    def draw(self, key: int, draw: GroupDraw, *, newest: bool, without: Tensor) -> tuple[Tensor, Tensor, bool] | None:
+        """int64 rows, their tickets, and whether some come again; None: there is no group, or not enough complete ones.
 
         Args:
             key: of the draw.
-            groups: how many, each once.
-            each: rows of each.
+            draw: what is drawn.
             newest: the newest, the oldest of them first. Else any.
             without: int64, contiguous: rows whose groups are left out, if there are enough others.
         """
-        return self.core.draw(key, groups, each, newest, without)
+        return self.core.draw(key, draw.groups, draw.each, newest, without, draw.complete, draw.floor, draw.which)
 
     def best(
-        self, store: Store, reward: Field, key: int, groups: int, each: int, *, spread: bool, without: Tensor
+        self, store: Store, reward: Field, key: int, draw: GroupDraw, without: Tensor
     ) -> tuple[Tensor, Tensor, bool] | int | None:
-        """As :meth:`draw`, rows that are chosen by their rewards. A row: all rows of its group were just being written.
+        """As :meth:`draw`, rows that are chosen by their rewards. A row: too many rows of its group were just being written.
+
+        With ``"variance"`` those with the largest variance, and of equal ones the largest sum, in ascending order. Else the highest,
+        the highest first, and of equal ones the newest.
 
         Raises ``ValueError``: a reward is not finite.
 
         Args:
             store: whose rows these are.
             reward: its field with the rewards.
-            key, groups, each, without: as for :meth:`draw`.
-            spread: those with the largest variance, and of equal ones the largest sum, in ascending order. Else the highest, the highest
-                first, and of equal ones the newest.
+            key, draw, without: as for :meth:`draw`.
         """
         numbered = store.schema.fields.index(reward), dlpack_specs([reward])[0]
-        return self.core.draw_best(store.core, numbered, key, groups, each, spread, without)
+        spread = draw.strategy == "variance"
+        return self.core.draw_best(
+            store.core, numbered, key, draw.groups, draw.each, spread, without, draw.complete, draw.floor, draw.which
+        )
+
+    def uses(self) -> Tensor:
+        """int32 ``[rows]``: how often each row was used. A copy."""
+        out = torch.empty(self.core.rows, dtype=torch.int32, device="cpu")
+        self.core.uses(out)
+        return out
+
+
+def _policy_of(store: Store, key: FieldPath, rules: GroupRules) -> Any:
+    """The rules as the core takes them, which knows fields by their numbers. Raises ``KeyError``, ``TypeError``."""
+    fields = store.schema.fields
+
+    def with_dtype(field: int) -> tuple[int, Any]:
+        return field, dlpack_specs([fields[field]])[0]
+
+    number = _key_field(store, key)
+    ready = tuple(with_dtype(_ready_field(store, path)) for path in rules.ready)
+    version = None if rules.version is None else with_dtype(_version_field(store, rules.version))
+    reward = None
+    if rules.reward is not None:
+        reward = with_dtype(fields.index(reward_field(store, rules.reward)))
+    key_bytes, most = fields[number].row_bytes, rules.max_uses or 0
+    return number, key_bytes, ready, most, version, rules.max_staleness, rules.order, rules.least, reward
+
+
+def _numbers_of(policy: Any) -> GroupPolicy:
+    """The same with the numbers of fields alone."""
+    number, key_bytes, ready, most, version, staleness, order, least, reward = policy
+    version, reward = (None if field is None else field[0] for field in (version, reward))
+    return number, key_bytes, tuple(field for field, _ in ready), most, version, staleness, order, least, reward
+
+
+def _said(store: Store, policy: GroupPolicy) -> str:
+    """The rules of groups, in words."""
+    number, _, ready, most, version, staleness, order, least, reward = policy
+    fields = store.schema.fields
+    said = f"groups by {public(fields[number].key)!r}"
+    if ready:
+        said += f", ready={tuple(public(fields[it].key) for it in ready)}"
+    if most:
+        said += f", max_uses={most}"
+    if version is not None:
+        said += f", max_staleness={staleness} by {public(fields[version].key)!r}"
+    if order:
+        by = "their age" if reward is None else f"the variance of {public(fields[reward].key)!r}"
+        said += f", those of {least} rows in the order of {by}"
+    return said
 
 
 class Groups(Protocol):
@@ -388,19 +497,29 @@ class Groups(Protocol):
     def count(self) -> int:
         """How many there are."""
 
-    def draw(self, strategy: str, key: int, groups: int, each: int, without: Tensor) -> Drawn:
+    def of_size(self, least: int, floor: float = ...) -> int:
+        """How many there are of at least so many rows. ``floor``: as :attr:`GroupDraw.floor`."""
+
+    def draw(self, key: int, draw: GroupDraw, without: Tensor) -> Drawn:
         """Rows of some groups.
 
         Raises:
             KeyError: a row has no key, or no reward. TypeError: what it has there is none. ValueError: a reward is not finite.
 
         Args:
-            strategy: ``"random"``, ``"recency"``, ``"reward"`` or ``"variance"``, as :class:`PromptGroupSampler` says it.
             key: of the draw.
-            groups: how many, each once.
-            each: rows of each.
+            draw: what is drawn.
             without: int64, contiguous: rows whose groups are left out, if there are enough others.
         """
+
+    def take_back(self, rows: Tensor, tickets: Tensor) -> None:
+        """Rows that were drawn were not read: they are used once less."""
+
+    def uses(self) -> Tensor:
+        """int32 ``[n]``: how often each row was used. A copy."""
+
+    def restore_uses(self, uses: Tensor) -> None:
+        """Take over :meth:`uses`. Rows that it says nothing of were not used."""
 
 
 class StoredGroups:
@@ -411,18 +530,21 @@ class StoredGroups:
         name: of its index.
         key: the field that says the group of a row.
         reward: the field with its reward; None: none is asked for.
+        rules: which rows are in groups.
 
     Raises:
         TypeError: the rows are not on the CPU. As :meth:`GroupIndex.of_store`.
     """
 
-    def __init__(self, store: Store, name: str, key: FieldPath, reward: FieldPath | None) -> None:
+    def __init__(
+        self, store: Store, name: str, key: FieldPath, reward: FieldPath | None, rules: GroupRules = ALL_ROWS
+    ) -> None:
         if not store.is_native:
             raise TypeError(
                 f'PromptGroupSampler: expected rows on the CPU, got those of {store.place}. Use a storage with device="cpu", and a '
                 "DeviceLoader for batches on an accelerator."
             )
-        self._store, self._reward, self._index = store, reward, GroupIndex.of_store(store, name, key)
+        self._store, self._reward, self._index = store, reward, GroupIndex.of_store(store, name, key, rules)
 
     def _current(self) -> GroupIndex:
         """The groups as they are now, also of a store that this process only reads."""
@@ -432,28 +554,44 @@ class StoredGroups:
 
     @property
     def count(self) -> int:
-        return self._current().core.groups
+        return self.of_size(1)
 
-    def draw(self, strategy: str, key: int, groups: int, each: int, without: Tensor) -> Drawn:
+    def of_size(self, least: int, floor: float = math.nan) -> int:
+        """As :meth:`Groups.of_size`."""
+        return self._current().core.groups(least, floor)
+
+    def draw(self, key: int, draw: GroupDraw, without: Tensor) -> Drawn:
         """As :meth:`Groups.draw`."""
         index = self._current()
-        if strategy in ("random", "recency"):
-            return index.draw(key, groups, each, newest=strategy == "recency", without=without)
+        if draw.strategy in ("random", "recency"):
+            return index.draw(key, draw, newest=draw.strategy == "recency", without=without)
         assert self._reward is not None  # the strategy asks for it
-        reward = self._rewards(self._reward)
-        return index.best(self._store, reward, key, groups, each, spread=strategy == "variance", without=without)
+        return index.best(self._store, reward_field(self._store, self._reward), key, draw, without)
 
-    def _rewards(self, reward: FieldPath) -> Field:
-        """The field with the rewards. Raises ``KeyError``: there is none. ``TypeError``: its rows are no real numbers."""
-        fields = {field.key: field for field in self._store.schema.fields}
-        field = fields.get(reward)
-        if field is None:
-            raise no_rewards(reward, sorted(fields))
-        if field.dtype.startswith("complex") or not field.row_bytes:
-            raise TypeError(
-                f"sample: {public(reward)!r}: expected rewards that are real numbers, got {field.dtype} {list(field.shape)}."
-            )
-        return field
+    def take_back(self, rows: Tensor, tickets: Tensor) -> None:
+        """As :meth:`Groups.take_back`."""
+        self._index.core.take_back(rows.contiguous(), tickets.contiguous())
+
+    def uses(self) -> Tensor:
+        """As :meth:`Groups.uses`."""
+        return self._index.uses()
+
+    def restore_uses(self, uses: Tensor) -> None:
+        """As :meth:`Groups.restore_uses`."""
+        self._index.core.restore_uses(uses)
+
+
+def reward_field(store: Store, reward: FieldPath) -> Field:
+    """The field with the rewards. Raises ``KeyError``: there is none. ``TypeError``: its rows are no real numbers."""
+    fields = {field.key: field for field in store.schema.fields}
+    field = fields.get(reward)
+    if field is None:
+        raise no_rewards(reward, sorted(fields))
+    if field.dtype.startswith("complex") or not field.row_bytes:
+        raise TypeError(
+            f"sample: {public(reward)!r}: expected rewards that are real numbers, got {field.dtype} {list(field.shape)}."
+        )
+    return field
 
 
 def no_rewards(reward: FieldPath, known: list[FieldPath]) -> KeyError:
@@ -472,12 +610,26 @@ def no_key(key: FieldPath, known: list[FieldPath]) -> KeyError:
     )
 
 
-def _field_of(store: Store, key: FieldPath) -> int:
-    """The number of the field whose content says which group a row is in. Raises ``KeyError``, ``TypeError``."""
+def not_known(what: str, argument: str, key: FieldPath, known: list[FieldPath]) -> KeyError:
+    """The error of rows without another field that groups ask for."""
+    return KeyError(
+        f"sample: {argument}: expected rows with the field {public(key)!r}, {what}, got {list(map(public, known))}. Store it with every "
+        "row, or name another field."
+    )
+
+
+def _number_of(store: Store, key: FieldPath, error: Callable[[list[FieldPath]], KeyError]) -> int:
+    """The number of a field of a store. Raises that error."""
     numbers = {field.key: number for number, field in enumerate(store.schema.fields)}
     if key not in numbers:
-        raise no_key(key, sorted(numbers))
-    field = store.schema.fields[numbers[key]]
+        raise error(sorted(numbers))
+    return numbers[key]
+
+
+def _key_field(store: Store, key: FieldPath) -> int:
+    """The number of the field whose content says which group a row is in. Raises ``KeyError``, ``TypeError``."""
+    number = _number_of(store, key, partial(no_key, key))
+    field = store.schema.fields[number]
     integers = not field.dtype.startswith(("float", "bfloat", "complex"))
     text = field.dtype == "uint8" and len(field.shape) == 1
     if not integers or not (field.row_bytes == DTYPES[field.dtype] or text) or field.row_bytes > MAX_KEY_BYTES:
@@ -485,4 +637,27 @@ def _field_of(store: Store, key: FieldPath) -> int:
             f"sample: {public(key)!r}: expected one integer per row, or the bytes of a text, uint8 [n] with n of at most {MAX_KEY_BYTES}, "
             f"filled up with zeros; got {field.dtype} {list(field.shape)}. Number the prompts, or hash them."
         )
-    return numbers[key]
+    return number
+
+
+def _ready_field(store: Store, key: FieldPath) -> int:
+    """The number of a field that holds NaN until it is ready. Raises ``KeyError``; ``TypeError``: it never does."""
+    number = _number_of(store, key, partial(not_known, "which is NaN until it is ready", "ready", key))
+    field = store.schema.fields[number]
+    if field.dtype not in READY_DTYPES or not field.row_bytes:
+        raise TypeError(
+            f"sample: ready: {public(key)!r}: expected floating numbers, which are NaN until they are ready, got {field.dtype} "
+            f"{list(field.shape)}. No value of it says that it is not ready: store it as float32, or leave it out."
+        )
+    return number
+
+
+def _version_field(store: Store, key: FieldPath) -> int:
+    """The number of the field with the version of a row. Raises ``KeyError``; ``TypeError``: it is no number, or there are several."""
+    number = _number_of(store, key, partial(not_known, "the policy version that made them", "policy_version", key))
+    field = store.schema.fields[number]
+    if field.dtype.startswith("complex") or field.row_bytes != DTYPES[field.dtype]:
+        raise TypeError(
+            f"sample: policy_version: {public(key)!r}: expected one real number per row, got {field.dtype} {list(field.shape)}."
+        )
+    return number

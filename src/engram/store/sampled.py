@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from engram._support.field_paths import FieldPath
     from engram.store.priorities import Priorities, PriorityConfig
-    from engram.store.row_indexes import ConsumptionIndex, Groups
+    from engram.store.row_indexes import ConsumptionIndex, GroupRules, Groups
     from engram.store.store import Store
     from engram.types import Extent, Traits
 
@@ -182,17 +182,20 @@ class SampledStorage(Protocol):
         (2, 2)
         """
 
-    def groups(self, name: str, key: FieldPath, reward: FieldPath | None) -> Groups | None:
+    def groups(self, name: str, key: FieldPath, reward: FieldPath | None, rules: GroupRules = ...) -> Groups | None:
         """The rows that have the same content in the field ``key``, in groups; None: nothing was ever written.
+
+        ``rules``: which rows are in one; default all.
 
         Raises:
             TypeError: the storage is a list that has none; or the content of the field is no key. KeyError: no such field.
-            ValueError: it is a list without a bound. IncompatibleStore: the index of that name has groups by another field.
+            ValueError: it is a list without a bound. IncompatibleStore: the index of that name has groups by other rules.
 
         >>> import torch
         >>> from engram import LazyTensorStorage, ReplayBuffer
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(100))
         >>> _ = rb.extend({"prompt": torch.tensor([7, 7, 9])})
-        >>> rb.storage.groups("main", ("prompt",), None).count
-        2
+        >>> groups = rb.storage.groups("main", ("prompt",), None)
+        >>> groups.count, groups.of_size(2)
+        (2, 1)
         """

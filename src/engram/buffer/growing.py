@@ -1,0 +1,439 @@
+"""Rows that grow in a store until they are sealed: answers that are still being generated."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+from engram._support.field_paths import checked_path, public
+from engram._support.native import NotAdmitted
+from engram._support.nested import flatten
+from engram._support.words import count
+from engram.format.schema import name_of
+from engram.store.limits import checked_timeout
+from engram.store.open_rows import OpenRowIndex
+from engram.types import Write
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from torch import Tensor
+
+    from engram.buffer.lanes import Lanes
+    from engram.buffer.wiring import Wiring
+    from engram.format.schema import RaggedItems
+    from engram.store.open_rows import OpenRows, OpenSlot
+
+    Path: TypeAlias = tuple[str, ...]
+    #: A key as users write it.
+    Key: TypeAlias = str | Path
+    #: Fields by key; the values may be dicts of others.
+    Given: TypeAlias = Mapping[str, object] | Mapping[Path, object] | Mapping[Key, object]
+
+
+class OpenRow:
+    """A row that grows, made by :meth:`ReplayBuffer.open_row`, and listed by :meth:`ReplayBuffer.unsealed`.
+
+    Its items lie in a slot of the store. No sampler draws it, and it outlives its process, until :meth:`seal` makes it a row of the
+    buffer or :meth:`discard` gives it up. One thread at a time may change it.
+
+    >>> import torch
+    >>> from engram import LazyTensorStorage, Ragged, ReplayBuffer
+    >>> fields = {"tokens": Ragged(torch.int32, max_length=100)}
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(10, ragged=fields, open_rows=4), batch_size=2)
+    >>> row = rb.open_row(prompt=7, late={"reward": 0.0})
+    >>> row.append(tokens=[1, 2, 3])
+    >>> row.append(tokens=[4])
+    >>> row.lengths, len(rb)
+    ({'tokens': 4}, 0)
+    >>> row.seal(reward=0.5)
+    0
+    >>> rb[0]["tokens"].tolist(), float(rb[0]["reward"])
+    ([1, 2, 3, 4], 0.5)
+    """
+
+    def __init__(self, growing: GrowingRows, slot: OpenSlot, lane: int | None) -> None:
+        self._growing, self._slot, self._lane = growing, slot, lane
+
+    @property
+    def lengths(self) -> dict[Key, int]:
+        """Items so far, by the key of the field that leads a group."""
+        schema = self._slot.rows.schema
+        return {
+            _key(schema.fields[group.leader].key): self._slot.length(group.leader) for group in schema.ragged_groups
+        }
+
+    @property
+    def fields(self) -> dict[Key, Tensor]:
+        """What was given so far, by key: copies. The items of ragged fields, ``[length, *shape]``; texts as bytes, uint8."""
+        slot, schema = self._slot, self._slot.rows.schema
+        return {
+            _key(field.key): (slot.items(number) if number in schema.ragged else slot.column(number)).clone()
+            for number, field in enumerate(schema.fields)
+            if slot.is_given(number)
+        }
+
+    @property
+    def _keys(self) -> list[Path]:
+        return [field.key for field in self._slot.rows.schema.fields]
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the process that had it has ended."""
+        return self._slot.is_abandoned
+
+    def append(self, data: Given | None = None, /, **fields: object) -> None:
+        """Append items to ragged fields. They are there whenever this returns, also if the process dies.
+
+        Args:
+            data: a dict of fields, also nested ones. fields: the same by name. Of fields that share lengths as many items; of those
+                that are left out the items are zeros, until the row is sealed and they are replaced. Copied.
+
+        Raises:
+            KeyError: a field that is not ragged, or not there.
+            RuntimeError: more items than ``max_length``, or other numbers of items in fields that share lengths; another dtype; the row
+                was sealed or discarded, or belongs to another process. Nothing is changed.
+            ValueError: JSON, which is written whole.
+
+        Cost: O(bytes), a memcpy.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, Ragged, ReplayBuffer
+        >>> fields = {"tokens": Ragged(torch.int32, max_length=100)}
+        >>> row = ReplayBuffer(storage=LazyTensorStorage(10, ragged=fields, open_rows=4)).open_row(prompt=7)
+        >>> row.append(tokens=[1, 2])
+        >>> row.lengths
+        {'tokens': 2}
+        """
+        self._check_mine("append")
+        given = self._growing.items_of(self._slot, paths_of(data, fields, self._keys, "append"), "append")
+        for leader, (items, n) in given.items():
+            self._slot.append(leader, items, n)
+
+    def seal(self, data: Given | None = None, /, *, timeout: float | None = None, **fields: object) -> int:
+        """Make it a row of the buffer, in one step: whenever this process dies it is a row, or grows on.
+
+        Args:
+            data, fields: what it lacks, and perhaps the last items, as for :meth:`append`. Ragged fields that never got any are empty.
+            timeout: seconds to wait for a limit of the store; None: for ever.
+
+        Returns:
+            The row. This object cannot be used any more.
+
+        Raises:
+            KeyError: a field without a value, or one that is not there. RuntimeError, ValueError: as :meth:`append`, and for values of
+                another shape or dtype. The row grows on.
+            RateLimited, WriterStalled: as :meth:`ReplayBuffer.add`. The row grows on.
+
+        Cost: O(bytes): the items are copied into the ring.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, Ragged, ReplayBuffer
+        >>> fields = {"tokens": Ragged(torch.int32, max_length=100)}
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10, ragged=fields, open_rows=4))
+        >>> row = rb.open_row(prompt=7)
+        >>> row.seal(tokens=[1, 2, 3]), len(rb)
+        (0, 1)
+        """
+        self._check_mine("seal")
+        given = paths_of(data, fields, self._keys, "seal")
+        return self._growing.seal(self._slot, self._lane, given, checked_timeout(timeout, "seal"))
+
+    def discard(self) -> None:
+        """Give the row up, and free its slot. Raises ``RuntimeError``: as :meth:`append`.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, Ragged, ReplayBuffer
+        >>> fields = {"tokens": Ragged(torch.int32, max_length=100)}
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10, ragged=fields, open_rows=4))
+        >>> rb.open_row(prompt=7).discard()
+        >>> rb.unsealed()
+        []
+        """
+        self._check_mine("discard")
+        self._slot.discard()
+
+    def resume(self) -> OpenRow:
+        """Go on with the row of a process that has ended, from its last :meth:`append` on.
+
+        Raises:
+            RuntimeError: its process still runs, or another one has resumed it.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, Ragged, ReplayBuffer
+        >>> fields = {"tokens": Ragged(torch.int32, max_length=100)}
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10, ragged=fields, open_rows=4))
+        >>> _ = rb.open_row(prompt=7)
+        >>> [row.resume() for row in rb.unsealed() if row.is_abandoned]  # this process has it, and runs
+        []
+        """
+        if not self._slot.take_over():
+            raise RuntimeError(
+                "resume: expected an open row whose process has ended, got one that a process still has. Choose one of rb.unsealed() whose "
+                "is_abandoned is True."
+            )
+        return self
+
+    def _check_mine(self, call: str) -> None:
+        if not self._slot.is_mine:
+            raise RuntimeError(
+                f"{call}: expected an open row of this process, got one that was sealed or discarded, or that another process has. Take it "
+                "over with resume() if that process has ended, or open another."
+            )
+
+    def __repr__(self) -> str:
+        lengths = ", ".join(f"{key}={n}" for key, n in self.lengths.items())
+        return f"OpenRow({lengths}{', abandoned' * self.is_abandoned})"
+
+
+class GrowingRows:
+    """Opens rows in the store of a buffer, and seals them."""
+
+    def __init__(self, wiring: Wiring, lanes: Lanes) -> None:
+        self._wiring, self._lanes = wiring, lanes
+
+    def open(
+        self, data: Given | None, fields: Mapping[str, object], late: Given | None, lane: int | None, timeout: float
+    ) -> OpenRow:
+        """What ``ReplayBuffer.open_row`` returns."""
+        storage = self._wiring.storage
+        slots = storage.ragged.open_rows
+        rows = self._existing()
+        if rows is None and not slots:
+            raise RuntimeError(
+                "open_row: expected a storage with slots for rows that grow, got none. Make it with ragged={…} and open_rows=…: as many as "
+                "grow at once."
+            )
+        if lane is not None:
+            lane = self._lanes.checked(lane, "open_row")
+        if storage.memory is None:
+            row = storage.ragged.without_items()
+            row |= paths_of(data, fields, row, "open_row") | paths_of(late, {}, row, "open_row: late")
+            storage.prepare(_nested(row), "open_row", batched=False)
+        rows = rows or OpenRowIndex.of_store(storage.store, slots)
+        known = [field.key for field in rows.schema.fields]
+        fixed, ragged = self._sorted(rows, paths_of(data, fields, known, "open_row"), "open_row")
+        columns = self._columns(fixed, "open_row")
+        slot = rows.take(timeout)
+        try:
+            given = self.items_of(slot, ragged, "open_row")
+            for number, column in columns.items():
+                slot.put(number, column)
+            for leader, (items, n) in given.items():
+                slot.append(leader, items, n)
+        except BaseException:
+            slot.discard()
+            raise
+        return OpenRow(self, slot, lane)
+
+    def unsealed(self) -> list[OpenRow]:
+        """What ``ReplayBuffer.unsealed`` returns."""
+        rows = self._existing()
+        return [] if rows is None else [OpenRow(self, slot, None) for slot in rows.taken()]
+
+    def _existing(self) -> OpenRows | None:
+        store = self._wiring.storage.memory
+        return OpenRowIndex.existing(store) if store is not None and store.schema.ragged else None
+
+    def seal(self, slot: OpenSlot, lane: int | None, data: Mapping[Path, object], timeout: float) -> int:
+        """What :meth:`OpenRow.seal` returns."""
+        wiring, schema = self._wiring, slot.rows.schema
+        fixed, ragged = self._sorted(slot.rows, data, "seal")
+        columns, given = self._columns(fixed, "seal"), self.items_of(slot, ragged, "seal")
+        lacking = [
+            name_of(field.key)
+            for number, field in enumerate(schema.fields)
+            if not (
+                _may_be_empty(schema.ragged.get(number))
+                or number in columns
+                or slot.is_given(number)
+                or field.key in ragged
+            )
+        ]
+        if lacking:
+            raise KeyError(
+                f"seal: expected a value for each field, got none for {', '.join(map(repr, lacking))}. Give them now."
+            )
+        for number, column in columns.items():
+            slot.put(number, column)
+        for leader, (items, n) in given.items():
+            slot.append(leader, items, n)
+        if lane is None:
+            lane = (
+                self._lanes.default
+                if self._lanes.default is not None
+                else wiring.storage.unnamed_lanes("seal", batched=False)[0]
+            )
+        return self._sealed(slot, int(lane), timeout)
+
+    def _sealed(self, slot: OpenSlot, lane: int, timeout: float) -> int:
+        storage = self._wiring.storage
+        try:
+            row, number = slot.seal(lane)
+        except NotAdmitted as refused:
+            if timeout < 0:
+                raise
+            return self._wiring.gate.written(lambda _: self._sealed(slot, lane, -1.0), storage.memory, refused, timeout)
+        storage.notify(Write(torch.tensor([row], device="cpu"), number), None)
+        return row
+
+    # ---- what is given -------------------------------------------------------------------------------------------------
+
+    def _sorted(
+        self, rows: OpenRows, data: Mapping[Path, object], call: str
+    ) -> tuple[dict[int, object], dict[Path, object]]:
+        """The values of fields of one size, by number, and those of ragged ones. Raises ``KeyError``: no such field."""
+        numbers = {field.key: number for number, field in enumerate(rows.schema.fields)}
+        fixed, ragged = {}, {}
+        for key, value in data.items():
+            if key not in numbers:
+                raise KeyError(f"{call}: expected fields of {[*map(_key, numbers)]}, got {_key(key)!r}.")
+            if numbers[key] in rows.schema.ragged:
+                ragged[key] = value
+            else:
+                fixed[numbers[key]] = value
+        return fixed, ragged
+
+    def _columns(self, fixed: Mapping[int, object], call: str) -> dict[int, Tensor]:
+        structure = self._wiring.storage.written()
+        return {number: structure.column(number, value, (1,), call=call)[0] for number, value in fixed.items()}
+
+    def items_of(
+        self, slot: OpenSlot, data: Mapping[Path, object], call: str
+    ) -> dict[int, tuple[dict[int, Tensor], int]]:
+        """The items of ragged fields, by field and then by number, and how many each group gets. Raises as :meth:`OpenRow.append`."""
+        structure, schema = self._wiring.storage.written(), slot.rows.schema
+        given: dict[int, dict[int, Tensor]] = {}
+        numbers = {field.key: number for number, field in enumerate(schema.fields)}
+        for key, value in data.items():
+            number = numbers.get(key, -1)
+            if number not in schema.ragged:
+                names = [_key(schema.fields[it].key) for it in schema.ragged]
+                raise KeyError(
+                    f"{call}: expected ragged fields, of {names}, got {_key(key)!r}. Give the others to seal()."
+                )
+            it = schema.ragged[number]
+            leader = number if it.is_leader else it.like
+            if it.kind == "json" and slot.length(leader):
+                raise ValueError(
+                    f"{call}: {_key(key)!r}: expected no JSON behind what is there already. Give it whole, once."
+                )
+            given.setdefault(leader, {})[number] = structure.items_in(number, value, call)
+        return {leader: (items, self._room_for(slot, leader, items, call)) for leader, items in given.items()}
+
+    @staticmethod
+    def _room_for(slot: OpenSlot, leader: int, items: Mapping[int, Tensor], call: str) -> int:
+        schema = slot.rows.schema
+        sizes = {_key(schema.fields[number].key): len(values) for number, values in items.items()}
+        if len({*sizes.values()}) > 1:
+            raise RuntimeError(
+                f"{call}: expected as many items in fields that share lengths, got {sizes}. Give each its own."
+            )
+        n, before, most = next(iter(sizes.values())), slot.length(leader), schema.ragged[leader].max_length
+        if before + n > most:
+            raise RuntimeError(
+                f"{call}: {_key(schema.fields[leader].key)!r}: expected at most {count(most, 'item')} a row, its max_length, got {before} "
+                f"and {n} more. Seal the row, or make the storage with a larger max_length."
+            )
+        return n
+
+
+class Grows:
+    """Has rows that grow."""
+
+    _wiring: Wiring
+    _lanes: Lanes
+
+    def open_row(
+        self,
+        data: Given | None = None,
+        /,
+        *,
+        lane: int | None = None,
+        timeout: float | None = None,
+        late: Given | None = None,
+        **fields: object,
+    ) -> OpenRow:
+        """Open a row that grows: items are appended to it as they are generated, and :meth:`OpenRow.seal` makes it a row.
+
+        Args:
+            data: a dict of fields, also nested ones, that are known already. fields: the same by name.
+            lane: the ring that it is appended to in the end; default as for :meth:`add`.
+            timeout: seconds to wait until one of the ``open_rows`` of the storage is free; None: for ever.
+            late: of the first row ever, the fields that only :meth:`OpenRow.seal` gives: values of their dtype and shape.
+
+        Raises:
+            RuntimeError: the storage has no ``open_rows``, or no ragged fields; as :meth:`OpenRow.append`.
+            KeyError: a field that is not there. RateLimited: no slot was free in time. OSError: first write to a full disk.
+
+        Cost: O(open rows), some microseconds. Without a sampler's notice: open rows are not drawn, saved or counted.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, Ragged, ReplayBuffer
+        >>> fields = {"tokens": Ragged(torch.int32, max_length=100)}
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10, ragged=fields, open_rows=4), batch_size=2)
+        >>> row = rb.open_row(prompt=7)
+        >>> row.append(tokens=[1, 2, 3])
+        >>> row.seal(), rb[0]["tokens"].tolist()
+        (0, [1, 2, 3])
+        """
+        wait = checked_timeout(timeout, "open_row")
+        return GrowingRows(self._wiring, self._lanes).open(data, fields, late, lane, wait)
+
+    def unsealed(self) -> list[OpenRow]:
+        """The rows that grow in the store, of all processes: also those of processes that have died, which may be resumed.
+
+        Cost: O(open rows).
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, Ragged, ReplayBuffer
+        >>> fields = {"tokens": Ragged(torch.int32, max_length=100)}
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10, ragged=fields, open_rows=4), batch_size=2)
+        >>> row = rb.open_row(prompt=7)
+        >>> row.append(tokens=[1, 2, 3])
+        >>> [(it.fields["prompt"].item(), it.lengths) for it in rb.unsealed()]
+        [(7, {'tokens': 3})]
+        """
+        return GrowingRows(self._wiring, self._lanes).unsealed()
+
+
+def paths_of(
+    data: Given | None, fields: Mapping[str, object], known: Collection[Path], call: str
+) -> dict[Path, object]:
+    """Fields by path, of a dict that may be nested and of keywords. ``known``: fields, whose values may be dicts.
+
+    Raises ``TypeError``: it is no dict.
+    """
+    if not isinstance(data, dict | None):
+        raise TypeError(
+            f"{call}: expected a dict of fields, got {type(data).__name__}. Write {call}({{…}}), or name them."
+        )
+    found: dict[Path, object] = {}
+    for key, value in (*(data or {}).items(), *fields.items()):
+        path = checked_path(key, call)
+        nested = isinstance(value, dict) and path not in known
+        found |= {(*path, *inner): leaf for inner, leaf in flatten(value)} if nested else {path: value}
+    return found
+
+
+def _nested(data: Mapping[Path, object]) -> dict[str, object]:
+    """A row of nested dicts."""
+    row: dict[str, object] = {}
+    for path, value in data.items():
+        at = row
+        for part in path[:-1]:
+            inner = at.setdefault(part, {})
+            assert isinstance(inner, dict)  # no key is the beginning of another
+            at = inner
+        at[path[-1]] = value
+    return row
+
+
+def _may_be_empty(it: RaggedItems | None) -> bool:
+    """Whether a row needs no value of a field."""
+    return it is not None and it.kind != "json"
+
+
+def _key(path: Path) -> Key:
+    return public(path)
