@@ -67,12 +67,12 @@ def rows_of_written(
     if batched and is_uneven(data, known, ragged):
         data = list(data.unbind(0))  # type: ignore[attr-defined] # as was looked
     if batched and (isinstance(data, list) or (isinstance(data, tuple) and not data)):
-        alone = ragged.of_rows(data)
+        rows = data
 
         def made(row: object) -> Structure:
-            return structure_of(row, batched=False, call=call, dtypes=dtypes, ragged=alone)
+            return structure_of(row, batched=False, call=call, dtypes=dtypes, ragged=ragged.of_rows(rows))
 
-        data = stacked(data, call, made, known, ignored)
+        data = stacked(rows, call, made, known, ignored)
     if storage.ndim > 1:
         slots = rows_of_batch(data, storage.ndim, call, storage.dim_extend) if batched else None
         data, columns = slots or rows_of_slot(data, storage.ndim, call)
