@@ -6,13 +6,12 @@ import logging
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self, TypeAlias
 
 from engram._support.words import format_share
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from typing import Self
 
     from rich.progress import Progress as Bar
 

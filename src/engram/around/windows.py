@@ -19,7 +19,7 @@ from engram.around.settings import Setting, WindowSettings, WindowSpec
 from engram.errors import EMPTY, NoSampleable
 from engram.samplers._base import NativeSampler, key_for
 from engram.store import Key as DrawKey
-from engram.store import Masses, dlpack_specs
+from engram.store import Masses, Store, dlpack_specs
 from engram.types import Draw
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from engram.format.schema import Schema
     from engram.samplers.prioritized import PrioritizedSampler
-    from engram.store import Store
     from engram.store.sampled import SampledStorage
     from engram.types import Entry, Extent, Info, NativeBatch, ReadBatch, ReadDraw, Shown
 

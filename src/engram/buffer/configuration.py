@@ -21,7 +21,7 @@ from engram.storages import DefaultStorage, LazyTensorStorage, ListStorage
 from engram.transforms import Compose
 from engram.types import Sampler, Writer
 from engram.writers import RemovingWriter, RoundRobinWriter
-from engram.writers.removers import FifoRemover
+from engram.writers.removers import FifoRemover, Remover
 
 if TYPE_CHECKING:
     import os
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from engram.remote.fleet.members import Missing
     from engram.remote.protocol import Full
     from engram.storages.own import GivenStorage
-    from engram.writers.removers import Remover
 
     #: A function and its arguments.
     Empty: TypeAlias = tuple[Callable[..., object], tuple[type[object]]]

@@ -21,14 +21,13 @@ from engram.buffer.write_path import map_dimensioned
 from engram.errors import NoSampleable
 from engram.samplers.redraw import Redraw
 from engram.storages import items
-from engram.store import ThreadKey
+from engram.store import Key, ThreadKey
 from engram.types import Draw
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from engram.buffer.wiring import Wiring
-    from engram.store import Key
     from engram.types import Entry, Info, Shown
 
 

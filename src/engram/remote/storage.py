@@ -24,7 +24,7 @@ from engram.errors import RateLimited, RowError
 from engram.format.schema import decode
 from engram.remote import protocol, wire
 from engram.remote.connection import IN_DOUBT as DOUBTFUL
-from engram.remote.connection import Exchange, Message
+from engram.remote.connection import Answer, Connection, Exchange, Message
 from engram.remote.served import RETRY_INTERVAL_S, Drawn, Limits, ServedStorage
 from engram.storages import Storage
 from engram.store.requests import IN_DOUBT
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from pyarrow import RecordBatch
 
-    from engram.remote.connection import Answer, Connection
     from engram.saved.rows import Roles
     from engram.types import Info, WritePlan
 

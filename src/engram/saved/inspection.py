@@ -22,7 +22,7 @@ from engram.format import files, layout, schema
 from engram.format.sizes import ragged_control_bytes
 from engram.saved import attempts, description, disk, documents
 from engram.saved.checkpoints import Checkpoint
-from engram.saved.part_reader import PartReader
+from engram.saved.part_reader import Level, PartReader
 from engram.saved.series import LATEST, Series
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engram._support.progress import OnProgress
-    from engram.saved.part_reader import Level
 
     Entries = dict[str, object]
 
