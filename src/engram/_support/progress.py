@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
     from rich.progress import Progress as Bar
 
-    OnProgress: TypeAlias = Callable[["Progress"], object]
-
+OnProgress: TypeAlias = "Callable[[Progress], object]"
 CHUNK = 1 << 18
 """Rows to process between two looks at the clock."""
 #: Seconds before a bar appears, between two lines in the log, and between two calls of the user's function.

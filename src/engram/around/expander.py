@@ -16,7 +16,7 @@ from engram.format.schema import Field
 from engram.samplers._base import DeclaredSampler, NativeSampler
 from engram.store import Key as DrawKey
 from engram.store import Masses, Store
-from engram.types import Draw, Sampler
+from engram.types import Commit, Draw, Extent, NativeBatch, Sampler, Shown, Traits, Write
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from engram.around.windows import WindowSampler
     from engram.store.sampled import SampledStorage
-    from engram.types import Commit, Extent, NativeBatch, Shown, Traits, Write
 
 
 class Expander(DeclaredSampler):

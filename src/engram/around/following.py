@@ -29,7 +29,7 @@ from engram.store.device.followed import End, Followed
 from engram.store.device.row_operations import Drawing
 from engram.transforms import ExcludeTransform
 from engram.transforms._base import put
-from engram.types import WritePlan
+from engram.types import Commit, Info, NativeBatch, Sampler, Traits, Write, WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
     from engram.format.schema import Field
     from engram.store.sampled import SampledStorage
-    from engram.types import Commit, Info, NativeBatch, Sampler, Traits, Write
 
 
 #: Rows on an accelerator for each final observation that has a place by default: memory there is taken at once.

@@ -19,7 +19,7 @@ from engram.errors import NoSampleable, RowError
 from engram.samplers.redraw import Redraw
 from engram.store import DTYPE_OF, Store, as_rows, dlpack_specs
 from engram.store.memory import refuse_ragged
-from engram.types import Draw
+from engram.types import Draw, Entry, Info
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from engram.format.schema import Field
     from engram.samplers._base import DeclaredSampler
     from engram.store.sampled import SampledStorage
-    from engram.types import Entry, Info
 
 #: Where a row says which final observation is its own, if next observations are those of the following rows.
 MARK: FieldPath = ("next", "final")

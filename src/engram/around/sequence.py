@@ -22,13 +22,12 @@ from engram.samplers.redraw import Redraw
 from engram.saved.parts import Noted
 from engram.storages import Storage, TensorStorage, coordinates
 from engram.store import Key, Store, as_rows
-from engram.types import Draw
+from engram.types import Draw, Entry, Info, NativeBatch, Shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from engram.samplers._base import DeclaredSampler
-    from engram.types import Draw, Entry, Info, NativeBatch, Shown
 
 
 class Named(NamedTuple):

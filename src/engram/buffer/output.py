@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    Output: TypeAlias = Literal["torch", "numpy", "namedtuple"]
-
+Output: TypeAlias = Literal["torch", "numpy", "namedtuple"]
 FORMS = ("torch", "numpy", "namedtuple")
 
 

@@ -21,9 +21,9 @@ from engram.buffer.connecting import connect_buffer
 from engram.buffer.field_updates import ConditionalUpdateResult, add_field, submit_update_if_present
 from engram.buffer.following import NotFollowing, follow_buffer
 from engram.buffer.growing import Grows
-from engram.buffer.lanes import Lanes
+from engram.buffer.lanes import Lane, Lanes, Layout
 from engram.buffer.on_device import OnDevice
-from engram.buffer.output import View, moved, target_of
+from engram.buffer.output import Output, Source, View, moved, target_of
 from engram.buffer.prefetching import Prefetching
 from engram.buffer.read_path import ReadPath
 from engram.buffer.recipe import Recipe, open_buffer, open_or_create, register
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from engram._support.progress import OnProgress
-    from engram.buffer.lanes import Lane, Layout
-    from engram.buffer.output import Output, Source
     from engram.env.recording import Names
     from engram.remote.shards import ShardSavers
     from engram.saved.rows import Roles

@@ -11,7 +11,7 @@ import torch
 
 from engram._support import fork
 from engram._support.checks import check_count, check_path
-from engram._support.progress import Work
+from engram._support.progress import OnProgress, Work
 from engram._support.state import Loads, check_keys, integer, prepare_load, read_from, saved, tensor_in, typed
 from engram._support.words import warn
 from engram.buffer import other_sampler
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
     from contextlib import AbstractContextManager
 
-    from engram._support.progress import OnProgress
     from engram.buffer.configuration import Settings
     from engram.buffer.lanes import Lanes
     from engram.buffer.read_path import ReadPath

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 from engram._support.checks import check_count
-from engram._support.progress import Work
+from engram._support.progress import OnProgress, Work
 from engram._support.unsupported import reject_unsupported
 from engram._support.words import warn
 from engram.checkpoint import reports
@@ -32,7 +32,6 @@ from engram.saved.documents import UNREADABLE, Problem
 from engram.saved.series import MAX_PINS, PINS, Series
 
 if TYPE_CHECKING:
-    from engram._support.progress import OnProgress
     from engram.saved.rows import Roles
 
 

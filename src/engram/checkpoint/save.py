@@ -12,7 +12,7 @@ import traceback
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-from engram._support.progress import Work
+from engram._support.progress import OnProgress, Work
 from engram._support.words import count, warn
 from engram.checkpoint.ranks import Ranks, looks
 from engram.checkpoint.reports import LatestStep, SaveReport, SaveRequest, episodes_of, forget_reports
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence, Sized
     from pathlib import Path
 
-    from engram._support.progress import OnProgress
     from engram.checkpoint.reports import Options, RestoreOptions, RestoreReport, Wanted
     from engram.format.schema import PartField
     from engram.reshard.driver import Reshard

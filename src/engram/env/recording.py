@@ -35,14 +35,13 @@ if TYPE_CHECKING:
 
     from engram.saved.rows import Roles
 
-    Key: TypeAlias = str | tuple[str, ...]
-    Names: TypeAlias = Mapping[str, Key] | Mapping[tuple[str, ...], Key] | Mapping[Key, Key]
-    Mask: TypeAlias = NDArray[np.bool_]
-    Form: TypeAlias = dict[str, int | "Form"]
-    Array: TypeAlias = NDArray[np.generic]
-    Nested: TypeAlias = Array | dict[str, "Nested"] | tuple["Nested", ...]
-    Spec: TypeAlias = np.dtype[np.generic] | dict[str, "Spec"] | tuple["Spec", ...]
-
+Key: TypeAlias = str | tuple[str, ...]
+Names: TypeAlias = Mapping[str, Key] | Mapping[tuple[str, ...], Key] | Mapping[Key, Key]
+Mask: TypeAlias = "NDArray[np.bool_]"
+Form: TypeAlias = "dict[str, int | Form]"
+Array: TypeAlias = "NDArray[np.generic]"
+Nested: TypeAlias = "Array | dict[str, Nested] | tuple[Nested, ...]"
+Spec: TypeAlias = "np.dtype[np.generic] | dict[str, Spec] | tuple[Spec, ...]"
 #: What is recorded of a step.
 FIELDS: tuple[FieldPath, ...] = (
     ("observation",),

@@ -15,7 +15,7 @@ from engram._support.unsupported import reject_unsupported
 from engram.buffer.base import BufferBase, Shows
 from engram.buffer.configuration import NOT_YET, Settings, returns_itself
 from engram.buffer.field_updates import ConditionalUpdateResult, submit_update_if_present
-from engram.buffer.output import View, moved, target_of
+from engram.buffer.output import Output, View, moved, target_of
 from engram.buffer.prefetching import Prefetching, go_back, place_of
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.buffer.services import as_remote
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
     from torch import Tensor
 
-    from engram.buffer.output import Output
     from engram.buffer.read_path import ReadPath
     from engram.types import Device, Size, Wait
 

@@ -18,7 +18,7 @@ from engram.samplers.staleness import check_version
 from engram.storages import Count, Storage
 from engram.storages._columns import rows_of_coordinates, rows_of_written
 from engram.storages._structure import Structure
-from engram.types import Traits
+from engram.types import Info, NativeBatch, Shown, Traits
 from engram.writers._base import NativeWriter
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from engram.store import Key, Store
     from engram.store.limits import Rules
     from engram.store.sampled import SampledStorage
-    from engram.types import Info, NativeBatch, Shown
 
 
 class OfServer:

@@ -28,7 +28,7 @@ from engram.remote.connection import Answer, Connection, Exchange, Message
 from engram.remote.served import RETRY_INTERVAL_S, Drawn, Limits, ServedStorage
 from engram.storages import Storage
 from engram.store.requests import IN_DOUBT
-from engram.types import Write
+from engram.types import Info, Write, WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from pyarrow import RecordBatch
 
     from engram.saved.rows import Roles
-    from engram.types import Info, WritePlan
 
 
 #: What may be under way. A larger message goes alone.

@@ -20,13 +20,12 @@ from engram._support.words import warn
 from engram.errors import EMPTY, NoSampleable, RowError
 from engram.saved.parts import Component, adopt
 from engram.store import Key, Masses
-from engram.types import Declared, Draw, Traits
+from engram.types import Commit, Declared, Draw, Entry, Extent, Info, NativeBatch, Sampler, Shown, Traits, Write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from engram.store.sampled import SampledStorage
-    from engram.types import Commit, Entry, Extent, Info, NativeBatch, Sampler, Shown, Write
 
 
 def check_drawable(size: int) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
 
 import msgspec
 
-from engram._support.progress import Work
+from engram._support.progress import OnProgress, Work
 from engram.errors import CorruptCheckpoint, CorruptStore, IncompatibleStore
 from engram.format import files, layout, schema
 from engram.format.sizes import ragged_control_bytes
@@ -28,8 +28,6 @@ from engram.saved.series import LATEST, Series
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
-
-    from engram._support.progress import OnProgress
 
     Entries = dict[str, object]
 

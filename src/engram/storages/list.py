@@ -22,7 +22,7 @@ from engram.storages.tensor_state import checked_priorities, saved_priorities
 from engram.store import check_index_name
 from engram.store.priorities import PriorityConfig, PriorityIndex
 from engram.store.row_indexes import ALL_ROWS, ConsumptionIndex, GroupRules, Groups
-from engram.types import Extent, Write, WritePlan
+from engram.types import Decompress, Extent, ItemsSource, StorageLoad, Write, WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from engram._support.field_paths import FieldPath
-    from engram.types import Decompress, ItemsSource, StorageLoad
 
 
 class Void:
