@@ -21,32 +21,33 @@ if TYPE_CHECKING:
 
     #: What a buffer's batches are; anything, where a type checker cannot know.
     Batch = TypeVar("Batch", default=Any)
-    #: An entry of a batch: its name, or the path of names to it.
-    Entry: TypeAlias = str | tuple[str, ...]
-    #: What a batch is said to be, beside its data.
-    Info: TypeAlias = dict[Entry, object]
     #: A batch and its info, as users get them.
-    Told: TypeAlias = tuple[Batch, dict[Entry, Any]]
-    #: Arguments: where tensors are to be, seconds to wait, rows. None: the default, without end, the constructor's.
-    Device: TypeAlias = torch.device | str | None
-    Wait: TypeAlias = float | None
-    StrPath: TypeAlias = str | os.PathLike[str]
-    Size: TypeAlias = int | None
-    #: Makes a tensor of a compressed one, and of its ``"shape"``, ``"dtype"`` and ``"device"``.
-    Decompress: TypeAlias = Callable[[Tensor, dict[str, object]], Tensor]
-    #: Columns, rows and info of a batch.
-    ReadBatch: TypeAlias = tuple[list[Tensor], Tensor, Info]
-    #: Which of these a user will see beside the columns: neither rows nor info; or both, of which the info's entries are not in the
-    #: batch, or take the place of the batch's own, so that they may be its columns, changed.
-    Shown: TypeAlias = Literal["nothing", "beside", "within"]
-    #: The same, as samplers read it natively: the rows may be None where nothing is shown.
-    NativeBatch: TypeAlias = tuple[list[Tensor], Tensor | None, Info]
-    #: Reads the rows of a draw: columns, and places of rows that have moved.
-    ReadDraw: TypeAlias = Callable[["Draw"], tuple[list[Tensor], list[int]]]
+    Told: TypeAlias = "tuple[Batch, dict[Entry, Any]]"
 else:
     from typing import TypeVar
 
     Batch = TypeVar("Batch")
+
+#: An entry of a batch: its name, or the path of names to it.
+Entry: TypeAlias = str | tuple[str, ...]
+#: What a batch is said to be, beside its data.
+Info: TypeAlias = dict[Entry, object]
+#: Arguments: where tensors are to be, seconds to wait, rows. None: the default, without end, the constructor's.
+Device: TypeAlias = "torch.device | str | None"
+Wait: TypeAlias = float | None
+StrPath: TypeAlias = "str | os.PathLike[str]"
+Size: TypeAlias = int | None
+#: Makes a tensor of a compressed one, and of its ``"shape"``, ``"dtype"`` and ``"device"``.
+Decompress: TypeAlias = "Callable[[Tensor, dict[str, object]], Tensor]"
+#: Columns, rows and info of a batch.
+ReadBatch: TypeAlias = "tuple[list[Tensor], Tensor, Info]"
+#: Which of these a user will see beside the columns: neither rows nor info; or both, of which the info's entries are not in the
+#: batch, or take the place of the batch's own, so that they may be its columns, changed.
+Shown: TypeAlias = Literal["nothing", "beside", "within"]
+#: The same, as samplers read it natively: the rows may be None where nothing is shown.
+NativeBatch: TypeAlias = "tuple[list[Tensor], Tensor | None, Info]"
+#: Reads the rows of a draw: columns, and places of rows that have moved.
+ReadDraw: TypeAlias = "Callable[[Draw], tuple[list[Tensor], list[int]]]"
 
 __all__ = ["Declared", "Draw", "Extent", "Listener", "RowStorage", "Sampler", "Traits", "Write", "WritePlan", "Writer"]
 

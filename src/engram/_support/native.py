@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -14,7 +14,6 @@ from engram.errors import CorruptStore, NoSampleable, RateLimited, ReadOnlyStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from typing import TypeAlias
 
     MakeTensor: TypeAlias = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 

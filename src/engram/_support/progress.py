@@ -6,18 +6,16 @@ import logging
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self, TypeAlias
 
 from engram._support.words import format_share
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from typing import Self
 
     from rich.progress import Progress as Bar
 
-    OnProgress: TypeAlias = Callable[["Progress"], object]
-
+OnProgress: TypeAlias = "Callable[[Progress], object]"
 CHUNK = 1 << 18
 """Rows to process between two looks at the clock."""
 #: Seconds before a bar appears, between two lines in the log, and between two calls of the user's function.

@@ -7,27 +7,23 @@ write updates it, also those of other processes.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 
 from engram._support import fork, native, progress
-from engram._support.field_paths import as_path, as_paths, plain, public
-from engram.format.schema import DTYPES
+from engram._support.field_paths import FieldPath, as_path, as_paths, plain, public
+from engram.format.schema import DTYPES, Field
 from engram.saved.rows import of_the_step
-from engram.store import check_index_name
+from engram.store import Store, check_index_name
 from engram.store.memory import placed, row_stride
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
-    from typing import Self
 
     from torch import Tensor
 
-    from engram._support.field_paths import FieldPath
     from engram.around.settings import WindowSettings
-    from engram.format.schema import Field
-    from engram.store import Store
     from engram.types import Extent
 
 #: The name of step types.

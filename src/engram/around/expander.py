@@ -8,26 +8,23 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 from engram import samplers
 from engram._support import fork
 from engram._support.checks import check_count, check_number
-from engram._support.field_paths import public
+from engram._support.field_paths import FieldPath, public
 from engram.around.episodes import TrajectoryKeys
 from engram.around.reading import MARK, Expansion, Reading
 from engram.errors import NoSampleable
 from engram.format.schema import Field
-from engram.samplers._base import DeclaredSampler
+from engram.samplers._base import DeclaredSampler, NativeSampler
 from engram.store import Key as DrawKey
-from engram.types import Draw, Sampler
+from engram.store import Masses, Store
+from engram.types import Commit, Draw, Extent, NativeBatch, Sampler, Shown, Traits, Write
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from engram._support.field_paths import FieldPath
     from engram.around.windows import WindowSampler
-    from engram.samplers._base import NativeSampler
-    from engram.store import Masses, Store
     from engram.store.sampled import SampledStorage
-    from engram.types import Commit, Extent, NativeBatch, Shown, Traits, Write
 
 
 class Expander(DeclaredSampler):

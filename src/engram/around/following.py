@@ -6,43 +6,38 @@ import os
 import weakref
 from pathlib import Path
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 
 from engram._support.checks import check_path
-from engram._support.field_paths import as_paths, plain, public
+from engram._support.field_paths import FieldPath, as_paths, plain, public
 from engram._support.nested import find
 from engram._support.state import Stateful, check_keys, integer, typed
 from engram._support.tensordicts import is_tensor_collection, tensordict_type
 from engram._support.words import warn
 from engram.around.episodes import END_KEYS, numbers_by_path, usual_flags
 from engram.around.expander import Expander
-from engram.around.reading import MARK, Column, Expansion
+from engram.around.reading import MARK, Column, Expansion, Reading
 from engram.errors import ReadOnlyStore
 from engram.format.layout import is_store
 from engram.samplers import PrioritizedSampler
 from engram.storages import LazyMemmapStorage, LazyTensorStorage, TensorStorage
 from engram.storages.memmap import check_io
-from engram.store import DeviceStore
+from engram.store import DeviceStore, Key, Store
 from engram.store.device.followed import End, Followed
 from engram.store.device.row_operations import Drawing
 from engram.transforms import ExcludeTransform
 from engram.transforms._base import put
-from engram.types import WritePlan
+from engram.types import Commit, Info, NativeBatch, Sampler, Traits, Write, WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import Self
 
     from torch import Tensor
 
-    from engram._support.field_paths import FieldPath
-    from engram.around.reading import Reading
     from engram.format.schema import Field
-    from engram.store import Key, Store
     from engram.store.sampled import SampledStorage
-    from engram.types import Commit, Info, NativeBatch, Sampler, Traits, Write
 
 
 #: Rows on an accelerator for each final observation that has a place by default: memory there is taken at once.

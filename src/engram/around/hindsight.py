@@ -10,19 +10,17 @@ from torch import Tensor
 
 from engram._support import native as _native
 from engram._support.checks import check_number
-from engram._support.field_paths import as_path, checked_path, public
+from engram._support.field_paths import FieldPath, as_path, checked_path, public
 from engram._support.tensordicts import add_fields
 from engram._support.words import warn
 from engram.around.expander import Expander
-from engram.store import dlpack_specs
+from engram.store import Store, dlpack_specs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from engram._support.field_paths import FieldPath
     from engram.around.reading import Reading
     from engram.storages import TensorStorage
-    from engram.store import Store
     from engram.store.sampled import SampledStorage
     from engram.types import Entry, Info, Sampler
 

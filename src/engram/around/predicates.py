@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
@@ -15,13 +15,10 @@ from torch import Tensor
 from engram._support.field_paths import checked_path, public
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from engram.around.trajectory import Trajectory
 
     OfMany: TypeAlias = Callable[["Segments"], Tensor]
     Compare: TypeAlias = Callable[..., object]
-    from collections.abc import Mapping, Sequence
 
     from tensordict import TensorDictBase
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 from torch import Tensor
 
-from engram._support.field_paths import as_path, public
+from engram._support.field_paths import FieldPath, as_path, public
 from engram._support.nested import find_field, is_tensordict
 from engram._support.tensordicts import is_tensorclass, tensordict_type
 from engram._support.words import warn
@@ -22,18 +22,16 @@ from engram.around.episodes import (
 )
 from engram.around.predicates import Segments, TrajectoryPredicate, holds, missing, reject
 from engram.format.schema import Field
-from engram.store import DTYPE_NAMES
+from engram.store import DTYPE_NAMES, Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from tensordict import TensorDictBase
 
-    from engram._support.field_paths import FieldPath
     from engram.around.episodes import Boundaries
     from engram.around.trajectory import Trajectory
     from engram.storages import Storage
-    from engram.store import Store
     from engram.transforms import Compose
 
     Predicate = Callable[[Trajectory], object] | None

@@ -13,13 +13,13 @@ from engram._support import native as _native
 from engram._support.field_paths import FieldPath, public
 from engram._support.retries import TRIES_WITHOUT_PAUSE
 from engram._support.words import warn_of_mixed
-from engram.around.episodes import END_KEYS, NAMED, step_type_bytes
+from engram.around.episodes import END_KEYS, NAMED, TrajectoryKeys, step_type_bytes
 from engram.around.windows import LAST_STEPS
 from engram.errors import NoSampleable, RowError
 from engram.samplers.redraw import Redraw
-from engram.store import DTYPE_OF, as_rows, dlpack_specs
+from engram.store import DTYPE_OF, Store, as_rows, dlpack_specs
 from engram.store.memory import refuse_ragged
-from engram.types import Draw
+from engram.types import Draw, Entry, Info
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,14 +27,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram._support import native as _native
-    from engram.around.episodes import TrajectoryKeys
     from engram.around.following import Following
     from engram.around.hindsight import Goals, Relabelling
     from engram.format.schema import Field
     from engram.samplers._base import DeclaredSampler
-    from engram.store import Store
     from engram.store.sampled import SampledStorage
-    from engram.types import Entry, Info
 
 #: Where a row says which final observation is its own, if next observations are those of the following rows.
 MARK: FieldPath = ("next", "final")

@@ -7,21 +7,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from engram._support.checks import check_count, check_number
-from engram._support.field_paths import WINDOW_ENDS, as_path, as_paths, public
+from engram._support.field_paths import WINDOW_ENDS, FieldPath, as_path, as_paths, public
 from engram._support.nested import is_tensordict
 from engram.around.expander import Expander, check_discount, check_steps
-from engram.around.reading import TO_THE_END, Column, is_of_next_step, observed_before
+from engram.around.reading import TO_THE_END, Column, Reading, is_of_next_step, observed_before
 from engram.samplers import RandomSampler
 from engram.transforms import Compose, ExcludeTransform, Transform
-from engram.transforms._base import as_key, as_keys, entry, find, path_of, put, shallow
+from engram.transforms._base import Key, Keys, as_key, as_keys, entry, find, path_of, put, shallow
 from engram.transforms.windows import Windows, checked_dim, ends_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engram._support.field_paths import FieldPath
-    from engram.around.reading import Reading
-    from engram.transforms._base import Key, Keys
     from engram.types import Sampler
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engram._support import native
 from engram._support.checks import check_count, check_number
-from engram._support.field_paths import as_path, public
+from engram._support.field_paths import FieldPath, as_path, public
 from engram._support.retries import Retries
 from engram._support.words import warn_of_mixed
 from engram.around.episodes import END_KEYS, Boundaries, Episodes, TrajectoryKeys, numbers_by_path
@@ -20,18 +20,14 @@ from engram.errors import RowError
 from engram.samplers import check_drawable
 from engram.samplers.redraw import Redraw
 from engram.saved.parts import Noted
-from engram.storages import TensorStorage, coordinates
-from engram.store import as_rows
-from engram.types import Draw
+from engram.storages import Storage, TensorStorage, coordinates
+from engram.store import Key, Store, as_rows
+from engram.types import Draw, Entry, Info, NativeBatch, Shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from engram._support.field_paths import FieldPath
     from engram.samplers._base import DeclaredSampler
-    from engram.storages import Storage
-    from engram.store import Key, Store
-    from engram.types import Draw, Entry, Info, NativeBatch, Shown
 
 
 class Named(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack, cast
 
 import torch
 import xxhash
@@ -18,17 +18,14 @@ from engram.around.settings import Setting, StreamingArguments, WindowArguments,
 from engram.around.windows import WindowSampler
 from engram.errors import NoSampleable
 from engram.samplers.prioritized import PrioritizedSampler
-from engram.store import Masses, origin_of
+from engram.store import Masses, Store, origin_of
 from engram.store.priorities import PriorityIndex
 
 if TYPE_CHECKING:
-    from typing import Self, Unpack
-
     from torch import Tensor
 
     from engram.around.windows import Arguments, Table, _Bound
     from engram.samplers._base import NativeSampler
-    from engram.store import Masses, Store
     from engram.store.sampled import SampledStorage
     from engram.types import Commit, Write
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Self, cast
 
 from tensordict import TensorClass, TensorDictBase
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from typing import Self
 
     import torch
     from torch import Tensor

@@ -19,17 +19,15 @@ from engram.around.settings import Setting, WindowSettings, WindowSpec
 from engram.errors import EMPTY, NoSampleable
 from engram.samplers._base import NativeSampler, key_for
 from engram.store import Key as DrawKey
-from engram.store import Masses, dlpack_specs
-from engram.types import Draw
+from engram.store import Masses, Store, dlpack_specs
+from engram.types import Draw, Entry, Extent, Info, NativeBatch, ReadBatch, ReadDraw, Shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from engram.format.schema import Schema
     from engram.samplers.prioritized import PrioritizedSampler
-    from engram.store import Store
     from engram.store.sampled import SampledStorage
-    from engram.types import Entry, Extent, Info, NativeBatch, ReadBatch, ReadDraw, Shown
 
     Merge: TypeAlias = Callable[[Tensor, Tensor], Tensor]
     Table: TypeAlias = _native.Trajectories | _native.Fragments

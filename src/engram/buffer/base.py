@@ -11,12 +11,12 @@ from engram._support.closing import Closes
 from engram._support.words import count, format_number, format_share, format_size
 from engram.around import finals_of
 from engram.around.query import Query
-from engram.buffer.wiring import checked_generator
+from engram.buffer.wiring import Wiring, checked_generator
 from engram.format.sizes import ShownField
 from engram.inspect import gauges
 from engram.inspect.plots import Scan
 from engram.remote.served import ServedStorage
-from engram.saved.inspection import histogram
+from engram.saved.inspection import Histogram, histogram
 from engram.store.limits import limit_stats
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from engram.buffer.configuration import Settings
     from engram.buffer.prefetching import Prefetching
-    from engram.buffer.wiring import Wiring
-    from engram.saved.inspection import Histogram
     from engram.storages import Storage
     from engram.transforms import Compose
 

@@ -13,7 +13,7 @@ from engram._support.checks import check_count
 from engram._support.unsupported import Later, carriers
 from engram._support.words import warn
 from engram.around import Expander, SampleUnit
-from engram.buffer.output import FORMS
+from engram.buffer.output import FORMS, Output
 from engram.buffer.wiring import Wiring, component, consuming_sampler, first_storage
 from engram.device.pinning import pinning_for
 from engram.saved.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer, accepted
@@ -21,7 +21,7 @@ from engram.storages import DefaultStorage, LazyTensorStorage, ListStorage
 from engram.transforms import Compose
 from engram.types import Sampler, Writer
 from engram.writers import RemovingWriter, RoundRobinWriter
-from engram.writers.removers import FifoRemover
+from engram.writers.removers import FifoRemover, Remover
 
 if TYPE_CHECKING:
     import os
@@ -29,12 +29,10 @@ if TYPE_CHECKING:
 
     import torch
 
-    from engram.buffer.output import Output
     from engram.buffer.services import Facade
     from engram.remote.fleet.members import Missing
     from engram.remote.protocol import Full
     from engram.storages.own import GivenStorage
-    from engram.writers.removers import Remover
 
     #: A function and its arguments.
     Empty: TypeAlias = tuple[Callable[..., object], tuple[type[object]]]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 from engram._support import fork
 from engram._support.checks import check_path
 from engram._support.native import NotAdmitted
-from engram._support.progress import Work
+from engram._support.progress import OnProgress, Work
 from engram._support.unsupported import BY_NUMBER, refused, refusing
 from engram.buffer.row_access import RowAccess
 from engram.errors import NoSampleable
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram._support.progress import OnProgress
     from engram.buffer.configuration import Settings
     from engram.buffer.prefetching import Prefetching
     from engram.buffer.read_path import ReadPath

@@ -9,12 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from engram._support.unsupported import meant
-from engram.buffer.configuration import READING_ARGUMENTS
+from engram.buffer.configuration import READING_ARGUMENTS, ConnectArguments
 from engram.buffer.recipe import kind_of, noted_settings, noted_unit
 from engram.remote.fleet import check_missing
 
 if TYPE_CHECKING:
-    from engram.buffer.configuration import ConnectArguments
     from engram.buffer.services import Facade
     from engram.remote.fleet.members import Missing
     from engram.remote.protocol import Full

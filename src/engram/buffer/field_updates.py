@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from tensordict import TensorDict
 
-    from engram._support.field_paths import FieldPath
     from engram.buffer.output import Source
     from engram.buffer.wiring import Wiring
     from engram.storages import Rows, Storage

@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
 
@@ -24,18 +24,15 @@ from engram.reshard.plan import Policy, Target, checked_incomplete
 from engram.reshard.plan import open_shards as open_saved
 from engram.saved import attempts, disk, parts
 from engram.saved.series import Lease, Mirror, open_shards
-from engram.types import Sampler
+from engram.types import Form, Sampler
 from engram.writers._base import FollowingWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from engram.buffer.saving import Saving
     from engram.buffer.services import Facade
     from engram.saved.checkpoints import Checkpoint
     from engram.saved.parts import SavedPart
     from engram.storages import Storage
-    from engram.types import Form
 
 T = TypeVar("T")
 

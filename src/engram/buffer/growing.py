@@ -10,9 +10,9 @@ from engram._support.field_paths import checked_path, public
 from engram._support.native import NotAdmitted
 from engram._support.nested import flatten
 from engram._support.words import count
-from engram.format.schema import name_of
+from engram.format.schema import RaggedItems, name_of
 from engram.store.limits import checked_timeout
-from engram.store.open_rows import OpenRowIndex
+from engram.store.open_rows import OpenRowIndex, OpenRows, OpenSlot
 from engram.types import Write
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from engram.buffer.lanes import Lanes
     from engram.buffer.wiring import Wiring
-    from engram.format.schema import RaggedItems
-    from engram.store.open_rows import OpenRows, OpenSlot
 
     Path: TypeAlias = tuple[str, ...]
     #: A key as users write it.

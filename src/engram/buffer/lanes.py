@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from engram.buffer.wiring import Wiring
     from engram.storages import Count
 
-    Layout: TypeAlias = Literal["time_first", "lane_first"] | None
-    Lane: TypeAlias = int | Sequence[int] | NDArray[np.integer] | Tensor | Literal["each"] | None
-
+Layout: TypeAlias = Literal["time_first", "lane_first"] | None
+Lane: TypeAlias = "int | Sequence[int] | NDArray[np.integer] | Tensor | Literal['each'] | None"
 #: Batches that are looked at, numbers of each field of a row, and how much smaller a difference must be.
 BATCHES, _NUMBERS, _ALIKE = 8, 64, 4
 

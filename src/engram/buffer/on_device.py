@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from engram.samplers import PrioritizedSampler, SamplerWithoutReplacement, check_drawable
-from engram.store import Key, shared_memory
+from engram.store import Key, Store, shared_memory
 from engram.store.priorities import PriorityIndex
 from engram.store.row_indexes import UsageIndex
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from engram.buffer.read_path import ReadPath
     from engram.buffer.wiring import Wiring
     from engram.storages import TensorStorage
-    from engram.store import Store
     from engram.store.device.chain import Kind
     from engram.store.device.columns import Batch
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engram._support.devices import existing_device
 from engram._support.field_paths import public
-from engram._support.nested import batch_of, can_be_attribute, map_leaves, map_tensors, map_with_paths
+from engram._support.nested import Path, batch_of, can_be_attribute, map_leaves, map_tensors, map_with_paths
 from engram._support.tensordicts import is_non_tensor, is_tensor_collection
 
 if TYPE_CHECKING:
@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from engram._support.nested import Path
-
-    Output: TypeAlias = Literal["torch", "numpy", "namedtuple"]
-
+Output: TypeAlias = Literal["torch", "numpy", "namedtuple"]
 FORMS = ("torch", "numpy", "namedtuple")
 
 

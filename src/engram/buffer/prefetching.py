@@ -14,7 +14,7 @@ from engram._support.tensordicts import children, is_plain_tensordict, tensordic
 from engram.buffer.prefetch import LEAVE_S, Prefetcher
 from engram.errors import NoSampleable
 from engram.storages.items import pack, unpack
-from engram.store import Copied
+from engram.store import Copied, Key
 from engram.store.limits import LimitWait
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from engram.buffer.configuration import Settings
     from engram.buffer.read_path import ReadPath
     from engram.buffer.wiring import Wiring
-    from engram.store import Key
     from engram.types import Commit
 
     #: Data, rows and info of a batch.

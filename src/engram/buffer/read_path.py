@@ -21,15 +21,13 @@ from engram.buffer.write_path import map_dimensioned
 from engram.errors import NoSampleable
 from engram.samplers.redraw import Redraw
 from engram.storages import items
-from engram.store import ThreadKey
-from engram.types import Draw
+from engram.store import Key, ThreadKey
+from engram.types import Draw, Entry, Info, Shown
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from engram.buffer.wiring import Wiring
-    from engram.store import Key
-    from engram.types import Entry, Info, Shown
 
 
 class ReadPath:

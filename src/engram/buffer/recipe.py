@@ -12,7 +12,7 @@ from engram._support.checks import check_path
 from engram.buffer.configuration import Settings
 from engram.errors import CorruptStore, EngramError, IncompatibleStore
 from engram.format import files, layout
-from engram.store import DeviceStore
+from engram.store import DeviceStore, Store
 from engram.types import Declared
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from engram.buffer.services import Facade
     from engram.buffer.wiring import Wiring
-    from engram.store import Store
 
 _SAMPLERS = around.Expander.known
 _WRITERS: dict[str, Any] = {

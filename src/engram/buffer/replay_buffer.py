@@ -18,12 +18,12 @@ from engram.buffer import row_access
 from engram.buffer.base import BufferBase, Display, Shown, Shows
 from engram.buffer.connected import CONNECTED
 from engram.buffer.connecting import connect_buffer
-from engram.buffer.field_updates import add_field, submit_update_if_present
+from engram.buffer.field_updates import ConditionalUpdateResult, add_field, submit_update_if_present
 from engram.buffer.following import NotFollowing, follow_buffer
 from engram.buffer.growing import Grows
-from engram.buffer.lanes import Lanes
+from engram.buffer.lanes import Lane, Lanes, Layout
 from engram.buffer.on_device import OnDevice
-from engram.buffer.output import View, moved, target_of
+from engram.buffer.output import Output, Source, View, moved, target_of
 from engram.buffer.prefetching import Prefetching
 from engram.buffer.read_path import ReadPath
 from engram.buffer.recipe import Recipe, open_buffer, open_or_create, register
@@ -35,23 +35,18 @@ from engram.buffer.wiring import component
 from engram.buffer.write_path import Appender, WritePath, rows_of
 from engram.env import record
 from engram.inspect.plots import Plots
-from engram.samplers._base import refuse_batch
-from engram.store.limits import WAIT_S, checked_timeout
+from engram.samplers._base import DeclaredSampler, refuse_batch
+from engram.store.limits import WAIT_S, Limit, checked_timeout
 from engram.types import Batch, Sampler, Write, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from engram._support.progress import OnProgress
-    from engram.buffer.field_updates import ConditionalUpdateResult
-    from engram.buffer.lanes import Lane, Layout
-    from engram.buffer.output import Output, Source
     from engram.env.recording import Names
     from engram.remote.shards import ShardSavers
-    from engram.samplers._base import DeclaredSampler
     from engram.saved.rows import Roles
     from engram.storages import GivenStorage, Storage
-    from engram.store.limits import Limit
     from engram.types import Device, Size, StrPath, Told, Wait
 
 E = TypeVar("E")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
@@ -13,32 +13,25 @@ from torch import Tensor
 
 from engram import storages
 from engram._support.checks import as_numbers
-from engram._support.field_paths import checked_path, public
+from engram._support.field_paths import FieldPath, checked_path, public
 from engram._support.nested import entries_of, find, flatten, has_entries, name_of
 from engram._support.tensordicts import is_tensor_collection
-from engram.buffer.field_updates import CALL, FieldUpdates, add_entries
+from engram.buffer.field_updates import CALL, ConditionalUpdateResult, FieldUpdates, add_entries
 from engram.buffer.on_device import OnDevice
 from engram.buffer.write_path import new_containers
 from engram.device.replay import Replays
 from engram.errors import EMPTY, RowError
-from engram.saved.rows import Boundaries, boundary_fields, roles_of
+from engram.saved.rows import Boundaries, Roles, boundary_fields, roles_of
 from engram.store import DeviceStore
 from engram.store.keys import count_keys
 from engram.types import Draw
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from engram._support.field_paths import FieldPath
     from engram.buffer.configuration import Settings
-    from engram.buffer.field_updates import ConditionalUpdateResult
     from engram.buffer.prefetching import Prefetching
     from engram.buffer.read_path import ReadPath
     from engram.buffer.wiring import Wiring
     from engram.format.schema import Field
-    from engram.saved.rows import Roles
     from engram.storages import Rows
 
 

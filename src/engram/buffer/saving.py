@@ -11,15 +11,15 @@ import torch
 
 from engram._support import fork
 from engram._support.checks import check_count, check_path
-from engram._support.progress import Work
+from engram._support.progress import OnProgress, Work
 from engram._support.state import Loads, check_keys, integer, prepare_load, read_from, saved, tensor_in, typed
 from engram._support.words import warn
 from engram.buffer import other_sampler
-from engram.buffer.prefetching import prepare_batches
+from engram.buffer.prefetching import Prefetching, prepare_batches
 from engram.errors import IncompatibleCheckpoint
 from engram.format import layout
+from engram.reshard.driver import Reshard, format_counts, seed_of
 from engram.reshard.driver import convert as converted_for
-from engram.reshard.driver import format_counts, seed_of
 from engram.reshard.plan import open_shard
 from engram.saved import disk
 from engram.saved import parts as saved_parts
@@ -32,31 +32,24 @@ from engram.saved.checkpointers import (
     prepared_snapshot,
 )
 from engram.saved.checkpoints import Checkpoint, finish_dump, replacing, standing
-from engram.saved.parts import Parts, check_blocks
-from engram.saved.snapshot import Snapshot
-from engram.storages import announcing
+from engram.saved.parts import Parts, SavedPart, check_blocks
+from engram.saved.snapshot import Snapshot, StoragePreparation, StorageSnapshot
+from engram.storages import Storage, announcing
 from engram.store import priorities
-from engram.types import Ranking
+from engram.types import Commit, Form, Ranking, StorageLoad
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
     from contextlib import AbstractContextManager
 
-    from engram._support.progress import OnProgress
     from engram.buffer.configuration import Settings
     from engram.buffer.lanes import Lanes
-    from engram.buffer.prefetching import Prefetching
     from engram.buffer.read_path import ReadPath
     from engram.buffer.recipe import Recipe
     from engram.buffer.wiring import Wiring
-    from engram.reshard.driver import Reshard
     from engram.samplers._base import DeclaredSampler
     from engram.saved.checkpointers import ForeignDump
     from engram.saved.part_reader import PartReader
-    from engram.saved.parts import SavedPart
-    from engram.saved.snapshot import StoragePreparation, StorageSnapshot
-    from engram.storages import Storage
-    from engram.types import Commit, Form, StorageLoad
 
 State = dict[str, Any]
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Iterable
+from typing import Literal
 
 from engram._support.checks import check_count, check_number
 from engram._support.state import check_keys, integer, real
 from engram.buffer import ReplayBuffer
 from engram.types import Sampler
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["LambdaScheduler", "LinearScheduler", "ParameterScheduler", "SchedulerList", "StepScheduler"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engram._support.checks import as_numbers
-from engram._support.field_paths import WINDOW_ENDS, public
+from engram._support.field_paths import WINDOW_ENDS, FieldPath, public
 from engram._support.nested import has_entries, is_tensordict
 from engram._support.tensordicts import is_plain_tensordict, is_tensor_collection, is_tensorclass
 from engram._support.tensordicts import put as put_fields
@@ -23,7 +23,6 @@ from engram.transforms._base import find, path_of, put
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from engram._support.field_paths import FieldPath
     from engram.buffer.wiring import Wiring
     from engram.types import Entry
 

@@ -12,24 +12,21 @@ from engram import samplers, storages, writers
 from engram._support import fork
 from engram._support.checks import as_numbers, check_count
 from engram._support.overrides import overrides, refuse_others
-from engram.around import Expander
-from engram.around.sequence import Named
+from engram.around import Expander, SampleUnit
+from engram.around.sequence import Named, UnitReader
 from engram.errors import RowError
-from engram.store import Process
+from engram.store import Key, Process, Store
 from engram.store.device.accelerator import Accelerator
-from engram.store.limits import Gate, Rules, rules_of
+from engram.store.limits import Gate, Limit, Rules, rules_of
 from engram.types import Declared, Sampler, Traits, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from engram.around import SampleUnit
-    from engram.around.sequence import UnitReader
     from engram.buffer.output import Source
     from engram.device.pinning import Pinning
     from engram.samplers._base import DeclaredSampler
     from engram.storages import Storage
-    from engram.store import Key, Store
     from engram.store.limits import Limit
     from engram.transforms import Compose
     from engram.writers._base import NativeWriter

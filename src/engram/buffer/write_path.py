@@ -31,22 +31,18 @@ from engram._support.nested import (
 )
 from engram._support.overrides import doing, overrides
 from engram._support.tensordicts import is_tensor_collection
-from engram.buffer.lanes import BATCHES
-from engram.storages import Storage, leading_size
+from engram.buffer.lanes import BATCHES, Lane, Lanes, Layout
+from engram.storages import Count, Storage, leading_size
 from engram.types import Extent, Write, WritePlan
 from engram.writers._base import NativeWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
-
     from engram._support.nested import Path
     from engram.buffer.configuration import Settings
-    from engram.buffer.lanes import Lane, Lanes, Layout
     from engram.buffer.recipe import Recipe
     from engram.buffer.wiring import Wiring
-    from engram.storages import Count
 
     Added = int | Tensor | None
 

@@ -9,35 +9,29 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 from engram._support.checks import check_count
-from engram._support.progress import Work
+from engram._support.progress import OnProgress, Work
 from engram._support.unsupported import reject_unsupported
 from engram._support.words import warn
 from engram.checkpoint import reports
 from engram.checkpoint.ranks import Ranks
 from engram.checkpoint.reports import Entry, RestoreReport, SaveReport
-from engram.checkpoint.requests import Endpoint, Schedule
+from engram.checkpoint.requests import Endpoint, Requests, Schedule
 from engram.checkpoint.restore import Restore
-from engram.checkpoint.save import Job, SaveAttempt, SaveHandle
+from engram.checkpoint.save import Checkpointable, Job, SaveAttempt, SaveHandle, Savers
 from engram.checkpoint.watchdog import Watchdog
 from engram.format.layout import is_store
 from engram.saved import attempts
 from engram.saved.checkpoints import Checkpoint, is_checkpoint
 from engram.saved.disk import start_thread
-from engram.saved.documents import UNREADABLE
+from engram.saved.documents import UNREADABLE, Problem
 from engram.saved.series import MAX_PINS, PINS, Series
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from engram._support.progress import OnProgress
-    from engram.checkpoint.requests import Requests
-    from engram.checkpoint.save import Checkpointable, Savers
-    from engram.saved.documents import Problem
     from engram.saved.rows import Roles
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 import msgspec
@@ -18,15 +18,13 @@ from engram.reshard.plan import Policy, checked_incomplete
 from engram.saved import attempts, disk, documents
 from engram.saved.checkpoints import Checkpoint
 from engram.saved.description import KINDS
-from engram.saved.rows import check_roles
+from engram.saved.rows import Roles, check_roles
 from engram.saved.series import Series
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from pathlib import Path
 
     from engram._support.progress import OnProgress
-    from engram.saved.rows import Roles
     from engram.types import Ranking
 
 

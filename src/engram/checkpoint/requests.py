@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engram._support.http import Answer, Server
+from engram._support.http import Answer, Call, Server
 from engram.errors import CorruptCheckpoint
 from engram.saved import attempts
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
-    from engram._support.http import Call
     from engram.checkpoint.ranks import Ranks
     from engram.checkpoint.reports import Entry, Options
     from engram.checkpoint.save import SaveHandle

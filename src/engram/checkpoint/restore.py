@@ -10,10 +10,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from engram._support.words import warn
-from engram.checkpoint.reports import LatestStep, RestoreReport, lost_with
-from engram.checkpoint.save import Parent
+from engram.checkpoint.reports import LatestStep, RestoreOptions, RestoreReport, Wanted, lost_with
+from engram.checkpoint.save import Job, Parent
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint, RankFailed
-from engram.reshard.driver import disagreements, reshard, reshard_report
+from engram.reshard.driver import Reshard, disagreements, reshard, reshard_report
 from engram.reshard.plan import Target, open_shards
 from engram.saved import attempts, parts
 from engram.saved.checkpoints import Checkpoint
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engram._support.progress import Work
-    from engram.checkpoint.reports import RestoreOptions, Wanted
-    from engram.checkpoint.save import Job
-    from engram.reshard.driver import Reshard
     from engram.types import BufferLoad
 
 _log = logging.getLogger("engram")

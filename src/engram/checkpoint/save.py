@@ -10,35 +10,30 @@ import os
 import time
 import traceback
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-from engram._support.progress import Work
+from engram._support.progress import OnProgress, Work
 from engram._support.words import count, warn
-from engram.checkpoint.ranks import looks
+from engram.checkpoint.ranks import Ranks, looks
 from engram.checkpoint.reports import LatestStep, SaveReport, SaveRequest, episodes_of, forget_reports
 from engram.errors import CorruptCheckpoint, RankFailed
 from engram.reshard.plan import has_ends, saved_fields
 from engram.saved import attempts, disk, documents, parts
-from engram.saved.documents import added, rank_folder
+from engram.saved.documents import Manifest, Shard, added, rank_folder
 from engram.saved.rows import doubts
 from engram.saved.series import Series
-from engram.saved.snapshot import RowsSnapshot
+from engram.saved.snapshot import RowsSnapshot, SavedRows, Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence, Sized
     from pathlib import Path
-    from typing import Literal
 
-    from engram._support.progress import OnProgress
-    from engram.checkpoint.ranks import Ranks
     from engram.checkpoint.reports import Options, RestoreOptions, RestoreReport, Wanted
     from engram.format.schema import PartField
     from engram.reshard.driver import Reshard
     from engram.saved.checkpoints import Checkpoint
-    from engram.saved.documents import Manifest, Shard
     from engram.saved.part_reader import PartReader
     from engram.saved.part_writer import PartInfo
-    from engram.saved.snapshot import SavedRows, Snapshot
     from engram.types import BufferLoad, Form
 
 #: Seconds after which a rank tries to decide without rank 0, which may be dead, or without all votes, of which one may be against.

@@ -12,7 +12,7 @@ from engram._support.progress import Work
 from engram._support.words import count, format_number
 from engram.cli.show import echo, print_json, problem, table
 from engram.format import layout
-from engram.reshard.driver import disagreements, reshard_report
+from engram.reshard.driver import Reshard, disagreements, reshard_report
 from engram.reshard.driver import reshard as run
 from engram.reshard.plan import Policy, Target, checked_incomplete, open_shards
 from engram.saved import attempts, disk, parts
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from engram.reshard.driver import Reshard
     from engram.types import Ranking
 
 #: How trajectories that are not whole are taken along all the same.

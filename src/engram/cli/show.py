@@ -24,13 +24,12 @@ from engram.errors import EngramError
 from engram.format.schema import Field, RaggedItems
 from engram.format.sizes import ShownField
 from engram.saved.documents import Problem
-from engram.saved.inspection import Histogram
+from engram.saved.inspection import Histogram, Report
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from engram.cli.doctor import Finding
-    from engram.saved.inspection import Report
 
     Entries = Mapping[str, object]
 

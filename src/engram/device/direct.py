@@ -11,9 +11,9 @@ import torch
 from engram._support import fork, native
 from engram.device.sender import Sender
 from engram.errors import PriorityError, WriterStalled
-from engram.store.device.chain import Chain, signed
-from engram.store.device.columns import columns_of
-from engram.store.device.registry import REGISTRY, NotRegistered
+from engram.store.device.chain import Chain, Kind, signed
+from engram.store.device.columns import Batch, columns_of
+from engram.store.device.registry import REGISTRY, NotRegistered, Registry
 from engram.store.device.updates import UpdateRing
 
 if TYPE_CHECKING:
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
     from engram.store import Store
     from engram.store.device.accelerator import Accelerator
-    from engram.store.device.chain import Kind
-    from engram.store.device.columns import Batch
-    from engram.store.device.registry import Registry
     from engram.store.device.resident import ResidentRows
     from engram.store.priorities import PriorityIndex
 

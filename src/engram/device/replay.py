@@ -14,7 +14,7 @@ from engram._support.closing import Closes
 from engram._support.devices import existing_device
 from engram._support.nested import is_tensordict
 from engram._support.words import warn
-from engram.device.direct import Changed, DirectReader, NotDirect, Readable
+from engram.device.direct import Changed, DeviceReadable, DirectReader, NotDirect, Readable
 from engram.errors import NoSampleable, PriorityError, WriterStalled
 from engram.store.device.accelerator import Accelerator
 from engram.store.device.resident import NoRoom, ResidentRows
@@ -22,7 +22,6 @@ from engram.store.device.resident import NoRoom, ResidentRows
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
-    from engram.device.direct import DeviceReadable
 
 __all__ = ["DeviceReplay"]
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from engram.env.recording import Target
+from engram.env.recording import Names, Recordable, Target
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engram.env.recording import Names, Recordable
 
 __all__ = ["record"]
 

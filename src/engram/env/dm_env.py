@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import dm_env
 from dm_env import specs
 
-from engram.env.recording import SingleRecording, as_array, checked_dtype
-
-if TYPE_CHECKING:
-    from engram.env.recording import Spec, Target
+from engram.env.recording import SingleRecording, Spec, Target, as_array, checked_dtype
 
 
 def recorded(env: object, target: Target) -> object:

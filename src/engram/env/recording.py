@@ -18,35 +18,30 @@ Its observations and actions have a leading dimension ``n``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, SupportsFloat, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engram._support.field_paths import checked_path, public
+from engram._support.field_paths import FieldPath, checked_path, public
 from engram._support.tensordicts import wrap
-from engram.storages import DefaultStorage
+from engram.storages import DefaultStorage, Storage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from numpy.typing import NDArray
     from tensordict import TensorDict
 
-    from engram._support.field_paths import FieldPath
     from engram.saved.rows import Roles
-    from engram.storages import Storage
 
-    Key: TypeAlias = str | tuple[str, ...]
-    Names: TypeAlias = Mapping[str, Key] | Mapping[tuple[str, ...], Key] | Mapping[Key, Key]
-    Mask: TypeAlias = NDArray[np.bool_]
-    Form: TypeAlias = dict[str, int | "Form"]
-    Array: TypeAlias = NDArray[np.generic]
-    Nested: TypeAlias = Array | dict[str, "Nested"] | tuple["Nested", ...]
-    Spec: TypeAlias = np.dtype[np.generic] | dict[str, "Spec"] | tuple["Spec", ...]
-
+Key: TypeAlias = str | tuple[str, ...]
+Names: TypeAlias = Mapping[str, Key] | Mapping[tuple[str, ...], Key] | Mapping[Key, Key]
+Mask: TypeAlias = "NDArray[np.bool_]"
+Form: TypeAlias = "dict[str, int | Form]"
+Array: TypeAlias = "NDArray[np.generic]"
+Nested: TypeAlias = "Array | dict[str, Nested] | tuple[Nested, ...]"
+Spec: TypeAlias = "np.dtype[np.generic] | dict[str, Spec] | tuple[Spec, ...]"
 #: What is recorded of a step.
 FIELDS: tuple[FieldPath, ...] = (
     ("observation",),

@@ -11,14 +11,13 @@ import os
 import shutil
 import stat
 import struct
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from engram._support.words import no_space
 from engram.errors import CorruptStore
 
 if TYPE_CHECKING:
     from pathlib import Path
-    from typing import Self
 
 _ZEROES = bytes(1 << 20)
 _libc = ctypes.CDLL(None, use_errno=True)  # once, not with every file

@@ -30,12 +30,10 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from engram.format.schema import DTYPES
+from engram.format.schema import DTYPES, Column, Field, Schema
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from engram.format.schema import Column, Field, Schema
 
     _Level = dict[str, "Field | _Level"]
 

@@ -11,13 +11,12 @@ from engram._core import priority_bytes
 from engram._support.memory import available_memory
 from engram._support.words import format_size
 from engram.format import layout
-from engram.format.schema import SPAN_BYTES
+from engram.format.schema import SPAN_BYTES, Field, Schema
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from engram.format.schema import Field, Schema
 
 __all__ = ["DevicePlan", "ShownField", "priority_bytes", "ragged_control_bytes", "resident_bytes", "resident_sizes"]
 

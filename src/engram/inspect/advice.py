@@ -14,11 +14,11 @@ from engram._support.words import count, format_share
 from engram.around import Expander, SliceSampler
 from engram.errors import RowError
 from engram.format import layout
-from engram.inspect.plots import Ends, Scan, looked_at
+from engram.inspect.plots import Ends, Scan, Watched, looked_at
 from engram.samplers import PrioritizedSampler
 from engram.samplers._base import DeclaredSampler
-from engram.store import read_block, shared_memory
-from engram.store.priorities import Priorities, PriorityIndex
+from engram.store import Store, read_block, shared_memory
+from engram.store.priorities import Priorities, PriorityConfig, PriorityIndex
 from engram.store.row_indexes import UsageIndex
 
 if TYPE_CHECKING:
@@ -28,10 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.format.schema import Field
-    from engram.inspect.plots import Watched
     from engram.storages import Storage
-    from engram.store import Store
-    from engram.store.priorities import PriorityConfig
     from engram.types import Extent
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 import numpy as np
 import torch
 
-from engram._support.field_paths import as_path, public
+from engram._support.field_paths import FieldPath, as_path, public
 from engram._support.words import count, format_share
 from engram.samplers import PrioritizedSampler
 from engram.samplers._base import DeclaredSampler
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from engram._support.field_paths import FieldPath
     from engram.format.schema import Field
     from engram.storages import Storage
     from engram.types import Extent

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import TYPE_CHECKING, Generic, NoReturn, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Generic, NoReturn, Self, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -21,24 +21,19 @@ from engram.errors import NoSampleable
 from engram.remote.fleet import plans
 from engram.samplers._base import DeclaredSampler, check_drawable, declared, key_for
 from engram.storages import Storage
-from engram.types import Sampler, Traits, Writer
+from engram.types import Commit, Extent, Sampler, StorageLoad, Traits, WritePlan, Writer
 from engram.writers._base import NativeWriter
 from engram.writers._base import declared as declared_writer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
-
     from engram.saved.checkpointers import LoadHook, SaveHook
     from engram.saved.parts import PartSnapshot, Preparation
-    from engram.types import Extent, StorageLoad, WritePlan
 
     Change: TypeAlias = Callable[[object], object]
-    from typing import Self
 
     from tensordict import TensorDict
 
     from engram.store.sampled import SampledStorage
-    from engram.types import Commit
 
     Sources: TypeAlias = Sequence[tuple[DeclaredSampler, SampledStorage]]
     Weights: TypeAlias = Sequence[float] | Tensor | str | None

@@ -12,7 +12,7 @@ from engram._support.tensordicts import add_fields, is_tensor_collection, put, w
 from engram.buffer.read_path import ReadPath
 from engram.buffer.window_marks import attach
 from engram.errors import NoSampleable
-from engram.members.components import naming
+from engram.members.components import SamplerEnsemble, naming
 from engram.remote.fleet import plans
 from engram.samplers._base import check_drawable
 from engram.storages import items
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from engram.buffer.saving import Saving
     from engram.buffer.wiring import Wiring
     from engram.format.schema import Schema
-    from engram.members.components import SamplerEnsemble
     from engram.store import Key, Store
     from engram.types import Entry, Shown
 

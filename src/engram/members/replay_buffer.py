@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypedDict, TypeVar, Unpack, cast, overload
 
 import torch
@@ -14,8 +14,8 @@ from engram._support.tensordicts import is_tensor_collection
 from engram._support.unsupported import reject_unsupported
 from engram.buffer.base import BufferBase, Shows
 from engram.buffer.configuration import NOT_YET, Settings, returns_itself
-from engram.buffer.field_updates import submit_update_if_present
-from engram.buffer.output import View, moved, target_of
+from engram.buffer.field_updates import ConditionalUpdateResult, submit_update_if_present
+from engram.buffer.output import Output, View, moved, target_of
 from engram.buffer.prefetching import Prefetching, go_back, place_of
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.buffer.services import as_remote
@@ -39,13 +39,10 @@ from engram.transforms import Compose
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Sequence
 
     from tensordict import TensorDict
     from torch import Tensor
 
-    from engram.buffer.field_updates import ConditionalUpdateResult
-    from engram.buffer.output import Output
     from engram.buffer.read_path import ReadPath
     from engram.types import Device, Size, Wait
 

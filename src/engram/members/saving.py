@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from engram._support.checks import check_count, check_path
 from engram._support.state import Change, Loads, check_keys, integer, prepare_load, read_from, typed
-from engram.buffer.prefetching import prepare_batches
+from engram.buffer.prefetching import Prefetching, prepare_batches
 from engram.buffer.saving import RngLoad, most_bytes, saved_rng
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.members.components import naming
 from engram.saved import disk
-from engram.saved.checkpointers import foreign_format, foreign_state
+from engram.saved.checkpointers import ForeignEnsemble, foreign_format, foreign_state
 from engram.saved.checkpoints import Checkpoint, replacing, standing
 from engram.saved.part_reader import PartReader
 from engram.saved.parts import check_kind, read_state, write_part
@@ -23,10 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engram.buffer.configuration import Settings
-    from engram.buffer.prefetching import Prefetching
     from engram.buffer.wiring import Wiring
     from engram.members.reading import Member
-    from engram.saved.checkpointers import ForeignEnsemble
     from engram.types import Commit
 
 State = dict[str, object]

@@ -17,13 +17,12 @@ from engram._support import fork
 from engram._support.version import __version__
 from engram._support.words import format_wait
 from engram.remote import protocol
-from engram.remote.wire import columns_in
+from engram.remote.wire import Column, columns_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from engram.remote.protocol import Full
-    from engram.remote.wire import Column
 
 T = TypeVar("T")
 

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from engram._support.unsupported import BY_NUMBER, refused, refusing
 from engram.errors import PriorityError
-from engram.remote.protocol import COALESCED_BYTES, MAX_BATCHES
+from engram.remote.protocol import COALESCED_BYTES, MAX_BATCHES, Mass, Served, State
 from engram.samplers._base import DeclaredSampler
 from engram.samplers.prioritized import as_priorities, rows_of
 from engram.samplers.staleness import check_version
-from engram.storages import Storage
+from engram.storages import Count, Storage
 from engram.storages._columns import rows_of_coordinates, rows_of_written
 from engram.storages._structure import Structure
-from engram.types import Traits
+from engram.types import Info, NativeBatch, Shown, Traits
 from engram.writers._base import NativeWriter
 
 if TYPE_CHECKING:
@@ -26,13 +26,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engram.format.schema import Schema
-    from engram.remote.protocol import Mass, Served, State
     from engram.saved.rows import Roles
-    from engram.storages import Count
     from engram.store import Key, Store
     from engram.store.limits import Rules
     from engram.store.sampled import SampledStorage
-    from engram.types import Info, NativeBatch, Shown
 
 
 class OfServer:

@@ -21,7 +21,7 @@ from engram.format.schema import encode
 from engram.remote.connection import Connection, Found
 from engram.remote.served import ServedStorage
 from engram.remote.storage import RemoteStorage
-from engram.storages import Storage
+from engram.storages import Count, Storage
 from engram.storages._columns import rows_of_written
 from engram.storages._structure import Structure
 from engram.storages._types import as_tensor
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from engram.remote.protocol import Served
     from engram.saved.rows import Roles
-    from engram.storages import Count
     from engram.storages._geometry import Geometry
     from engram.store import Store
     from engram.types import Sampler, Writer

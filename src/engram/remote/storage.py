@@ -24,11 +24,11 @@ from engram.errors import RateLimited, RowError
 from engram.format.schema import decode
 from engram.remote import protocol, wire
 from engram.remote.connection import IN_DOUBT as DOUBTFUL
-from engram.remote.connection import Exchange, Message
+from engram.remote.connection import Answer, Connection, Exchange, Message
 from engram.remote.served import RETRY_INTERVAL_S, Drawn, Limits, ServedStorage
 from engram.storages import Storage
 from engram.store.requests import IN_DOUBT
-from engram.types import Write
+from engram.types import Info, Write, WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,9 +36,7 @@ if TYPE_CHECKING:
 
     from pyarrow import RecordBatch
 
-    from engram.remote.connection import Answer, Connection
     from engram.saved.rows import Roles
-    from engram.types import Info, WritePlan
 
 
 #: What may be under way. A larger message goes alone.

@@ -13,13 +13,12 @@ import pyarrow as pa
 from torch import Tensor
 
 from engram._support.native import Layout, received
-from engram.format.schema import DTYPES, Field
+from engram.format.schema import DTYPES, Field, Schema
 from engram.store.memory import DTYPE_NAMES, dlpack_specs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from engram.format.schema import Schema
 
 #: Names of columns that are no fields begin with it.
 MARK = ":"

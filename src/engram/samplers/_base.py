@@ -12,23 +12,20 @@ from torch import Tensor
 
 from engram._support import fork
 from engram._support.checks import as_numbers
-from engram._support.field_paths import as_paths, checked_path, public
+from engram._support.field_paths import FieldPath, as_paths, checked_path, public
 from engram._support.overrides import overrides
 from engram._support.state import prepare_load, saved
 from engram._support.tensordicts import is_tensor_collection
 from engram._support.words import warn
 from engram.errors import EMPTY, NoSampleable, RowError
 from engram.saved.parts import Component, adopt
-from engram.store import Key
-from engram.types import Declared, Draw, Traits
+from engram.store import Key, Masses
+from engram.types import Commit, Declared, Draw, Entry, Extent, Info, NativeBatch, Sampler, Shown, Traits, Write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from engram._support.field_paths import FieldPath
-    from engram.store import Masses
     from engram.store.sampled import SampledStorage
-    from engram.types import Commit, Entry, Extent, Info, NativeBatch, Sampler, Shown, Write
 
 
 def check_drawable(size: int) -> None:

@@ -13,13 +13,12 @@ from engram.samplers._base import NativeSampler
 from engram.samplers.prioritized import rows_of
 from engram.store import Masses, check_index_name
 from engram.store.row_indexes import ConsumptionIndex
-from engram.types import Draw
+from engram.types import Commit, Draw, Extent, Write
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.store.sampled import SampledStorage
-    from engram.types import Commit, Extent, Write
 
 _MAX_SAMPLE_COUNT = 1 << 24
 

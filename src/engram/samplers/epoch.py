@@ -9,17 +9,14 @@ import torch
 from engram._support import native
 from engram._support.state import Change, typed
 from engram.samplers._base import NativeSampler, check_drawable
-from engram.store import Masses, check_index_name
-from engram.store.row_indexes import NONE, EpochIndex, checked_progress
-from engram.types import Draw
+from engram.store import Key, Masses, Store, check_index_name
+from engram.store.row_indexes import NONE, EpochIndex, Progress, checked_progress
+from engram.types import Commit, Draw, Extent, Info, NativeBatch, Shown, Write
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engram.store import Key, Store
-    from engram.store.row_indexes import Progress
     from engram.store.sampled import SampledStorage
-    from engram.types import Commit, Extent, Info, NativeBatch, Shown, Write
 
 #: Rows that are looked at together.
 _SOME = 256

@@ -16,17 +16,15 @@ from engram._support.words import warn
 from engram.errors import EMPTY, IncompatibleCheckpoint, NoSampleable, RowError
 from engram.samplers._base import NativeSampler
 from engram.samplers.redraw import DrawOverBatch
-from engram.store import check_index_name
+from engram.store import Key, Masses, check_index_name
 from engram.store.priorities import NAMES, PriorityConfig, PriorityIndex, check_priorities, state_of, with_parameters
-from engram.types import Draw
+from engram.types import Commit, Draw, Extent, NativeBatch, Shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from engram.store import Key, Masses
     from engram.store.priorities import Numbers, Priorities
     from engram.store.sampled import SampledStorage
-    from engram.types import Commit, Extent, NativeBatch, Shown
 
 #: ``[B, m]`` to ``[B]``.
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {

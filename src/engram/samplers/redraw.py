@@ -10,16 +10,14 @@ from engram._support import native
 from engram._support.checks import check_count, check_number
 from engram._support.retries import Retries
 from engram.errors import EMPTY, NoSampleable, RowError
-from engram.samplers._base import NativeSampler, check_drawable
+from engram.samplers._base import DeclaredSampler, NativeSampler, check_drawable
 from engram.store import Masses
-from engram.types import Draw
+from engram.types import Draw, Extent, Info
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engram.samplers._base import DeclaredSampler
     from engram.store.sampled import SampledStorage
-    from engram.types import Extent, Info
 
 
 class DrawOverBatch(Draw):

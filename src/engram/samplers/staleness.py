@@ -9,21 +9,18 @@ from torch import Tensor
 
 from engram._support import fork, native
 from engram._support.checks import check_count
-from engram._support.field_paths import checked_path, plain, public
+from engram._support.field_paths import FieldPath, checked_path, plain, public
 from engram._support.state import Change, check_keys, integer
 from engram.errors import NoSampleable
 from engram.samplers._base import NativeSampler, check_drawable
-from engram.store import Masses, check_index_name
+from engram.store import Masses, Store, check_index_name
 from engram.store.row_indexes import ConsumerVersionIndex
-from engram.types import Draw
+from engram.types import Commit, Draw, Extent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from engram._support.field_paths import FieldPath
-    from engram.store import Store
     from engram.store.sampled import SampledStorage
-    from engram.types import Commit, Extent
 
 
 #: Versions are counted in int64, and drawn by in float64.

@@ -11,7 +11,7 @@ import inspect
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 import torch
@@ -36,7 +36,6 @@ from engram.store.memory import DTYPE_NAMES, refuse_ragged
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
-    from typing import Any, TypeAlias
 
     from tensordict import TensorDict
     from torch import Tensor

@@ -24,13 +24,12 @@ from engram.errors import CorruptCheckpoint
 from engram.format import strict
 from engram.saved import disk, documents, folder
 from engram.saved.description import NO_SCHEMA
-from engram.saved.part_reader import PartReader, is_part
+from engram.saved.part_reader import Level, Listing, PartReader, is_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from engram.format import files
-    from engram.saved.part_reader import Level, Listing
     from engram.saved.part_writer import PartInfo
 
 # ---- writing ---------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import operator
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 import msgspec
 import xxhash
@@ -25,7 +25,6 @@ from engram.saved import disk
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
-    from typing import Self
 
 
 class Problem(NamedTuple):

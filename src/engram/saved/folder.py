@@ -9,7 +9,7 @@ import contextlib
 import errno
 import itertools
 import os
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -23,7 +23,6 @@ from engram.saved.documents import Problem, no_file
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
-    from typing import Any
 
 _T = TypeVar("_T")
 

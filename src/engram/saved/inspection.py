@@ -16,21 +16,18 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
 
 import msgspec
 
-from engram._support.progress import Work
+from engram._support.progress import OnProgress, Work
 from engram.errors import CorruptCheckpoint, CorruptStore, IncompatibleStore
 from engram.format import files, layout, schema
 from engram.format.sizes import ragged_control_bytes
 from engram.saved import attempts, description, disk, documents
 from engram.saved.checkpoints import Checkpoint
-from engram.saved.part_reader import PartReader
+from engram.saved.part_reader import Level, PartReader
 from engram.saved.series import LATEST, Series
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
-
-    from engram._support.progress import OnProgress
-    from engram.saved.part_reader import Level
 
     Entries = dict[str, object]
 

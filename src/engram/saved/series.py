@@ -28,7 +28,7 @@ import os
 import re
 import secrets
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from engram._support.words import count
 from engram.errors import CorruptCheckpoint
@@ -39,7 +39,6 @@ from engram.saved.checkpoints import Checkpoint, Contents
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
     from pathlib import Path
-    from typing import Self
 
     from engram.saved.description import Sums
     from engram.saved.part_reader import PartReader

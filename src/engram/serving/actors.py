@@ -27,12 +27,12 @@ from engram.errors import CorruptCheckpoint, RankFailed
 from engram.format.schema import decode
 from engram.remote.connection import Found
 from engram.remote.protocol import Address
-from engram.remote.shards import Described, answer_of
+from engram.remote.shards import Call, Described, Handle, answer_of
 from engram.saved import attempts
 from engram.serving.server import Server
 from engram.serving.service import Service, served_by, why_alone
 from engram.storages import LazyMemmapStorage, ListStorage, Storage, TensorStorage
-from engram.types import RowStorage, Write
+from engram.types import RowStorage, Sampler, Write, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from engram.buffer import ReplayBuffer
     from engram.checkpoint.reports import Options, RestoreOptions, RestoreReport, SaveReport, Wanted
     from engram.checkpoint.save import SaveHandle
-    from engram.remote.shards import Call, Handle
-    from engram.types import Sampler, Writer
 
 
 BoardCall: TypeAlias = Literal["set", "get", "claim", "add", "forget"]

@@ -8,7 +8,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -20,17 +20,17 @@ from engram import samplers, writers
 from engram._support.field_paths import WINDOW_ENDS, public
 from engram._support.native import NotAdmitted
 from engram._support.version import __version__
-from engram.around import Expander
+from engram.around import Expander, SampleUnit
 from engram.buffer.read_path import ReadPath
 from engram.buffer.window_marks import WindowMarks
 from engram.buffer.wiring import Wiring
 from engram.errors import IncompatibleStore, NoSampleable, RowError
 from engram.format import layout
-from engram.format.schema import encode
+from engram.format.schema import Schema, encode
 from engram.inspect import gauges
 from engram.inspect.advice import drawing_by, is_over_batch
 from engram.remote import protocol, wire
-from engram.store import DrawingPart, OutOfOrder, Requests, ThreadKey
+from engram.store import DrawingPart, Masses, OutOfOrder, Requests, ThreadKey
 from engram.store.limits import Rules
 from engram.store.memory import refuse_ragged
 from engram.store.requests import IN_DOUBT
@@ -39,17 +39,13 @@ from engram.types import WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
     from uuid import UUID
 
     from torch import Tensor
 
-    from engram.around import SampleUnit
     from engram.buffer import ReplayBuffer
-    from engram.format.schema import Schema
     from engram.remote.wire import Column
     from engram.samplers import PrioritizedSampler
-    from engram.store import Masses
 
 
 #: Of answers that are made, or that clients have not read. Small ones are as many as streams, and are not counted.

@@ -19,13 +19,13 @@ from engram.errors import IncompatibleCheckpoint, RowError
 from engram.saved.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer, accepted, prepare_dumped
 from engram.saved.checkpoints import standing
 from engram.saved.part_reader import PartReader
-from engram.saved.parts import Dumpable, check_kind, read_state
+from engram.saved.parts import Dumpable, PartSnapshot, Preparation, check_kind, read_state
 from engram.storages.ragged import NO_RAGGED, RaggedOptions
 from engram.storages.tensor_state import KeptRows, unwritten
 from engram.store.keys import StoredKeys, no_index
-from engram.store.row_indexes import ALL_ROWS, ConsumptionIndex, StoredGroups
+from engram.store.row_indexes import ALL_ROWS, ConsumptionIndex, GroupRules, Groups, StoredGroups
 from engram.store.sampled import SampledStorage
-from engram.types import Declared, Form, Traits, WritePlan
+from engram.types import Declared, Form, ItemsSource, Listener, RowsSource, StorageLoad, Traits, Write, WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -34,11 +34,8 @@ if TYPE_CHECKING:
     from engram._support.field_paths import FieldPath
     from engram.format.schema import Schema
     from engram.saved.checkpointers import LoadHook, SaveHook
-    from engram.saved.parts import PartSnapshot, Preparation
     from engram.store import Store
     from engram.store.limits import Rules
-    from engram.store.row_indexes import GroupRules, Groups
-    from engram.types import ItemsSource, Listener, RowsSource, StorageLoad, Write
 
 
 class Rows(NamedTuple):

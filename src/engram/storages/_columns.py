@@ -16,17 +16,13 @@ from engram._support.checks import check_count as check_number_of
 from engram._support.nested import describe, flatten, has_entries, map_with_paths
 from engram._support.tensordicts import is_lazy_stack, is_non_tensor, is_tensor_collection
 from engram.format.layout import SINGLE
-from engram.storages._base import check_count
+from engram.storages._base import Count, Storage, check_count
 from engram.storages._ragged_structure import RowCounts, is_uneven, structure_of
-from engram.storages._structure import leading_size, stacked
-from engram.storages._types import as_tensor, at
+from engram.storages._structure import Structure, leading_size, stacked
+from engram.storages._types import Dtypes, as_tensor, at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-
-    from engram.storages._base import Count, Storage
-    from engram.storages._structure import Structure
-    from engram.storages._types import Dtypes
 
 
 def rows_of_batch(data: object, ndim: int, call: str, time: int) -> tuple[object, tuple[int, ...]]:

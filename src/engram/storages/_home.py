@@ -7,7 +7,7 @@ import secrets
 import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
-from engram._support.mappings import shared_pieces
+from engram._support.mappings import Piece, shared_pieces
 from engram.format import layout
 from engram.store import (
     Process,
@@ -24,7 +24,6 @@ from engram.store import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from engram._support.mappings import Piece
     from engram.format.schema import Schema
     from engram.store import Store
 

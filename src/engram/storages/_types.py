@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import is_dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -21,15 +21,8 @@ from engram._support.tensordicts import is_tensorclass_type
 from engram._support.words import warn
 from engram.errors import IncompatibleStore
 from engram.format.layout import SINGLE
-from engram.format.schema import DTYPES, INTEGER, name_of
+from engram.format.schema import DTYPES, INTEGER, Field, Node, Schema, name_of
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
-
-    from torch import Tensor
-
-    from engram.format.schema import Field, Node, Schema
 
 #: Names of dtypes, by the fields' paths.
 Dtypes: TypeAlias = Mapping[tuple[str, ...], str]

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING
 from engram._support.field_paths import public
 from engram._support.words import count, format_size
 from engram.format.layout import SINGLE
-from engram.format.schema import name_of
+from engram.format.schema import Field, Schema, name_of
 from engram.format.sizes import ShownField
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
-
-    from engram.format.schema import Field, Schema
 
 
 _log = logging.getLogger("engram")

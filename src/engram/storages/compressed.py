@@ -24,7 +24,7 @@ from engram._support.tensordicts import (
 from engram.storages.items import ItemGroups
 from engram.storages.list import ListStorage
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
-from engram.store.row_indexes import ALL_ROWS
+from engram.store.row_indexes import ALL_ROWS, GroupRules, Groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from engram._support.field_paths import FieldPath
     from engram._support.unsupported import TracingArguments
-    from engram.store.row_indexes import GroupRules, Groups
 
 #: In a saved item: a tensor, a TensorDict, and what is said of them.
 _TENSOR, _TENSORDICT = "engram.tensor", "engram.tensordict"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engram._support import native
 from engram._support.copies import raw_bytes
-from engram._support.field_paths import public
+from engram._support.field_paths import FieldPath, public
 from engram._support.nested import (
     describe,
     find,
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
     from tensordict import TensorDict
 
-    from engram._support.field_paths import FieldPath
     from engram._support.nested import Path
     from engram.storages.list import ListStorage
     from engram.store.row_indexes import Drawn, GroupDraw, GroupRules

@@ -14,15 +14,15 @@ from engram._support.state import check_keys, integer, tensor_in, typed
 from engram._support.tensordicts import detached, is_tensor_collection, is_tensorclass
 from engram._support.unsupported import NOT_TRACED, TracingArguments, reject_unsupported, take_compilable
 from engram.errors import IncompatibleCheckpoint, RowError
-from engram.saved.snapshot import WholeSnapshot, named_writes
-from engram.storages._base import Count, Storage, check_count, check_plan
+from engram.saved.snapshot import StoragePreparation, StorageSnapshot, WholeSnapshot, named_writes
+from engram.storages._base import Count, Rows, Storage, check_count, check_plan
 from engram.storages._geometry import Geometry
 from engram.storages.items import ItemGroups, pack, unpack
 from engram.storages.tensor_state import checked_priorities, saved_priorities
 from engram.store import check_index_name
 from engram.store.priorities import PriorityConfig, PriorityIndex
-from engram.store.row_indexes import ALL_ROWS, ConsumptionIndex
-from engram.types import Extent, Write, WritePlan
+from engram.store.row_indexes import ALL_ROWS, ConsumptionIndex, GroupRules, Groups
+from engram.types import Decompress, Extent, ItemsSource, StorageLoad, Write, WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -30,10 +30,6 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from engram._support.field_paths import FieldPath
-    from engram.saved.snapshot import StoragePreparation, StorageSnapshot
-    from engram.storages._base import Rows
-    from engram.store.row_indexes import GroupRules, Groups
-    from engram.types import Decompress, ItemsSource, StorageLoad
 
 
 class Void:

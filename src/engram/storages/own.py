@@ -17,9 +17,9 @@ from engram._support.tensordicts import is_tensor_collection, wrap
 from engram._support.words import count, warn
 from engram.errors import IncompatibleCheckpoint, IncompatibleStore
 from engram.format.layout import SINGLE
-from engram.format.schema import Field, Node, decode, differences, encode
-from engram.saved.snapshot import RowsSnapshot
-from engram.storages._base import Storage
+from engram.format.schema import Field, Node, Schema, decode, differences, encode
+from engram.saved.snapshot import RowsSnapshot, StoragePreparation, StorageSnapshot
+from engram.storages._base import Rows, Storage
 from engram.storages._geometry import OF_DATA, Geometry, LazyArguments, take_later
 from engram.storages._home import Home
 from engram.storages._ragged_structure import RaggedStructure, structure_in, structure_of
@@ -33,7 +33,7 @@ from engram.store import DeviceStore, ForeignStore, Mirror, Store, copy_rows, ho
 from engram.store.keys import key_field, key_of
 from engram.store.limits import Rules
 from engram.store.ragged import private_store
-from engram.types import Extent, RowStorage, Traits
+from engram.types import Extent, RowsSource, RowStorage, Traits
 
 if TYPE_CHECKING:
     from engram.saved.part_reader import PartReader
@@ -43,11 +43,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch import Tensor
-
-    from engram.format.schema import Schema
-    from engram.saved.snapshot import StoragePreparation, StorageSnapshot
-    from engram.storages._base import Rows
-    from engram.types import RowsSource
 
     GivenStorage: TypeAlias = Storage | RowStorage | Callable[[], Storage | RowStorage]
 

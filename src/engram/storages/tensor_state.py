@@ -13,15 +13,15 @@ from engram._support.state import check_keys, integer, tensor_in, typed
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
 from engram.saved.ragged import RaggedRowsSource
-from engram.saved.snapshot import RowsSnapshot, WholeSnapshot, bytes_of, named_writes
-from engram.store import StoreState, add_field, check_index_name, fill_rows
+from engram.saved.snapshot import RowsSnapshot, StorageSnapshot, WholeSnapshot, bytes_of, named_writes
+from engram.store import Store, StoreState, add_field, check_index_name, fill_rows
 from engram.store.memory import refuse_ragged, torch_dtype
-from engram.store.priorities import NAMES, PriorityIndex, check_priorities, priorities_of
+from engram.store.priorities import NAMES, PriorityConfig, PriorityIndex, check_priorities, priorities_of
 from engram.store.ragged import RaggedStore
 from engram.store.ragged_state import Piece, Spans, check_room, compacted, fill_rings, heads_of, oldest_first
 from engram.store.row_indexes import NONE as NO_EPOCH
-from engram.store.row_indexes import EpochIndex, UsageIndex, checked_progress
-from engram.types import RowsTarget
+from engram.store.row_indexes import EpochIndex, Progress, UsageIndex, checked_progress
+from engram.types import RowsSource, RowsTarget
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -30,11 +30,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.format.schema import Field, Schema
-    from engram.saved.snapshot import StorageSnapshot
-    from engram.store import Store
-    from engram.store.priorities import PriorityConfig, PriorityIndex
-    from engram.store.row_indexes import Progress
-    from engram.types import RowsSource
 
 
 def saved_priorities(

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from engram.store.device import HostedStore
 from engram.store.memory import as_rows, new_control_memory, private_field, refuse_ragged, torch_dtype
 from engram.store.store import Store, StoreState
-from engram.types import RowsTarget, Write, WritePlan
+from engram.types import Extent, RowsTarget, Write, WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from typing import Protocol
 
     from torch import Tensor
 
     from engram.format.schema import Schema
-    from engram.types import Extent
 
     class Columns(Protocol):
         """The rows of such an object, field by field."""

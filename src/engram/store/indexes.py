@@ -7,8 +7,8 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 import torch
 
@@ -19,9 +19,7 @@ from engram.store.lifetime import exclusive
 from engram.store.memory import Block, file_block, private_block
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
     from pathlib import Path
-    from typing import Self
 
     import numpy as np
     from numpy.typing import NDArray

@@ -10,15 +10,13 @@ from torch import Tensor
 
 from engram._support import native
 from engram._support.checks import as_numbers
-from engram._support.field_paths import public
+from engram._support.field_paths import FieldPath, public
 from engram.errors import IncompatibleStore
-from engram.format.schema import DTYPES
+from engram.format.schema import DTYPES, Field, Schema
 from engram.store.indexes import TicketIndex
 from engram.store.row_indexes import MAX_KEY_BYTES
 
 if TYPE_CHECKING:
-    from engram._support.field_paths import FieldPath
-    from engram.format.schema import Field, Schema
     from engram.store.memory import Block
     from engram.store.store import Store
 

@@ -24,7 +24,6 @@ from engram.format import schema as schemas
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     from engram.format.schema import Schema
     from engram.store.memory import Block

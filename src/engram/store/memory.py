@@ -22,7 +22,7 @@ from engram.errors import CorruptStore
 from engram.format import files, layout, strict
 from engram.format import schema as schemas
 from engram.format.files import FIXED_BYTES, processes
-from engram.format.schema import DTYPES
+from engram.format.schema import DTYPES, Field, RaggedItems, Schema
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.format.schema import Field, RaggedItems, Schema
 
 #: DLPack's type code, bits, and the shape of a row.
 DlpackSpec: TypeAlias = tuple[int, int, tuple[int, ...]]

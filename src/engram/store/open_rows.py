@@ -10,7 +10,7 @@ import torch
 from engram._support import native
 from engram.errors import RateLimited
 from engram.store.indexes import LockedIndex
-from engram.store.memory import private_block, torch_dtype
+from engram.store.memory import Block, private_block, torch_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.format.schema import Schema
-    from engram.store.memory import Block
     from engram.store.store import Store
 
 #: Between looks for a slot that has become free.

@@ -57,7 +57,6 @@ from engram.store.store import Repair, Saved, Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from torch import Tensor
 
@@ -65,7 +64,6 @@ if TYPE_CHECKING:
     from engram.format.schema import Schema
     from engram.store.lifetime import Process
     from engram.store.memory import Block, Segment
-    from engram.store.store import Saved
 
 
 class IndexCopies(Indexes):

@@ -9,7 +9,7 @@ import torch
 from engram._support import native
 from engram.errors import EngramError, RowError
 from engram.store.indexes import LockedIndex
-from engram.store.memory import dlpack_specs
+from engram.store.memory import Block, dlpack_specs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.store.memory import Block
     from engram.store.store import Store
 
 #: The name of the table of writers in a store.

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 import torch
 
 from engram._support import native
-from engram._support.field_paths import public
+from engram._support.field_paths import FieldPath, public
 from engram._support.state import check_keys, integer
 from engram.errors import IncompatibleStore
 from engram.format import layout
-from engram.format.schema import DTYPES
+from engram.format.schema import DTYPES, Field
 from engram.store.indexes import LockedIndex, TicketIndex
-from engram.store.memory import dlpack_specs, private_block, read_block
+from engram.store.memory import Block, dlpack_specs, private_block, read_block
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from engram._support.field_paths import FieldPath
-    from engram.format.schema import Field
-    from engram.store.memory import Block
     from engram.store.store import Store
 
     #: int64 rows, group by group, their tickets, and whether some come again; or a row: all rows of its group were just being written;

@@ -24,7 +24,7 @@ from engram.store.adding import adopt_fields
 from engram.store.indexes import Host, Indexes
 from engram.store.lifetime import Attachment, erase, exclusive, forget, opened, others_have_open, remove_store
 from engram.store.rings import NO_RINGS, RaggedMemory, private_rings
-from engram.types import Changes, Extent, RowsTarget, Write
+from engram.types import Changes, Extent, RowsTarget, Write, WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from engram.format.schema import Schema
     from engram.store.blocks import Key
-    from engram.types import WritePlan
 
     T = TypeVar("T")
     #: Writes with the core, and the intake that takes the data apart. None: it could not.

@@ -24,13 +24,12 @@ from engram.saved.checkpointers import (
     store_of_columns,
 )
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
-from engram.torchrl.layouts import FULL, SHAPE, SHIFT, Keys, LayoutDump, LayoutLeaf, RowsWriter, as_key
+from engram.torchrl.layouts import FULL, SHAPE, SHIFT, Keys, LayoutDump, LayoutLeaf, RowsWriter, Steps, as_key
 from engram.torchrl.parts import Layout
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from pathlib import Path
     from types import ModuleType
 
     from tensordict import TensorDict
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 
     from engram.saved.checkpointers import Key, LoadHook, SaveHook
     from engram.storages import Storage
-    from engram.torchrl.layouts import Steps
 
 
 class _Hook:

@@ -6,7 +6,7 @@ import math
 import re
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self
 
 import msgspec
 import torch
@@ -16,7 +16,7 @@ from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format.layout import SINGLE, encode_key
 from engram.format.schema import DTYPES, MAX_DEPTH, MAX_FIELDS, Field, Node
 from engram.saved.checkpointers import DumpedPriorities
-from engram.saved.folder import convert
+from engram.saved.folder import Folder, convert
 from engram.torchrl.layouts import (
     MAX_ROWS,
     TENSORDICT,
@@ -33,9 +33,7 @@ from engram.torchrl.parts import open_layout
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
-    from typing import Self
 
-    from engram.saved.folder import Folder
     from engram.torchrl.layouts import LayoutDump
 
 _NOT_TENSORS = ("NonTensorData", "NonTensorStack")

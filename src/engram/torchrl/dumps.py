@@ -20,7 +20,7 @@ from engram._support.words import warn
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format.schema import Schema
 from engram.saved.folder import Folder
-from engram.torchrl.checkpointers import wrapped
+from engram.torchrl.checkpointers import H5StorageCheckpointer, wrapped
 from engram.torchrl.components import (
     Buffer,
     DumpedStorage,
@@ -38,14 +38,11 @@ from engram.torchrl.states import is_torchrl_state, read_state
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
-    from pathlib import Path
 
     from torch import Tensor
 
     from engram.saved.checkpointers import DumpedPriorities, SavedStorage
     from engram.saved.part_reader import PartReader
-    from engram.torchrl.checkpointers import H5StorageCheckpointer
-    from engram.torchrl.items import TorchRLDump, TorchRLItems
     from engram.types import StorageLoad
 
 _MARK = "buffer_metadata.json"

@@ -17,7 +17,7 @@ from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format.layout import encode_key
 from engram.format.schema import DTYPES, INTEGER, MAX_DEPTH, Field, Node, Schema
 from engram.format.strict import parse_loosely
-from engram.saved.checkpointers import rows_state
+from engram.saved.checkpointers import DumpedPriorities, SavedStorage, rows_state
 from engram.saved.folder import Folder, convert
 from engram.saved.snapshot import bytes_of
 from engram.store.memory import DTYPE_OF
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from torch import Tensor
-
-    from engram.saved.checkpointers import DumpedPriorities, SavedStorage
-    from engram.saved.folder import Folder
     from engram.torchrl.components import DumpedRanks
     from engram.torchrl.layouts import LayoutDump, Parts
     from engram.types import Decompress, RowsSource, RowsTarget, StorageLoad

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, NamedTuple, Protocol, TypeAlias
 
 import msgspec
@@ -17,7 +17,6 @@ from engram.saved.snapshot import bytes_of
 from engram.store.memory import DTYPE_OF
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor

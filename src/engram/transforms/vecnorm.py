@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import copy
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from engram._support.nested import is_tensordict
 from engram._support.state import Change, Stateful, check_keys, tensor_in
-from engram.transforms._base import Compose, KeyedTransform, entry, find, is_tensor, put, shallow
+from engram.transforms._base import Compose, Key, KeyedTransform, Keys, entry, find, is_tensor, put, shallow
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from typing import Self
 
-    from engram.transforms._base import Key, Keys
     from engram.types import Commit
 
 

@@ -8,12 +8,10 @@ import torch
 
 from engram._support.checks import check_count
 from engram._support.field_paths import WINDOW_ENDS
-from engram.transforms._base import Transform, as_key, entry, find, path_of, put, shallow
+from engram.transforms._base import Key, Transform, as_key, entry, find, path_of, put, shallow
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from engram.transforms._base import Key
 
 
 class Windows(NamedTuple):

@@ -13,12 +13,10 @@ from engram._support.nested import NoRows
 from engram._support.overrides import meanwhile, overrides
 from engram._support.unsupported import NOT_TRACED, NoArguments, reject_unsupported, take_compilable
 from engram.saved.parts import Component, adopt
-from engram.types import Declared, Extent, Traits, WritePlan
+from engram.types import Declared, Extent, Ranking, Traits, Write, WritePlan, Writer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from engram.types import Ranking, Write, Writer
 
 
 class NativeWriter(Component):

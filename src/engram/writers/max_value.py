@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeGuard, Unpack
 
 import numpy as np
 import torch
@@ -17,18 +17,16 @@ from engram._support.state import Loads, check_keys
 from engram._support.tensordicts import is_tensorclass
 from engram._support.unsupported import NOT_TRACED, TracingArguments, reject_unsupported, take_compilable
 from engram.errors import IncompatibleCheckpoint
-from engram.types import Extent, Ranking, Traits, Write, WritePlan
+from engram.types import Commit, Extent, Ranking, Traits, Write, WritePlan
 from engram.writers._base import NativeWriter, free_rows
 from engram.writers.removers import FifoRemover, Lifo, LowestPriority, MaxTimesSampled, Remover, StalestFirst
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from typing import Self
 
     from numpy.typing import NDArray
 
     from engram.store import Store
-    from engram.types import Commit
 
 
 def _sum(x: Tensor) -> Tensor:

@@ -10,14 +10,13 @@ import torch
 from engram._support import native
 from engram._support.field_paths import checked_path, public
 from engram._support.words import warn
-from engram.store import check_index_name, priorities
+from engram.store import Store, check_index_name, priorities
 from engram.store.row_indexes import ChangesIndex, UsageIndex
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from engram.store import Store
     from engram.types import Extent
 
 

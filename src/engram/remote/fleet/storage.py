@@ -22,26 +22,23 @@ from engram._support.words import format_wait, warn
 from engram.errors import RowError
 from engram.format.schema import decode
 from engram.remote import protocol
-from engram.remote.connection import Connection, Found, Servers
+from engram.remote.connection import Access, Connection, Found, Servers
 from engram.remote.fleet import check_missing, plans
 from engram.remote.fleet.draws import Draws
-from engram.remote.fleet.members import SKIP_S, Ledger, Members
+from engram.remote.fleet.members import SKIP_S, Joining, Ledger, Members, Missing, Shard
 from engram.remote.served import Drawn, ServedStorage
 from engram.remote.storage import RemoteStorage
 from engram.storages import Storage
-from engram.types import Write
+from engram.types import Write, WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
-    from engram.remote.connection import Access
-    from engram.remote.fleet.members import Joining, Missing, Shard
     from engram.remote.protocol import Full
     from engram.saved.rows import Roles
     from engram.store.limits import Rules
-    from engram.types import WritePlan
 
 
 #: Counters of stores of which the fleet's is the largest, not the sum.

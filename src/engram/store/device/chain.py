@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 
-from engram.store.device.columns import Layout
+from engram.store.device.columns import Batch, Columns, Layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.store.device.columns import Batch, Columns
     from engram.store.device.resident import ResidentRows
 
 #: How rows are chosen: ``permuted`` takes ranks that the host has chosen.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engram._support import fork, native
-from engram.store.memory import dlpack_specs, private_field
+from engram.store.memory import Block, dlpack_specs, private_field
 from engram.store.store import Store
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from engram.format.schema import Schema
     from engram.store.blocks import Key
-    from engram.store.memory import Block
     from engram.types import Write
 
 

@@ -17,8 +17,8 @@ from engram._support.devices import check_room
 from engram._support.words import warn
 from engram.store.device.accelerator import Accelerator
 from engram.store.device.priorities import DevicePriorities
-from engram.store.memory import torch_dtype
-from engram.types import WritePlan
+from engram.store.memory import Block, torch_dtype
+from engram.types import RowsTarget, WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.store.device.store import DeviceStore
-    from engram.store.memory import Block
     from engram.store.store import Store, StoreState
-    from engram.types import RowsTarget
 
 #: How often the thread looks for new rows; how often it copies priorities; how long it rests after an error.
 LOOK_S, PRIORITIES_S, REST_S = 0.05, 1.0, 5.0

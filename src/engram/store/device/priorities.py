@@ -10,7 +10,7 @@ from torch import Tensor
 from engram._support.devices import check_room
 from engram.errors import EMPTY, NoSampleable, PriorityError, RowError
 from engram.format.sizes import device_priority_bytes
-from engram.store.blocks import Masses
+from engram.store.blocks import Key, Masses
 from engram.store.device.row_chain import RowKernels, tree_state
 from engram.store.device.row_operations import Drawing
 from engram.store.device.tree import SumTree
@@ -18,7 +18,6 @@ from engram.store.device.tree import SumTree
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from engram.store.blocks import Key
     from engram.store.device.rows import DeviceRows
     from engram.store.device.store import DeviceStore
 

@@ -24,7 +24,7 @@ from engram._support.mappings import shared_pieces
 from engram._support.memory import available_memory
 from engram._support.words import no_space
 from engram.errors import ForkedHandle
-from engram.store.device.accelerator import ALREADY_REGISTERED, DriverError
+from engram.store.device.accelerator import ALREADY_REGISTERED, Accelerator, DriverError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from engram.store.device.accelerator import Accelerator
 
 __all__ = ["REGISTRY", "NotRegistered", "Registered", "Registry"]
 

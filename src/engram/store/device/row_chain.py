@@ -7,20 +7,18 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from engram.store.device.chain import call, kernels_of, signed
+from engram.store.device.chain import Launcher, call, kernels_of, signed
 from engram.store.device.row_operations import Drawing, RowOperations
-from engram.store.device.tree import FANOUT
+from engram.store.device.tree import FANOUT, SumTree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from engram.store.device.chain import Launcher
     from engram.store.device.followed import Followed
     from engram.store.device.priorities import DevicePriorities
     from engram.store.device.rows import DeviceRows
-    from engram.store.device.tree import SumTree
 
 #: Of a part of a block: dtype, shape, strides, and where it begins, in elements.
 _Part: TypeAlias = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]

@@ -14,8 +14,8 @@ from engram.format.sizes import device_row_bytes
 from engram.store.device.hosted import HostedStore
 from engram.store.device.row_operations import Drawing
 from engram.store.device.rows import DeviceRows
-from engram.store.memory import new_control_memory, refuse_ragged
-from engram.types import Write, WritePlan
+from engram.store.memory import Block, new_control_memory, refuse_ragged
+from engram.types import Changes, RowsTarget, Write, WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -25,9 +25,7 @@ if TYPE_CHECKING:
     from engram.format.schema import Schema
     from engram.store.blocks import Key
     from engram.store.device.mirror import Mirror
-    from engram.store.memory import Block
     from engram.store.store import Saved, StoreState
-    from engram.types import Changes, RowsTarget
 
 
 class DeviceStore(HostedStore):

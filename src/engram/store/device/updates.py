@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from engram._support import fork, native
-from engram.store.device.chain import call, kernels_of
+from engram.store.device.chain import Launcher, call, kernels_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engram.store.device.chain import Launcher
     from engram.store.indexes import Index, Indexes
 
 #: Words before the slots, and before the entries of a slot; which of the first ones the host writes.
