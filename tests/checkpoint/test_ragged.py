@@ -177,6 +177,28 @@ def test_dumps_come_back_exactly(lanes, n, ram):
     contents(fill(twin, 500, 100))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint16, torch.bool, torch.complex64, torch.float8_e5m2])
+def test_items_of_any_dtype_and_shape_come_back(dtype, ram):
+    fields = {"a": Ragged(dtype, max_length=5, shape=(2, 3)), "b": Ragged(torch.float64, like="a")}
+
+    def made(nbytes):
+        return ReplayBuffer(storage=LazyTensorStorage(9, ragged=fields, ragged_bytes=nbytes))
+
+    rb = made(2000)
+    for number in range(14):
+        a = torch.randint(0, 2, (number % 6, 2, 3), generator=torch.Generator().manual_seed(number)).to(dtype)
+        rb.add({"a": a, "b": torch.full((number % 6,), number / 3, dtype=torch.float64)})
+    rows = [(it["a"].view(torch.uint8).tolist(), it["b"].tolist()) for it in map(rb.__getitem__, range(9))]
+    rb.dumps(ram / "d")
+    for nbytes in (2000, 9000):
+        for load in (lambda it: it.loads(ram / "d"), lambda it: it.load_state_dict(rb.state_dict())):
+            other = made(nbytes)
+            load(other)
+            assert [
+                (it["a"].view(torch.uint8).tolist(), it["b"].tolist()) for it in map(other.__getitem__, range(9))
+            ] == rows
+
+
 def test_a_folder_is_saved_and_takes_rows_over(ram):
     rb = fill(make(3, folder=ram / "store"), 0, 100)
     rows = contents(rb)
@@ -286,6 +308,25 @@ def test_every_tick_comes_back(lanes, ram):
     fill(other, 2000, 10)
     again.save(10)
     assert contents(restored(ram / "s", lanes)) == contents(other)
+
+
+@pytest.mark.parametrize(("ring", "linked"), [(RING, True), (3 * RING, False)])
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_ticks_go_on_behind_rows_that_were_loaded_over_others(lanes, ring, linked, ram):
+    """Offsets are larger there than where they were saved, and are saved as they were."""
+    rb = fill(make(lanes), 0, 70)
+    Checkpointer(ram / "s", rb).save(1)
+    other = fill(make(lanes, ring), 3000, 150)
+    checkpointer = Checkpointer(ram / "s", other)
+    checkpointer.restore(resume="exact")
+    assert contents(other) == contents(rb)
+    report = checkpointer.save(2)
+    assert (report.bytes_linked > 5000) == linked
+    assert contents(restored(ram / "s", lanes)) == contents(rb)
+    contents(fill(other, 5000, 15))
+    checkpointer.save(3)
+    assert contents(restored(ram / "s", lanes, ring)) == contents(other)
+    assert verify(ram / "s").good
 
 
 LONG = {"tokens": Ragged(torch.int32, max_length=2000), "log_prob": Ragged(torch.float32, like="tokens")}
