@@ -1,5 +1,6 @@
 """Rows of any length that are saved and come back: whole, in ticks, into other rings; and files that say what no store does."""
 
+import contextlib
 import hashlib
 import io
 import struct
@@ -414,27 +415,50 @@ def test_evicted_rows_are_not_saved(ram):
     assert [len(items) for items in state["items"][:1]] == [sum(len(one[1]) for one in live)]
 
 
-def test_rows_that_others_write_meanwhile_are_whole_or_left_out(ram):
-    rb = fill(make(), 0, 30)
-    stop, checkpointer = threading.Event(), Checkpointer(ram / "s", rb, keep=20)
+@contextlib.contextmanager
+def written_to(rb, number):
+    """Another thread appends rows inside."""
+    stop = threading.Event()
 
     def write():
-        number = 30
+        first = number
         while not stop.is_set():
-            fill(rb, number, 5)
-            number += 5
+            fill(rb, first, 5)
+            first += 5
 
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        for step in range(8):
-            checkpointer.save(step)
+        yield
     finally:
         stop.set()
         writer.join()
+
+
+def test_rows_that_others_write_meanwhile_are_whole_or_left_out(ram):
+    rb = fill(make(), 0, 30)
+    checkpointer = Checkpointer(ram / "s", rb, keep=20)
+    with written_to(rb, 30):
+        for step in range(8):
+            checkpointer.save(step)
     for step in range(8):
         numbers = [one[0] for one in contents(restored(ram / "s", step=step))]
         assert sorted(numbers) == sorted(set(numbers))
+
+
+def test_short_dumps_are_exact_whoever_writes(ram):
+    rb = fill(make(), 0, 30)
+    with written_to(rb, 30):
+        for number in range(3):
+            rb.dumps(ram / f"rb{number}")
+            rb.storage.dumps(ram / f"storage{number}")
+    for number in range(3):
+        for load in (lambda it: it.loads(ram / f"rb{number}"), lambda it: it.storage.loads(ram / f"storage{number}")):
+            other = make()
+            load(other)
+            numbers = sorted(one[0] for one in contents(other))
+            assert numbers == list(range(numbers[0], numbers[-1] + 1))
+            assert len(numbers) > 20
 
 
 def test_paranoid_saves_see_items_that_were_changed_through_a_view(ram):
