@@ -399,6 +399,20 @@ def test_edited_items_are_in_the_next_checkpoint_alone(ram):
     assert [one for at, one in enumerate(after) if at != row] == [one for at, one in enumerate(before) if at != row]
 
 
+def test_edits_of_other_fields_write_no_items(ram):
+    rb = ReplayBuffer(storage=LazyTensorStorage(400, ragged=LONG, ragged_bytes=8e6))
+    rb.extend(long_rows(0, 200))
+    checkpointer = Checkpointer(ram / "s", rb)
+    checkpointer.save(1)
+    rb.storage.store.edit(torch.arange(200), [0], [torch.arange(200) + 1000])
+    assert rb.storage.written().fields[0].key == ("number",)
+    assert checkpointer.save(2).bytes_written < 100_000
+    other = ReplayBuffer(storage=LazyTensorStorage(400, ragged=LONG, ragged_bytes=8e6))
+    Checkpointer(ram / "s", other).restore(resume="exact")
+    assert other[:]["number"].tolist() == list(range(1000, 1200))
+    assert [int(it[0]) for it in other[:]["tokens"].unbind()] == list(range(200))
+
+
 def test_evicted_rows_are_not_saved(ram):
     rb = fill(make(ring=700), 0, 100)
     live = contents(rb)
