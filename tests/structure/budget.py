@@ -21,7 +21,7 @@ ROOMS = {
     "remote": 2_898,
     "reshard": 1_122,
     "samplers": 1_439,
-    "saved": 5_318,
+    "saved": 5_338,
     "serving": 1_311,
     "storages": 5_165,
     "store": 6_712,
