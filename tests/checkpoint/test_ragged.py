@@ -1,4 +1,4 @@
-"""Rows of any length that are saved and come back: whole, in ticks, into other rings; and files that say what no store does."""
+"""Rows of any length that are saved and come back: whole, in ticks, in other lanes, and in rings of other sizes."""
 
 import contextlib
 import io
