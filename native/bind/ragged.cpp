@@ -6,6 +6,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <utility>
@@ -140,6 +141,8 @@ void bind_ragged(nb::module_& m, nb::class_<Store>& type) {
             for (std::uint64_t g = 0; g < heads.size(); ++g) {
               ragged->head(lane, g).store(nb::cast<std::uint64_t>(heads[g]), std::memory_order_seq_cst);
             }
+            const std::uint64_t end = self.control().end(lane);
+            ragged->tail(lane).store(end - std::min(self.control().filled(lane), end), std::memory_order_seq_cst);
           },
           "lane"_a, "heads"_a, "The offset of the next item of each group, of a paused store whose rows were replaced.");
   bind_writes(type);

@@ -1,8 +1,7 @@
-"""Rows of any length that are saved and come back: whole, in ticks, into other rings; and files that say what no store does."""
+"""Rows of any length that are saved and come back: whole, in ticks, in other lanes, and in rings of other sizes."""
 
-import hashlib
+import contextlib
 import io
-import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,65 +9,16 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from engram import (
-    FlatStorageCheckpointer,
-    LazyMemmapStorage,
-    LazyTensorStorage,
-    NestedStorageCheckpointer,
-    Ragged,
-    Ranks,
-    ReplayBuffer,
-)
+from engram import LazyTensorStorage, Ragged, Ranks, ReplayBuffer
 from engram.checkpoint.checkpointer import Checkpointer
 from engram.cli import main
-from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from engram.saved import description, documents
+from engram.errors import IncompatibleCheckpoint
 from engram.saved.inspection import verify
 from engram.saved.part_reader import PartReader
 from engram.store.ragged_rows import Items
-from tests.saved.checkpoint_folders import rewrite
+from tests.checkpoint.ragged_buffers import CAPACITY, RING, contents, fill, heads, make, part_of
 from tests.saved.system_calls import counted, killed_at
 from tests.storages import ragged_rows as said
-
-CAPACITY, RING = 39, 2000
-
-
-def make(lanes=1, ring=RING, capacity=CAPACITY, folder=None, **more):
-    more = {"lanes": lanes, "ragged": said.fields(), "ragged_bytes": ring, **more}
-    storage = (
-        LazyTensorStorage(capacity, **more)
-        if folder is None
-        else LazyMemmapStorage(capacity, scratch_dir=folder, **more)
-    )
-    return ReplayBuffer(storage=storage, batch_size=4)
-
-
-def fill(rb, first, n, **more):
-    """Rows ``[first, first + n)``, five to a lane in turns."""
-    for number in range(first, first + n, 5):
-        lane = {"lane": number // 5 % rb.storage.lanes} if rb.storage.lanes > 1 else {}
-        rb.extend({**said.rows(number, 5), **more}, **lane)
-    return rb
-
-
-def contents(rb, edited=()):
-    """What rows hold, by their place, as plain lists: each what its number says, unless it was edited."""
-    batch = rb[:]
-    if not edited:
-        said.check(batch)
-    columns = [batch["number"].tolist(), [it.tolist() for it in batch["tokens"].unbind()]]
-    columns += [[it.tolist() for it in batch["log_prob"].unbind()], list(batch["text"])]
-    return list(zip(*columns, strict=True))
-
-
-def heads(rb):
-    core = rb.storage.store.core
-    return [core.ragged_lane(lane)[1:] for lane in range(rb.storage.lanes)]
-
-
-def part_of(folder):
-    return max(folder.glob("ckpt-*/rank-*/storage"))
-
 
 # ---- whole -----------------------------------------------------------------------------------------------------------------
 
@@ -175,6 +125,28 @@ def test_dumps_come_back_exactly(lanes, n, ram):
     twin.loads(ram / "d")
     assert contents(twin) == rows
     contents(fill(twin, 500, 100))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint16, torch.bool, torch.complex64, torch.float8_e5m2])
+def test_items_of_any_dtype_and_shape_come_back(dtype, ram):
+    fields = {"a": Ragged(dtype, max_length=5, shape=(2, 3)), "b": Ragged(torch.float64, like="a")}
+
+    def made(nbytes):
+        return ReplayBuffer(storage=LazyTensorStorage(9, ragged=fields, ragged_bytes=nbytes))
+
+    rb = made(2000)
+    for number in range(14):
+        a = torch.randint(0, 2, (number % 6, 2, 3), generator=torch.Generator().manual_seed(number)).to(dtype)
+        rb.add({"a": a, "b": torch.full((number % 6,), number / 3, dtype=torch.float64)})
+    rows = [(it["a"].view(torch.uint8).tolist(), it["b"].tolist()) for it in map(rb.__getitem__, range(9))]
+    rb.dumps(ram / "d")
+    for nbytes in (2000, 9000):
+        for load in (lambda it: it.loads(ram / "d"), lambda it: it.load_state_dict(rb.state_dict())):
+            other = made(nbytes)
+            load(other)
+            assert [
+                (it["a"].view(torch.uint8).tolist(), it["b"].tolist()) for it in map(other.__getitem__, range(9))
+            ] == rows
 
 
 def test_a_folder_is_saved_and_takes_rows_over(ram):
@@ -288,6 +260,25 @@ def test_every_tick_comes_back(lanes, ram):
     assert contents(restored(ram / "s", lanes)) == contents(other)
 
 
+@pytest.mark.parametrize(("ring", "linked"), [(RING, True), (3 * RING, False)])
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_ticks_go_on_behind_rows_that_were_loaded_over_others(lanes, ring, linked, ram):
+    """Offsets are larger there than where they were saved, and are saved as they were."""
+    rb = fill(make(lanes), 0, 70)
+    Checkpointer(ram / "s", rb).save(1)
+    other = fill(make(lanes, ring), 3000, 150)
+    checkpointer = Checkpointer(ram / "s", other)
+    checkpointer.restore(resume="exact")
+    assert contents(other) == contents(rb)
+    report = checkpointer.save(2)
+    assert (report.bytes_linked > 5000) == linked
+    assert contents(restored(ram / "s", lanes)) == contents(rb)
+    contents(fill(other, 5000, 15))
+    checkpointer.save(3)
+    assert contents(restored(ram / "s", lanes, ring)) == contents(other)
+    assert verify(ram / "s").good
+
+
 LONG = {"tokens": Ragged(torch.int32, max_length=2000), "log_prob": Ragged(torch.float32, like="tokens")}
 
 
@@ -357,6 +348,20 @@ def test_edited_items_are_in_the_next_checkpoint_alone(ram):
     assert [one for at, one in enumerate(after) if at != row] == [one for at, one in enumerate(before) if at != row]
 
 
+def test_edits_of_other_fields_write_no_items(ram):
+    rb = ReplayBuffer(storage=LazyTensorStorage(400, ragged=LONG, ragged_bytes=8e6))
+    rb.extend(long_rows(0, 200))
+    checkpointer = Checkpointer(ram / "s", rb)
+    checkpointer.save(1)
+    rb.storage.store.edit(torch.arange(200), [0], [torch.arange(200) + 1000])
+    assert rb.storage.written().fields[0].key == ("number",)
+    assert checkpointer.save(2).bytes_written < 100_000
+    other = ReplayBuffer(storage=LazyTensorStorage(400, ragged=LONG, ragged_bytes=8e6))
+    Checkpointer(ram / "s", other).restore(resume="exact")
+    assert other[:]["number"].tolist() == list(range(1000, 1200))
+    assert [int(it[0]) for it in other[:]["tokens"].unbind()] == list(range(200))
+
+
 def test_evicted_rows_are_not_saved(ram):
     rb = fill(make(ring=700), 0, 100)
     live = contents(rb)
@@ -373,27 +378,50 @@ def test_evicted_rows_are_not_saved(ram):
     assert [len(items) for items in state["items"][:1]] == [sum(len(one[1]) for one in live)]
 
 
-def test_rows_that_others_write_meanwhile_are_whole_or_left_out(ram):
-    rb = fill(make(), 0, 30)
-    stop, checkpointer = threading.Event(), Checkpointer(ram / "s", rb, keep=20)
+@contextlib.contextmanager
+def written_to(rb, number):
+    """Another thread appends rows inside."""
+    stop = threading.Event()
 
     def write():
-        number = 30
+        first = number
         while not stop.is_set():
-            fill(rb, number, 5)
-            number += 5
+            fill(rb, first, 5)
+            first += 5
 
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        for step in range(8):
-            checkpointer.save(step)
+        yield
     finally:
         stop.set()
         writer.join()
+
+
+def test_rows_that_others_write_meanwhile_are_whole_or_left_out(ram):
+    rb = fill(make(), 0, 30)
+    checkpointer = Checkpointer(ram / "s", rb, keep=20)
+    with written_to(rb, 30):
+        for step in range(8):
+            checkpointer.save(step)
     for step in range(8):
         numbers = [one[0] for one in contents(restored(ram / "s", step=step))]
         assert sorted(numbers) == sorted(set(numbers))
+
+
+def test_short_dumps_are_exact_whoever_writes(ram):
+    rb = fill(make(), 0, 30)
+    with written_to(rb, 30):
+        for number in range(3):
+            rb.dumps(ram / f"rb{number}")
+            rb.storage.dumps(ram / f"storage{number}")
+    for number in range(3):
+        for load in (lambda it: it.loads(ram / f"rb{number}"), lambda it: it.storage.loads(ram / f"storage{number}")):
+            other = make()
+            load(other)
+            numbers = sorted(one[0] for one in contents(other))
+            assert numbers == list(range(numbers[0], numbers[-1] + 1))
+            assert len(numbers) > 20
 
 
 def test_paranoid_saves_see_items_that_were_changed_through_a_view(ram):
@@ -429,125 +457,3 @@ def test_killed_at_system_calls(ram):
         assert found in (before, after)
         seen.add(found == after)
     assert False in seen
-
-
-# ---- files that nobody's engram wrote --------------------------------------------------------------------------------------
-
-
-def sealed(folder, change):
-    """Let ``change`` alter files, by name, and let the part say their sums."""
-    with PartReader.open(folder) as part:
-        names = list(part.listing.files)
-        listing = part.listing
-    raw = {name: bytearray((folder / name).read_bytes()) for name in names}
-    change(raw)
-    sums = []
-    for name in names:
-        summing = description.Summing()
-        summing.update(raw[name])
-        sums += summing.done()
-        if bytes(raw[name]) != (folder / name).read_bytes():
-            rewrite(folder / name, bytes(raw[name]))
-    packed = struct.pack(f"<{len(sums)}Q", *sums)
-    rewrite(folder / ".engram" / "sums.bin", packed)
-    document = listing.document
-    entry = documents.msgspec.structs.replace(document.sums, sha256=hashlib.sha256(packed).hexdigest())
-    rewrite(folder / ".engram" / "part.json", documents.msgspec.structs.replace(document, sums=entry).encode())
-
-
-def _words(name, at, value, kind="<q"):
-    def change(raw):
-        struct.pack_into(kind, raw[name], at, value)
-
-    return change
-
-
-SPANS, ITEMS = ".engram/001.spans", ".engram/items.bin"
-BAD_FILES = {
-    "a length that is negative": _words(SPANS, 8, -1, "<i"),
-    "a length that is too long": _words(SPANS, 8, 1000, "<i"),
-    "an offset that falls": _words(SPANS, 12 * 9, 0),
-    "an offset before all": _words(SPANS, 12, -5),
-    "an offset behind the head": _words(SPANS, 12 * 9, 10**9),
-    "a piece of a lane that is not there": _words(ITEMS, 0, 7, "<I"),
-    "a piece of a field that leads none": _words(ITEMS, 4, 0, "<I"),
-    "a piece elsewhere": _words(ITEMS, 8, 3),
-    "a piece of no items": _words(ITEMS, 16, 0),
-    "a piece of more items": _words(ITEMS, 16, 10**6),
-    "a piece of other bytes": _words(ITEMS, 24, 17),
-    "flags": _words(ITEMS, 40, 6, "<I"),
-    "heads that are smaller": lambda raw: raw.__setitem__(".engram/000.bin", bytearray(len(raw[".engram/000.bin"]))),
-}
-
-
-@pytest.fixture(scope="module")
-def dumped(tmp_path_factory):
-    rb = fill(make(ring=said.ROOMY), 0, 30)
-    folder = tmp_path_factory.mktemp("ragged") / "storage"
-    rb.storage.dumps(folder)
-    return folder
-
-
-@pytest.mark.parametrize("what", BAD_FILES)
-def test_parts_that_say_what_no_store_does(what, dumped, ram):
-    folder = ram / "storage"
-    documents.os.makedirs(folder)
-    for path in sorted(dumped.rglob("*")):
-        to = folder / path.relative_to(dumped)
-        to.mkdir(exist_ok=True) if path.is_dir() else to.write_bytes(path.read_bytes())
-    rb = fill(make(ring=said.ROOMY), 700, 10)
-    before = contents(rb)
-    sealed(folder, lambda raw: None)
-    make(ring=said.ROOMY).storage.loads(folder)
-    sealed(folder, BAD_FILES[what])
-    with pytest.raises(CorruptCheckpoint):
-        rb.storage.loads(folder)
-    assert contents(rb) == before
-
-
-def test_damaged_items_are_named(dumped, ram):
-    rb = fill(make(), 0, 30)
-    rb.dumps(ram / "d")
-    name = next((ram / "d").glob("storage/.engram/items/0-1-*.bin"))
-    raw = bytearray(name.read_bytes())
-    raw[5] ^= 1
-    rewrite(name, bytes(raw))
-    assert [problem.path for problem in verify(ram / "d").problems] == [name]
-    before = contents(rb)
-    with pytest.raises(CorruptCheckpoint, match=name.name):
-        rb.loads(ram / "d")
-    assert contents(rb) == before
-    name.unlink()
-    with pytest.raises(CorruptCheckpoint, match=name.name):
-        make().loads(ram / "d")
-
-
-def test_inspect_shows_what_rows_hold(ram):
-    fill(make(), 0, 5).dumps(ram / "d")
-    result = CliRunner().invoke(main, ["inspect", str(ram / "d")])
-    assert not result.exit_code, result.output
-    lines = {line.split()[0]: line.split()[1:] for line in result.output.splitlines() if line}
-    assert lines["tokens"][:2] == ["int32", "[≤"]
-    assert lines["text"][0] == "utf-8"
-
-
-def test_older_readers_refuse_such_parts_by_version(dumped, monkeypatch):
-    monkeypatch.setattr(description.Part, "VERSIONS", ((1, 1),))
-    with pytest.raises(
-        IncompatibleCheckpoint, match=r"expected version 1\.1 or another 1\.x of engram\.part, got 2\.0"
-    ):
-        make().storage.loads(dumped)
-
-
-def test_layouts_of_other_libraries_refuse_them_by_name(ram):
-    rb = fill(make(), 0, 5)
-    rb.storage.register_save_hook(lambda data, path=None: data)
-    with pytest.raises(
-        ValueError, match="dumps: expected fields whose rows all have one size, got ragged ones: tokens"
-    ):
-        rb.dumps(ram / "d")
-    assert not (ram / "d").exists()
-    for layout in (FlatStorageCheckpointer(), NestedStorageCheckpointer()):
-        with pytest.raises(ValueError, match="ragged ones: tokens"):
-            layout.dumps(rb.storage, ram / "d")
-    assert not (ram / "d").exists()

@@ -22,7 +22,7 @@ ROOMS = {
     "remote": 2_887,
     "reshard": 1_124,
     "samplers": 1_650,
-    "saved": 5_309,
+    "saved": 5_331,
     "serving": 1_309,
     "storages": 5_234,
     "store": 7_115,

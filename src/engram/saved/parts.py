@@ -58,6 +58,10 @@ def write_part(folder: Path, part: str, kind: str, state: dict[str, object]) -> 
 class PartSnapshot(Protocol):
     """A component's state at one moment, which later changes do not touch."""
 
+    @property
+    def needs_pause(self) -> bool:
+        """Whether writers must wait until it is saved."""
+
     def save(self, folder: Path) -> object:
         """Write it into a new folder, as a part of a dump. Others may be writing. Raises as :meth:`Dumpable.dumps`."""
 
@@ -87,6 +91,7 @@ class StateSnapshot(NamedTuple):
     kind: str
     """The class of the component."""
     state: dict[str, object]
+    needs_pause: bool = False
 
     def save(self, folder: Path) -> PartInfo:
         return write_part(folder, self.part, self.kind, self.state)
@@ -144,7 +149,10 @@ class Dumpable(Stateful):
             prepared = self.prepare_snapshot()
             with self.paused:
                 snapshot = prepared.take()
-            snapshot.save(folder)
+                if snapshot.needs_pause:
+                    snapshot.save(folder)
+            if not snapshot.needs_pause:
+                snapshot.save(folder)
 
     def loads(self, path: str | Path) -> None:
         """Take over what :meth:`dumps` saved.

@@ -142,11 +142,14 @@ class ItemsWriter:
         for begin, end, piece in [*linked, (len(there), len(there), None)]:
             for some in _cut(rows.first, at, begin, block):
                 self._write_piece(group, lane, rows, some, numbers)
-            if piece is not None and not self._link(piece):
-                self._write_piece(group, lane, rows, slice(begin, end), numbers)
-            elif piece is not None and self._paranoid:
-                self._compare(group, rows, slice(begin, end), numbers, piece)
-            at = end
+            which, at = slice(begin, end), end
+            if piece is None:
+                break
+            holds = rows.same[which].all() or self._holds(group, rows, which, numbers, piece)
+            if not holds or not self._link(piece):
+                self._write_piece(group, lane, rows, which, numbers)
+            elif self._paranoid:
+                self._compare(group, rows, which, numbers, piece)
 
     def _same(self, rows: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
         if self._parent is None:
@@ -164,15 +167,30 @@ class ItemsWriter:
     def _linkable(
         self, rows: _LaneRows, lane: int, leader: int, block: int
     ) -> list[tuple[int, int, description.ItemsPiece]]:
-        """Pieces of the parent all of whose rows here are as they were: from which row to which, and the piece."""
+        """Pieces of the parent of which there are rows here: from which row to which, and the piece."""
         found = []
         for piece in self._theirs.get((lane, leader), ()):
             begin, end = np.searchsorted(rows.first, [piece.first, piece.end]).tolist()
-            if begin < end and rows.end[end - 1] <= piece.end and rows.same[begin:end].all():
+            if begin < end and rows.end[end - 1] <= piece.end:
                 found.append((begin, end, piece))
         blocks = np.array([piece.first // block for *_, piece in found], np.int64)
         _, number, counts = np.unique(blocks, return_inverse=True, return_counts=True)
         return [it for it, many in zip(found, counts[number] >= _PIECES_OF_A_BLOCK, strict=True) if not many]
+
+    def _holds(
+        self,
+        group: RaggedGroup,
+        rows: _LaneRows,
+        which: slice,
+        numbers: NDArray[np.int64],
+        piece: description.ItemsPiece,
+    ) -> bool:
+        """Whether a piece of the parent has the items of rows of which other fields were edited."""
+        assert self._parent is not None  # whose piece it is
+        summing = description.Summing()
+        summing.update(self._gathered(group, rows, which, numbers, piece.first, piece.items).numpy().data)
+        name = description.piece_name(piece.lane, piece.leader, piece.first)
+        return summing.done() == self._parent.reader.listing.sums_of(name)
 
     def _link(self, piece: description.ItemsPiece) -> bool:
         assert self._parent is not None  # whose piece it is

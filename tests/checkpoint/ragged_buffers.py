@@ -1,0 +1,43 @@
+"""Buffers with rows of any length, to save."""
+
+from engram import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
+from tests.storages import ragged_rows as said
+
+CAPACITY, RING = 39, 2000
+
+
+def make(lanes=1, ring=RING, capacity=CAPACITY, folder=None, **more):
+    more = {"lanes": lanes, "ragged": said.fields(), "ragged_bytes": ring, **more}
+    storage = (
+        LazyTensorStorage(capacity, **more)
+        if folder is None
+        else LazyMemmapStorage(capacity, scratch_dir=folder, **more)
+    )
+    return ReplayBuffer(storage=storage, batch_size=4)
+
+
+def fill(rb, first, n, **more):
+    """Rows ``[first, first + n)``, five to a lane in turns."""
+    for number in range(first, first + n, 5):
+        lane = {"lane": number // 5 % rb.storage.lanes} if rb.storage.lanes > 1 else {}
+        rb.extend({**said.rows(number, 5), **more}, **lane)
+    return rb
+
+
+def contents(rb, edited=()):
+    """What rows hold, by their place, as plain lists: each what its number says, unless it was edited."""
+    batch = rb[:]
+    if not edited:
+        said.check(batch)
+    columns = [batch["number"].tolist(), [it.tolist() for it in batch["tokens"].unbind()]]
+    columns += [[it.tolist() for it in batch["log_prob"].unbind()], list(batch["text"])]
+    return list(zip(*columns, strict=True))
+
+
+def heads(rb):
+    core = rb.storage.store.core
+    return [core.ragged_lane(lane)[1:] for lane in range(rb.storage.lanes)]
+
+
+def part_of(folder):
+    return max(folder.glob("ckpt-*/rank-*/storage"))
