@@ -8,7 +8,6 @@ ALLOWED = {"before any issue": 46_630, "34, GPU": 1_700, "36, RAGGED": 2_200}
 #: What each room may have: a folder of ``src/engram``. The modules that lie beside the folders are one room together.
 ROOMS = {
     "_support": 1_752,
-    "adapters": 385,
     "around": 3_904,
     "buffer": 6_311,
     "checkpoint": 2_044,

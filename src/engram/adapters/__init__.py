@@ -1,1 +1,0 @@
-"""Other frameworks' interfaces over engram's stores, a module each: nothing of engram imports them."""
