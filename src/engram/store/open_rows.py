@@ -62,7 +62,8 @@ class OpenRowIndex(LockedIndex["native.OpenRows"]):
     @classmethod
     def existing(cls, store: Store) -> OpenRows | None:
         """The slots of a store; None: it was never asked for some."""
-        index = store.indexes.refreshed().get(("main", cls.kind))
+        key = ("main", cls.kind)
+        index = store.indexes.get(key) or store.indexes.refreshed().get(key)
         return None if index is None else OpenRows(store, index)
 
 
