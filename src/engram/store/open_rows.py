@@ -182,6 +182,16 @@ class OpenSlot:
         at = self.rows.layout.lengths[leader]
         return self._memory[at : at + 4].view(torch.int32)
 
+    @property
+    def lengths(self) -> dict[int, int]:
+        """Items so far, by the leader of each group."""
+        return {leader: self.length(leader) for leader in self.rows.layout.lengths}
+
+    def shorten(self, lengths: Mapping[int, int]) -> None:
+        """Drop the items behind these lengths, while this process has the row."""
+        for leader, n in lengths.items() if self.is_mine else ():
+            self._lengths(leader).fill_(n)
+
     def is_given(self, number: int) -> bool:
         """Whether a field has a value; of a ragged one, whether it was ever appended to."""
         return bool(self._memory[self.rows.layout.given + number])
