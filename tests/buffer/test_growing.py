@@ -246,3 +246,15 @@ def test_no_field_is_added_where_slots_have_no_room_for_it(rb):
     row = rb.open_row(prompt=1)
     assert len(rb.unsealed()) == 1
     assert set(rb[row.seal(reward=1.0)]) == {"prompt", "reward", "tokens", "log_prob", "text"}
+
+
+def test_a_row_has_the_fields_that_its_process_added(tmp_path):
+    with made(tmp_path / "store") as rb:
+        rb.add({"prompt": 0, "reward": 0.0, "tokens": [0], "log_prob": [0.0], "text": ""})
+
+        def generate():
+            rb.add_field("value", 0.0)
+            rb.open_row(prompt=1, value=7.0, tokens=[1])
+
+        killed(generate)
+        assert rb[rb.unsealed()[0].resume().seal(reward=1.0)]["value"] == 7.0

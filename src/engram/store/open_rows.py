@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from engram._support import native
-from engram.errors import RateLimited
+from engram.errors import IncompatibleStore, RateLimited
+from engram.store.adding import adopt_fields
 from engram.store.indexes import LockedIndex
 from engram.store.memory import Block, private_block, torch_dtype
 
@@ -92,9 +93,13 @@ class _SlotLayout(NamedTuple):
 
 
 class OpenRows:
-    """The slots of a store, and what grows in them."""
+    """The slots of a store, and what grows in them. Raises ``IncompatibleStore``: they have room for rows of other fields."""
 
     def __init__(self, store: Store, index: OpenRowIndex) -> None:
+        if _SlotLayout.of(store.schema).nbytes != index.core.slot_bytes:
+            adopt_fields(store)  # that another process added before it made the slots
+            if _SlotLayout.of(store.schema).nbytes != index.core.slot_bytes:
+                raise IncompatibleStore("open rows: expected slots for rows of this store, got some for other fields.")
         self.store, self.index, self.schema = store, index, store.schema
         self.layout = _SlotLayout.of(store.schema)
 
