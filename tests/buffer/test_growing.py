@@ -157,9 +157,10 @@ def test_a_seal_waits_for_the_limits_of_the_store():
     rb = made(sampler=ConsumingSampler(max_sample_count=1))
     rb.limit(MaxInFlight(1))
     rb.open_row(prompt=1, late=LATE).seal(reward=0.0)
-    row = rb.open_row(prompt=2)
+    row = rb.open_row(prompt=2, tokens=[1])
     with pytest.raises(RateLimited, match="not admitted in time"):
-        row.seal(reward=0.0, timeout=0.01)
+        row.seal(reward=0.0, tokens=[2], timeout=0.01)
+    assert row.lengths == {"tokens": 1, "text": 0}  # to be given again
     assert row.is_abandoned is False
     assert len(rb.unsealed()) == 1
 
@@ -216,3 +217,44 @@ def test_processes_that_are_killed_lose_and_double_nothing(tmp_path):
             if left:
                 left[0].resume().seal(reward=float(number))
         assert len(rb) == rounds + 1
+
+
+def test_a_row_that_was_moved_is_sealed_where_it_is_now():
+    rb = made()
+    rb.add({"prompt": 0, "reward": 0.0, "tokens": [0], "log_prob": [0.0], "text": ""})
+    row = rb.open_row(prompt=1, tokens=[1])
+    with rb.share():
+        for change in (lambda: row.append(tokens=[2]), lambda: row.seal(reward=1.0), row.discard):
+            with pytest.raises(RuntimeError, match=r"share\(\) has moved"):
+                change()
+        rb.unsealed()[0].seal(reward=1.0)
+        assert rb[:]["prompt"].tolist() == [0, 1]
+
+
+def test_the_lane_of_a_row_is_said_when_it_is_opened():
+    rb = ReplayBuffer(storage=LazyTensorStorage(8, lanes=2, ragged=FIELDS, open_rows=1))
+    with pytest.raises(RuntimeError, match=r"open_row: expected the lane of a row.*open_row\(\.\.\., lane=k\)"):
+        rb.open_row(prompt=1, late=LATE)
+    assert rb.open_row(prompt=1, late=LATE, lane=1).seal(reward=0.0) == 4
+    assert rb.on_lane(0).open_row(prompt=1).seal(reward=0.0) == 0
+
+
+def test_no_field_is_added_where_slots_have_no_room_for_it(rb):
+    rb.open_row(prompt=1, late=LATE).discard()
+    with pytest.raises(RuntimeError, match="slots have no room for more fields"):
+        rb.add_field("value", 0.0)
+    row = rb.open_row(prompt=1)
+    assert len(rb.unsealed()) == 1
+    assert set(rb[row.seal(reward=1.0)]) == {"prompt", "reward", "tokens", "log_prob", "text"}
+
+
+def test_a_row_has_the_fields_that_its_process_added(tmp_path):
+    with made(tmp_path / "store") as rb:
+        rb.add({"prompt": 0, "reward": 0.0, "tokens": [0], "log_prob": [0.0], "text": ""})
+
+        def generate():
+            rb.add_field("value", 0.0)
+            rb.open_row(prompt=1, value=7.0, tokens=[1])
+
+        killed(generate)
+        assert rb[rb.unsealed()[0].resume().seal(reward=1.0)]["value"] == 7.0

@@ -23,6 +23,17 @@ from tests.storages import ragged_rows as said
 # ---- whole -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("way", ["state", "folder"])
+def test_rows_without_items_stay_when_others_follow_a_load(way, tmp_path):
+    rb = make(ring=1500, capacity=8)
+    for number in range(60):  # the ring of texts wraps, and then all texts are empty
+        rb.extend({**said.rows(number, 1), "text": ["x" * 40 if number < 50 else ""]})
+    rb.dumps(tmp_path) if way == "folder" else None
+    rb.load_state_dict(rb.state_dict()) if way == "state" else rb.loads(tmp_path)
+    rb.extend({**said.rows(60, 1), "text": ["x"]})
+    assert sorted(rb[:]["number"].tolist()) == [*range(53, 61)]
+
+
 @pytest.mark.parametrize("n", [5, 30, 100])
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_states_come_back(lanes, n):

@@ -26,6 +26,7 @@ from engram.storages._structure import Structure
 from engram.storages._types import as_tensor, cast
 from engram.store import DTYPE_NAMES, DTYPE_OF
 from engram.store import add_field as add_to_store
+from engram.store.open_rows import OpenRowIndex
 from engram.types import Write
 
 if TYPE_CHECKING:
@@ -379,8 +380,8 @@ def add_field(self: _Stored, key: str | tuple[str, ...], example: object, *, fil
             ``"index"`` and ``"index_generation"``; rows that take no entry more, such as tuples; a fill
             that the dtype does not hold, or of another shape.
         TypeError: an example that is no tensor, array or number; a list storage.
-        RuntimeError: nothing was ever written: the first row says the fields. Rows on an accelerator. A connection: call it where the
-            store is.
+        RuntimeError: nothing was ever written: the first row says the fields. Rows on an accelerator. Slots of :meth:`open_row`, which
+            have no room for it. A connection: call it where the store is.
         OSError: no space; the folder has a file of that name. ReadOnlyStore: the buffer only reads.
         WriterStalled: another thread or process was writing, or had paused the store, for 15 seconds. StoreInUse: another process is
             opening or closing it. Nothing is changed, whatever is raised.
@@ -432,6 +433,11 @@ def _checked(storage: Storage) -> storages.TensorStorage:
             f"{_CALL}: expected a store, but nothing was ever written. Write the field in the first row."
         )
     storage.memory.check_writable()
+    if storage.memory.schema.ragged and OpenRowIndex.existing(storage.memory) is not None:
+        raise RuntimeError(
+            f"{_CALL}: expected a store without slots for rows that grow, got one whose slots have no room for more fields. Call it before "
+            "the first open_row."
+        )
     if not storage.memory.is_native:
         raise RuntimeError(
             f"{_CALL}: expected rows on the CPU, got those of {storage.memory.place}. Write the field in the first row."

@@ -57,10 +57,8 @@ class OpenRow:
     @property
     def lengths(self) -> dict[Key, int]:
         """Items so far, by the key of the field that leads a group."""
-        schema = self._slot.rows.schema
-        return {
-            _key(schema.fields[group.leader].key): self._slot.length(group.leader) for group in schema.ragged_groups
-        }
+        fields = self._slot.rows.schema.fields
+        return {_key(fields[leader].key): n for leader, n in self._slot.lengths.items()}
 
     @property
     def fields(self) -> dict[Key, Tensor]:
@@ -174,10 +172,10 @@ class OpenRow:
         return self
 
     def _check_mine(self, call: str) -> None:
-        if not self._slot.is_mine:
+        if not (self._slot.is_mine and self._growing.has(self._slot)):
             raise RuntimeError(
-                f"{call}: expected an open row of this process, got one that was sealed or discarded, or that another process has. Take it "
-                "over with resume() if that process has ended, or open another."
+                f"{call}: expected an open row of this process, got one that was sealed or discarded, that another process has, or that "
+                "share() has moved. Choose one of rb.unsealed(), take it over with resume() if its process has ended, or open another."
             )
 
     def __repr__(self) -> str:
@@ -203,8 +201,7 @@ class GrowingRows:
                 "open_row: expected a storage with slots for rows that grow, got none. Make it with ragged={…} and open_rows=…: as many as "
                 "grow at once."
             )
-        if lane is not None:
-            lane = self._lanes.checked(lane, "open_row")
+        lane = self._lane("open_row") if lane is None else self._lanes.checked(lane, "open_row")
         if storage.memory is None:
             row = storage.ragged.without_items()
             row |= paths_of(data, fields, row, "open_row") | paths_of(late, {}, row, "open_row: late")
@@ -225,6 +222,10 @@ class GrowingRows:
             raise
         return OpenRow(self, slot, lane)
 
+    def has(self, slot: OpenSlot) -> bool:
+        """Whether a slot is of the store that the buffer has now."""
+        return slot.rows.store is self._wiring.storage.memory
+
     def unsealed(self) -> list[OpenRow]:
         """What ``ReplayBuffer.unsealed`` returns."""
         rows = self._existing()
@@ -236,7 +237,7 @@ class GrowingRows:
 
     def seal(self, slot: OpenSlot, lane: int | None, data: Mapping[Path, object], timeout: float) -> int:
         """What :meth:`OpenRow.seal` returns."""
-        wiring, schema = self._wiring, slot.rows.schema
+        schema = slot.rows.schema
         fixed, ragged = self._sorted(slot.rows, data, "seal")
         columns, given = self._columns(fixed, "seal"), self.items_of(slot, ragged, "seal")
         lacking = [
@@ -253,17 +254,21 @@ class GrowingRows:
             raise KeyError(
                 f"seal: expected a value for each field, got none for {', '.join(map(repr, lacking))}. Give them now."
             )
-        for number, column in columns.items():
-            slot.put(number, column)
-        for leader, (items, n) in given.items():
-            slot.append(leader, items, n)
-        if lane is None:
-            lane = (
-                self._lanes.default
-                if self._lanes.default is not None
-                else wiring.storage.unnamed_lanes("seal", batched=False)[0]
-            )
-        return self._sealed(slot, int(lane), timeout)
+        lane, before = self._lane("seal") if lane is None else lane, slot.lengths
+        try:
+            for number, column in columns.items():
+                slot.put(number, column)
+            for leader, (items, n) in given.items():
+                slot.append(leader, items, n)
+            return self._sealed(slot, lane, timeout)
+        except BaseException:
+            slot.shorten(before)
+            raise
+
+    def _lane(self, call: str) -> int:
+        """The lane of a row for which none was named."""
+        default = self._lanes.default
+        return int(self._wiring.storage.unnamed_lanes(call, batched=False)[0]) if default is None else default
 
     def _sealed(self, slot: OpenSlot, lane: int, timeout: float) -> int:
         storage = self._wiring.storage

@@ -383,6 +383,9 @@ class PartItems:
                     f"expected items of {saved.fields[group.leader].name} where a store has them, in order and in a file that is "
                     f"listed, got {found[1]} at {found[0]} in row {wrong}",
                 )
+            # Rows without items stay as long as those behind them.
+            first = torch.where(spans.lengths[order] > 0, spans.offsets[order], head)
+            spans.offsets[order] = first.flip(0).cummin(0).values.flip(0)
         return spans
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from engram._support import native
-from engram.errors import RateLimited
+from engram.errors import IncompatibleStore, RateLimited
+from engram.store.adding import adopt_fields
 from engram.store.indexes import LockedIndex
 from engram.store.memory import Block, private_block, torch_dtype
 
@@ -93,9 +94,13 @@ class _SlotLayout(NamedTuple):
 
 
 class OpenRows:
-    """The slots of a store, and what grows in them."""
+    """The slots of a store, and what grows in them. Raises ``IncompatibleStore``: they have room for rows of other fields."""
 
     def __init__(self, store: Store, index: OpenRowIndex) -> None:
+        if _SlotLayout.of(store.schema).nbytes != index.core.slot_bytes:
+            adopt_fields(store)  # that another process added before it made the slots
+            if _SlotLayout.of(store.schema).nbytes != index.core.slot_bytes:
+                raise IncompatibleStore("open rows: expected slots for rows of this store, got some for other fields.")
         self.store, self.index, self.schema = store, index, store.schema
         self.layout = _SlotLayout.of(store.schema)
 
@@ -182,6 +187,16 @@ class OpenSlot:
     def _lengths(self, leader: int) -> Tensor:
         at = self.rows.layout.lengths[leader]
         return self._memory[at : at + 4].view(torch.int32)
+
+    @property
+    def lengths(self) -> dict[int, int]:
+        """Items so far, by the leader of each group."""
+        return {leader: self.length(leader) for leader in self.rows.layout.lengths}
+
+    def shorten(self, lengths: Mapping[int, int]) -> None:
+        """Drop the items behind these lengths, while this process has the row."""
+        for leader, n in lengths.items() if self.is_mine else ():
+            self._lengths(leader).fill_(n)
 
     def is_given(self, number: int) -> bool:
         """Whether a field has a value; of a ragged one, whether it was ever appended to."""

@@ -39,7 +39,7 @@ class Spans(NamedTuple):
         return column
 
     def moved(self, by: Tensor) -> Spans:
-        """The same elsewhere, but for rows without items, which have no place: int64 ``[n]``, by how much."""
+        """The same elsewhere; 0 for rows without items: int64 ``[n]``, by how much."""
         return Spans(torch.where(self.lengths > 0, self.offsets + by, 0), self.lengths)
 
 
@@ -183,7 +183,7 @@ class SavedItems(Protocol):
     """int64 ``[n]``: the lane of each row."""
 
     def spans(self, group: int) -> Spans:
-        """Of all rows up to the last one, ``[n]``; length 0 where a row holds nothing."""
+        """Of all rows up to the last one, ``[n]``; length 0 where a row holds nothing. The offsets of live ones grow."""
 
     def pieces(self, group: int) -> Iterator[Piece]:
         """The items of all rows."""
@@ -209,7 +209,8 @@ class RingsTarget:
         self.shifts = shifts = (behind + rings - 1) // rings * rings
         self._heads = saved.heads + shifts
         for number, group in enumerate(groups):
-            spans = saved.spans(number).moved(shifts[saved.lane_of, number])
+            spans = saved.spans(number)
+            spans = Spans(spans.offsets + shifts[saved.lane_of, number], spans.lengths)
             to = columns[group.leader]
             if columns.put is None:
                 to[: len(spans.lengths)] = spans.column
