@@ -114,7 +114,7 @@ def test_each_version_of_a_row_crosses_once(device, in_files):
 
 
 def test_large_stores_come_in_pieces(device, in_files, monkeypatch):
-    monkeypatch.setattr("engram.device.sender._AT_ONCE", 100)
+    monkeypatch.setattr("engram.device.direct._AT_ONCE", 100)
     here, there = pair(storage=in_files)
     for got in itertools.islice(resident(here), 2):
         assert same(got, there.sample())

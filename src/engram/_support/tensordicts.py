@@ -23,26 +23,6 @@ if TYPE_CHECKING:
     from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
     from torch import Tensor
 
-__all__ = [
-    "children",
-    "copies",
-    "detached",
-    "is_bare",
-    "is_lazy_stack",
-    "is_non_tensor",
-    "is_plain_tensordict",
-    "is_tensor_collection",
-    "is_tensorclass",
-    "lazy_stack",
-    "objects_in",
-    "one_object",
-    "put",
-    "stack_of_objects",
-    "tensordict_type",
-    "transparent_type",
-    "wrap",
-]
-
 
 @functools.cache
 def tensordict_type() -> type[TensorDict]:

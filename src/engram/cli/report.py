@@ -208,18 +208,8 @@ def _figures(buffer: ReplayBuffer) -> dict[str, tuple[Figure | None, str]]:
 
 
 def _draw(buffer: ReplayBuffer, name: str, axes: Axes) -> None:
-    plots = buffer.plot
-    draw: dict[str, Callable[..., Axes]] = {
-        "priority": plots.priority,
-        "weights": plots.weights,
-        "age": plots.age,
-        "usage": plots.usage,
-        "returns": plots.returns,
-        "map": plots.map,
-        "ratio": plots.ratio,
-        "throughput": plots.throughput,
-    }
-    draw[name](ax=axes)
+    draw: Callable[..., Axes] = getattr(buffer.plot, name)
+    draw(ax=axes)
 
 
 def _figure(columns: int, lines: int) -> Figure:

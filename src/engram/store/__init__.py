@@ -2,96 +2,56 @@
 blocks; locks; lifetime; indexes; adding; store; requests, device and readonly; elsewhere; opening.
 """
 
-from engram.store.adding import add_field, fill_rows
-from engram.store.blocks import GENERATION, INDEX, WEIGHT, BlockLayout, DrawingInto, DrawingPart, Key, Masses, ThreadKey
-from engram.store.device import DevicePriorities, DeviceStore, Mirror, copy_rows
-from engram.store.elsewhere import ForeignStore
-from engram.store.indexes import INDEX_KINDS, Host, Index, LockedIndex, TicketIndex, check_index_name
-from engram.store.lifetime import (
-    Process,
-    erase,
-    forget_temporary,
-    maker_of,
-    occupied,
-    shared_memory,
-    sweep_shared_memory,
-)
-from engram.store.memory import (
-    DTYPE_NAMES,
-    DTYPE_OF,
-    Block,
-    Copied,
-    as_rows,
-    dlpack_specs,
-    private_block,
-    read_block,
-    torch_dtype,
-)
-from engram.store.opening import (
-    create_store,
-    holds_store,
-    moved,
-    open_readonly,
-    open_store,
-    origin_of,
-    reattach,
-    skip_numbers,
-)
-from engram.store.requests import OutOfOrder, Requests, Written
-from engram.store.store import Repair, Saved, Store, StoreState
-
-__all__ = [
-    "DTYPE_NAMES",
-    "DTYPE_OF",
-    "GENERATION",
-    "INDEX",
-    "INDEX_KINDS",
-    "WEIGHT",
-    "Block",
-    "BlockLayout",
-    "Copied",
-    "DevicePriorities",
-    "DeviceStore",
-    "DrawingInto",
-    "DrawingPart",
-    "ForeignStore",
-    "Host",
-    "Index",
-    "Key",
-    "LockedIndex",
-    "Masses",
-    "Mirror",
-    "OutOfOrder",
-    "Process",
-    "Repair",
-    "Requests",
-    "Saved",
-    "Store",
-    "StoreState",
-    "ThreadKey",
-    "TicketIndex",
-    "Written",
-    "add_field",
-    "as_rows",
-    "check_index_name",
-    "copy_rows",
-    "create_store",
-    "dlpack_specs",
-    "erase",
-    "fill_rows",
-    "forget_temporary",
-    "holds_store",
-    "maker_of",
-    "moved",
-    "occupied",
-    "open_readonly",
-    "open_store",
-    "origin_of",
-    "private_block",
-    "read_block",
-    "reattach",
-    "shared_memory",
-    "skip_numbers",
-    "sweep_shared_memory",
-    "torch_dtype",
-]
+from engram.store.adding import add_field as add_field
+from engram.store.adding import fill_rows as fill_rows
+from engram.store.blocks import GENERATION as GENERATION
+from engram.store.blocks import INDEX as INDEX
+from engram.store.blocks import WEIGHT as WEIGHT
+from engram.store.blocks import BlockLayout as BlockLayout
+from engram.store.blocks import DrawingInto as DrawingInto
+from engram.store.blocks import DrawingPart as DrawingPart
+from engram.store.blocks import Key as Key
+from engram.store.blocks import Masses as Masses
+from engram.store.blocks import ThreadKey as ThreadKey
+from engram.store.device import DevicePriorities as DevicePriorities
+from engram.store.device import DeviceStore as DeviceStore
+from engram.store.device import Mirror as Mirror
+from engram.store.device import copy_rows as copy_rows
+from engram.store.elsewhere import ForeignStore as ForeignStore
+from engram.store.indexes import INDEX_KINDS as INDEX_KINDS
+from engram.store.indexes import Host as Host
+from engram.store.indexes import Index as Index
+from engram.store.indexes import LockedIndex as LockedIndex
+from engram.store.indexes import TicketIndex as TicketIndex
+from engram.store.indexes import check_index_name as check_index_name
+from engram.store.lifetime import Process as Process
+from engram.store.lifetime import erase as erase
+from engram.store.lifetime import forget_temporary as forget_temporary
+from engram.store.lifetime import maker_of as maker_of
+from engram.store.lifetime import occupied as occupied
+from engram.store.lifetime import shared_memory as shared_memory
+from engram.store.lifetime import sweep_shared_memory as sweep_shared_memory
+from engram.store.memory import DTYPE_NAMES as DTYPE_NAMES
+from engram.store.memory import DTYPE_OF as DTYPE_OF
+from engram.store.memory import Block as Block
+from engram.store.memory import Copied as Copied
+from engram.store.memory import as_rows as as_rows
+from engram.store.memory import dlpack_specs as dlpack_specs
+from engram.store.memory import private_block as private_block
+from engram.store.memory import read_block as read_block
+from engram.store.memory import torch_dtype as torch_dtype
+from engram.store.opening import create_store as create_store
+from engram.store.opening import holds_store as holds_store
+from engram.store.opening import moved as moved
+from engram.store.opening import open_readonly as open_readonly
+from engram.store.opening import open_store as open_store
+from engram.store.opening import origin_of as origin_of
+from engram.store.opening import reattach as reattach
+from engram.store.opening import skip_numbers as skip_numbers
+from engram.store.requests import OutOfOrder as OutOfOrder
+from engram.store.requests import Requests as Requests
+from engram.store.requests import Written as Written
+from engram.store.store import Repair as Repair
+from engram.store.store import Saved as Saved
+from engram.store.store import Store as Store
+from engram.store.store import StoreState as StoreState

@@ -11,9 +11,8 @@ from engram._support.devices import check_room
 from engram.errors import EMPTY, NoSampleable, PriorityError, RowError
 from engram.format.sizes import device_priority_bytes
 from engram.store.blocks import Key, Masses
-from engram.store.device.row_chain import RowKernels, tree_state
+from engram.store.device.row_chain import RowKernels, SumTree, tree_state
 from engram.store.device.row_operations import Drawing
-from engram.store.device.tree import SumTree
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
