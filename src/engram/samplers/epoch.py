@@ -76,7 +76,7 @@ class SamplerWithoutReplacement(NativeSampler):
         self.drop_last = bool(drop_last)
         self.shuffle = bool(shuffle)
         self.index_name = index
-        self._own = EpochIndex.own()
+        self._own = EpochIndex.alone(native.epoch_bytes)
         self._bound: tuple[Store | None, EpochIndex] = (None, self._own)
         """The store that was drawn from last, and its epoch: the sampler's own, or that of a directory. Replaced as a whole."""
         self._storage: SampledStorage | None = None
@@ -312,6 +312,6 @@ class SamplerWithoutReplacement(NativeSampler):
     def __setstate__(self, state: dict[str, Any]) -> None:
         walk = state.pop("walk")
         self.__dict__.update({"_storage": None, "_needed": 1, **state})
-        self._own = EpochIndex.own()
+        self._own = EpochIndex.alone(native.epoch_bytes)
         self._own.progress = (*walk, 0)[:4]  # earlier versions pickled three
         self._bound = (None, self._own)

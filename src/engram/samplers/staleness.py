@@ -39,7 +39,7 @@ class ConsumerVersion:
     def __init__(self, name: str) -> None:
         self._name = name
         self._storage: SampledStorage | None = None
-        self._own = ConsumerVersionIndex.own()
+        self._own = ConsumerVersionIndex.alone(native.consumer_version_bytes)
         self._index: ConsumerVersionIndex | None = None
 
     def bind(self, storage: SampledStorage) -> None:

@@ -86,6 +86,8 @@ class LockedIndex(Generic[C]):
     kind: str
     #: Makes the core around memory of an address and a size; the last argument keeps it alive. Raises ``ValueError``: it is no such memory.
     make_core: Callable[..., C]
+    #: Formats memory of an address and a size; what follows are the index's own arguments.
+    format_memory: Callable[..., None]
     #: Frees the lock in memory of an address and a size. Raises ``ValueError``: it is no such memory.
     reset_mutex: Callable[[int, int], None]
 
@@ -105,10 +107,19 @@ class LockedIndex(Generic[C]):
             fork.registered(self.core)
 
     @classmethod
-    def of_name(cls, indexes: Indexes, name: str, nbytes: int, make: Callable[[Block], None]) -> tuple[Self, bool]:
+    def of_name(cls, indexes: Indexes, name: str, nbytes: int, *given: object) -> tuple[Self, bool]:
         """As :meth:`Indexes.lasting`. Raises ``TypeError``, ``ValueError``, too: not a name of an index."""
         check_index_name(name)
-        return indexes.lasting(name, cls.kind, nbytes, make)
+        return indexes.lasting(
+            name, cls.kind, nbytes, lambda block: cls.format_memory(block.address, block.nbytes, *given)
+        )
+
+    @classmethod
+    def alone(cls, nbytes: int, *given: object) -> Self:
+        """One in private memory, of so many bytes, made with what is given to :attr:`format_memory`."""
+        block = private_block(nbytes)
+        cls.format_memory(block.address, block.nbytes, *given)
+        return cls(block, None)
 
     def made_around(self, block: Block, host: Host | None) -> C:  # noqa: ARG002 - it depends on no row
         """The core. Raises ``ValueError``: it is no such memory."""

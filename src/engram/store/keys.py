@@ -17,7 +17,6 @@ from engram.store.indexes import TicketIndex
 from engram.store.row_indexes import MAX_KEY_BYTES
 
 if TYPE_CHECKING:
-    from engram.store.memory import Block
     from engram.store.store import Store
 
 #: dtypes of keys that are numbers.
@@ -35,6 +34,7 @@ class KeyIndex(TicketIndex[native.Keys]):
     make_core = native.Keys
     reset_mutex = staticmethod(native.reset_keys_mutex)
     copy_memory = staticmethod(native.copy_keys)
+    format_memory = staticmethod(native.format_keys)
 
     @classmethod
     def of_store(cls, store: Store, key: FieldPath) -> KeyIndex:
@@ -46,12 +46,8 @@ class KeyIndex(TicketIndex[native.Keys]):
             OSError: no space for its file.
         """
         number = key_field(store.schema, key)
-        field = store.schema.fields[number]
-
-        def make(block: Block) -> None:
-            native.format_keys(block.address, block.nbytes, store.capacity, number, field.row_bytes)
-
-        index, _ = cls.of_name(store.indexes, cls.NAME, native.keys_bytes(store.capacity), make)
+        rows, key_bytes = store.capacity, store.schema.fields[number].row_bytes
+        index, _ = cls.of_name(store.indexes, cls.NAME, native.keys_bytes(rows), rows, number, key_bytes)
         if index.core.field != number:
             raise IncompatibleStore(
                 f"index_keys: expected the field {public(store.schema.fields[index.core.field].key)!r}, by which rows of this store are "

@@ -11,7 +11,7 @@ from engram._support import native
 from engram.errors import IncompatibleStore, RateLimited
 from engram.store.adding import adopt_fields
 from engram.store.indexes import LockedIndex
-from engram.store.memory import Block, private_block, torch_dtype
+from engram.store.memory import Block, torch_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,16 +33,11 @@ class OpenRowIndex(LockedIndex["native.OpenRows"]):
 
     kind = "open"
     make_core = native.OpenRows
+    format_memory = staticmethod(native.format_open_rows)
 
     @classmethod
     def free_lock(cls, block: Block) -> None:
         """It has none: a slot changes hands in one step."""
-
-    @classmethod
-    def copied(cls, memory: Tensor) -> Block:
-        block = private_block(memory.numel())
-        block.tensor.copy_(memory)
-        return block
 
     @classmethod
     def of_store(cls, store: Store, slots: int) -> OpenRows:
@@ -53,12 +48,7 @@ class OpenRowIndex(LockedIndex["native.OpenRows"]):
         """
         slot_bytes = _SlotLayout.of(store.schema).nbytes
         nbytes = native.open_rows_bytes(slots, slot_bytes)
-
-        def make(block: Block) -> None:
-            native.format_open_rows(block.address, block.nbytes, slots, slot_bytes)
-
-        index, _ = cls.of_name(store.indexes, "main", nbytes, make)
-        return OpenRows(store, index)
+        return OpenRows(store, cls.of_name(store.indexes, "main", nbytes, slots, slot_bytes)[0])
 
     @classmethod
     def existing(cls, store: Store) -> OpenRows | None:

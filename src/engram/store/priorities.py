@@ -15,7 +15,7 @@ import torch
 from engram._support import native
 from engram._support.state import real, tensor_in, typed
 from engram.errors import IncompatibleCheckpoint, IncompatibleStore, PriorityError, RowError
-from engram.store import DevicePriorities, DeviceStore, DrawingPart, Store, TicketIndex, check_index_name, private_block
+from engram.store import DevicePriorities, DeviceStore, DrawingPart, Store, TicketIndex, check_index_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -153,6 +153,7 @@ class PriorityIndex(TicketIndex[native.Priorities]):
     on_device = retired = False
     reset_mutex = staticmethod(native.reset_priorities_mutex)
     copy_memory = staticmethod(native.copy_priorities)
+    format_memory = staticmethod(native.format_priorities)
 
     def count(self, stats: dict[str, float]) -> None:
         """As :meth:`Index.count`: updates that came too late, and the sum of what rows are drawn by."""
@@ -169,15 +170,11 @@ class PriorityIndex(TicketIndex[native.Priorities]):
             OSError: no space for its file.
         """
         check_index_name(name)
-
-        def make(block: Block) -> None:
-            native.format_priorities(block.address, block.nbytes, store.capacity, *config)
-
         nbytes = native.priority_bytes(store.capacity, config.within_buffer)
         # No other thread looks while they are on neither the device nor the host.
         with store.placing() if isinstance(store, DeviceStore) else contextlib.nullcontext():
             moved = DeviceIndex.taken_off(store, name, config)
-            index, made = cls.of_name(store.indexes, name, nbytes, make)
+            index, made = cls.of_name(store.indexes, name, nbytes, store.capacity, *config)
             if moved is not None:
                 index.restore(moved)
         check_parameters(name, index.core, config)
@@ -186,9 +183,7 @@ class PriorityIndex(TicketIndex[native.Priorities]):
     @classmethod
     def of_list(cls, rows: int, config: PriorityConfig) -> PriorityIndex:
         """Priorities of a list's items. The caller compares their tickets."""
-        block = private_block(native.priority_bytes(rows, config.within_buffer))
-        native.format_priorities(block.address, block.nbytes, rows, *config)
-        return cls(block, None)
+        return cls.alone(native.priority_bytes(rows, config.within_buffer), rows, *config)
 
     def draw(self, key: int, n: int, *, leaves: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """``n`` rows by priority, with replacement: int64 rows, int64 ticket numbers, float64 weights, or ``leaves`` in place of these.

@@ -9,7 +9,7 @@ import torch
 from engram._support import native
 from engram.errors import EngramError, RowError
 from engram.store.indexes import LockedIndex
-from engram.store.memory import Block, dlpack_specs
+from engram.store.memory import dlpack_specs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,6 +52,7 @@ class WritersIndex(LockedIndex[native.Writers]):
 
     kind = "writers"
     make_core = native.Writers
+    format_memory = staticmethod(native.format_writers)
 
 
 class Requests:
@@ -182,13 +183,9 @@ class Requests:
 
     def _table(self) -> native.Writers:
         if self._writers is None:
-
-            def make(block: Block) -> None:
-                native.format_writers(block.address, block.nbytes, self._room)
-
             known = self._store.indexes.refreshed().get((NAME, WritersIndex.kind))
             nbytes = native.writers_bytes(self._room) if known is None else known.block.nbytes
-            self._writers = WritersIndex.of_name(self._store.indexes, NAME, nbytes, make)[0]
+            self._writers = WritersIndex.of_name(self._store.indexes, NAME, nbytes, self._room)[0]
         table: native.Writers = self._writers.core
         return table
 

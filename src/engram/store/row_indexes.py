@@ -18,7 +18,7 @@ from engram.errors import IncompatibleStore
 from engram.format import layout
 from engram.format.schema import DTYPES, Field
 from engram.store.indexes import LockedIndex, TicketIndex
-from engram.store.memory import Block, dlpack_specs, private_block, read_block
+from engram.store.memory import Block, dlpack_specs, read_block
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,6 +56,7 @@ class ConsumptionIndex(TicketIndex[native.Consumption]):
     make_core = native.Consumption
     reset_mutex = staticmethod(native.reset_consumption_mutex)
     copy_memory = staticmethod(native.copy_consumption)
+    format_memory = staticmethod(native.format_consumption)
 
     def count(self, stats: dict[str, float]) -> None:
         """As :meth:`Index.count`: rows that are not used up."""
@@ -70,18 +71,13 @@ class ConsumptionIndex(TicketIndex[native.Consumption]):
             IncompatibleStore: the rows of that index are drawn another number of times.
             OSError: no space for its file.
         """
-
-        def make(block: Block) -> None:
-            native.format_consumption(block.address, block.nbytes, store.capacity, most)
-
-        return cls.of_name(store.indexes, name, native.consumption_bytes(store.capacity), make)[0].checked(name, most)
+        nbytes = native.consumption_bytes(store.capacity)
+        return cls.of_name(store.indexes, name, nbytes, store.capacity, most)[0].checked(name, most)
 
     @classmethod
     def of_list(cls, rows: int, most: int) -> ConsumptionIndex:
         """Counts of a list's items, which are live as long as the index knows a ticket of theirs."""
-        block = private_block(native.consumption_bytes(rows))
-        native.format_consumption(block.address, block.nbytes, rows, most)
-        return cls(block, None)
+        return cls.alone(native.consumption_bytes(rows), rows, most)
 
     def checked(self, name: str, most: int) -> ConsumptionIndex:
         """The index itself. Raises ``IncompatibleStore``: its rows are drawn another number of times."""
@@ -141,6 +137,7 @@ class UsageIndex(LockedIndex[native.Usage]):
     #: Its name, of which there is one.
     NAME = "main"
     make_core = native.Usage
+    format_memory = staticmethod(native.format_usage)
 
     @classmethod
     def free_lock(cls, block: Block) -> None:
@@ -149,11 +146,7 @@ class UsageIndex(LockedIndex[native.Usage]):
     @classmethod
     def of_store(cls, store: Store) -> UsageIndex:
         """The index, made if there is none: then no row counts as sampled. Raises ``OSError``: no space for its file."""
-
-        def make(block: Block) -> None:
-            native.format_usage(block.address, block.nbytes, store.capacity)
-
-        index, made = cls.of_name(store.indexes, cls.NAME, native.usage_bytes(store.capacity), make)
+        index, made = cls.of_name(store.indexes, cls.NAME, native.usage_bytes(store.capacity), store.capacity)
         if made:
             store.core.ask_for_usage()
         return index
@@ -190,19 +183,18 @@ class UsageIndex(LockedIndex[native.Usage]):
 
 
 class EpochIndex(LockedIndex[native.Epoch]):
-    """Each call of ``core.next`` takes the next stretch of rows. Made by :meth:`of_store` and :meth:`own`."""
+    """Each call of ``core.next`` takes the next stretch of rows. Made by :meth:`of_store` and :meth:`alone`."""
 
     reset_mutex = staticmethod(native.reset_epoch_mutex)
 
     kind = "pass"
     make_core = native.Epoch
 
-    @classmethod
-    def own(cls) -> EpochIndex:
-        """One in private memory."""
-        block = private_block(native.epoch_bytes)
-        native.format_epoch(block.address, block.nbytes)
-        return cls(block, None)
+    @staticmethod
+    def format_memory(address: int, nbytes: int, begun: Progress = NONE) -> None:
+        """Make memory one that continues from there."""
+        native.format_epoch(address, nbytes)
+        native.Epoch(address, nbytes, None).state = begun
 
     @classmethod
     def of_store(cls, store: Store, name: str, begun: Progress) -> EpochIndex:
@@ -212,12 +204,7 @@ class EpochIndex(LockedIndex[native.Epoch]):
             ValueError: not a name of an index.
             OSError: no space for its file.
         """
-
-        def make(block: Block) -> None:
-            native.format_epoch(block.address, block.nbytes)
-            native.Epoch(block.address, block.nbytes, block.tensor).state = begun
-
-        return cls.of_name(store.indexes, name, native.epoch_bytes, make)[0]
+        return cls.of_name(store.indexes, name, native.epoch_bytes, begun)[0]
 
     @property
     def progress(self) -> Progress:
@@ -259,6 +246,7 @@ class ChangesIndex(LockedIndex[native.Changes]):
 
     kind = "changes"
     make_core = native.Changes
+    format_memory = staticmethod(native.format_changes)
 
     @classmethod
     def of_store(cls, store: Store, *, samples: bool = False) -> ChangesIndex:
@@ -268,13 +256,9 @@ class ChangesIndex(LockedIndex[native.Changes]):
             store: whose rows these are.
             samples: rows that are sampled count as changed.
         """
-
-        def make(block: Block) -> None:
-            native.format_changes(block.address, block.nbytes, store.capacity, samples)
-
         # Processes attach indexes by name, and a row is counted before it is marked only if the counts come first: they are "main".
         name = "sampled" if samples else "written"
-        index, made = cls.of_name(store.indexes, name, native.changes_bytes(store.capacity), make)
+        index, made = cls.of_name(store.indexes, name, native.changes_bytes(store.capacity), store.capacity, samples)
         if made and samples:
             store.core.ask_for_usage()
         return index
@@ -285,10 +269,11 @@ class ChangesIndex(LockedIndex[native.Changes]):
 
 
 class ConsumerVersionIndex(LockedIndex[native.ConsumerVersion]):
-    """A version that only grows, until the store is emptied. It has no lock. Made by :meth:`of_store` and :meth:`own`."""
+    """A version that only grows, until the store is emptied. It has no lock. Made by :meth:`of_store` and :meth:`alone`."""
 
     kind = "consumer"
     make_core = native.ConsumerVersion
+    format_memory = staticmethod(native.format_consumer_version)
 
     @classmethod
     def free_lock(cls, block: Block) -> None:
@@ -300,20 +285,9 @@ class ConsumerVersionIndex(LockedIndex[native.ConsumerVersion]):
         stats["consumer_version"] = max(self.core.version, stats.get("consumer_version", self.core.version))
 
     @classmethod
-    def own(cls) -> ConsumerVersionIndex:
-        """One in private memory."""
-        block = private_block(native.consumer_version_bytes)
-        native.format_consumer_version(block.address, block.nbytes)
-        return cls(block, None)
-
-    @classmethod
     def of_store(cls, store: Store, name: str) -> ConsumerVersionIndex:
         """The index of a store under a name. Raises ``ValueError``: not a name of an index. ``OSError``: no space for its file."""
-
-        def make(block: Block) -> None:
-            native.format_consumer_version(block.address, block.nbytes)
-
-        return cls.of_name(store.indexes, name, native.consumer_version_bytes, make)[0]
+        return cls.of_name(store.indexes, name, native.consumer_version_bytes)[0]
 
 
 class GroupRules(NamedTuple):
@@ -363,6 +337,7 @@ class GroupIndex(TicketIndex[native.Groups]):
     make_core = native.Groups
     reset_mutex = staticmethod(native.reset_groups_mutex)
     copy_memory = staticmethod(native.copy_groups)
+    format_memory = staticmethod(native.format_groups)
 
     @classmethod
     def of_store(cls, store: Store, name: str, key: FieldPath, rules: GroupRules) -> GroupIndex:
@@ -376,16 +351,12 @@ class GroupIndex(TicketIndex[native.Groups]):
         """
         policy = _policy_of(store, key, rules)
         asked = _numbers_of(policy)
-
-        def make(block: Block) -> None:
-            native.format_groups(block.address, block.nbytes, store.capacity, policy)
-
         indexes = store.indexes
         index: GroupIndex | None = indexes.get((name, cls.kind)) or indexes.refreshed().get((name, cls.kind))
         if index is not None:  # perhaps of another size
             index.check(store, name, asked)
         nbytes = native.groups_bytes(store.capacity, policy) if index is None else index.block.nbytes
-        index, _ = cls.of_name(indexes, name, nbytes, make)
+        index, _ = cls.of_name(indexes, name, nbytes, store.capacity, policy)
         index.check(store, name, asked)
         return index
 
