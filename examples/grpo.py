@@ -121,7 +121,7 @@ def learn(folder, updates, die_after=None):
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     with (folder / "used").open("a") as used:
         while state["version"] < updates:
-            batch = rb.sample(timeout=120)
+            batch = rb.sample(timeout=600)
             pairs = zip(batch["answer"].tolist(), batch["reward"].tolist(), strict=True)
             used.write("".join(f"{answer} {reward}\n" for answer, reward in pairs))
             used.flush()
@@ -165,9 +165,9 @@ def main():
         used = [line.split() for line in (folder / "used").read_text().splitlines()]
         rewards = torch.tensor([float(reward) for _, reward in used]).reshape(-1, GROUPS * ANSWERS).mean(1)
         print(f"{len(used)} answers were trained on, {len(used) - len({answer for answer, _ in used})} of them twice")
-        rb = ReplayBuffer.open(folder / "store")
-        there = sorted(int(answer) for answer in rb[:]["answer"] if answer < 2_000_000)
-        print(f"of {4 * ANSWERS + 1} answers of the first generator {len(there)} are there")
+        rb = new_buffer(folder)
+        there = int((rb["answer"] < 2_000_000).sum())
+        print(f"of {4 * ANSWERS + 1} answers of the first generator {there} are there")
         print(f"mean reward of the first batches: {rewards[:5].mean():.2f}, of the last: {rewards[-5:].mean():.2f}")
 
 
