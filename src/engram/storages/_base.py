@@ -1303,7 +1303,7 @@ class Storage(Declared, Dumpable, Port):
                 lost = (
                     ""
                     if holes is None
-                    else f"; {len(holes)} between them were removed, or lost with a writer that died"
+                    else f"; {len(holes)} between them were removed, lost their items to newer ones, or died with a writer"
                 )
                 raise RowError(
                     f"rb[index]: row {int(dead[0])} is not live: expected one of {words.count(len(self), 'row')} with data{lost}."

@@ -138,9 +138,10 @@ def key_field(schema: Schema, key: FieldPath) -> int:
     field = schema.fields[numbers[key]]
     number = field.dtype in _INTEGERS and field.row_bytes == DTYPES[field.dtype]
     if not (number or _is_text(field)) or not 0 < field.row_bytes <= MAX_KEY_BYTES:
+        found = "rows of any length" if numbers[key] in schema.ragged else f"{field.dtype} {list(field.shape)}"
         raise TypeError(
             f"index_keys: {public(key)!r}: expected one integer per row, {', '.join(_INTEGERS)}, or the bytes of a text, uint8 [n] with "
-            f"n of at most {MAX_KEY_BYTES}, filled up with zeros; got {field.dtype} {list(field.shape)}. Number the rows, or hash their "
+            f"n of at most {MAX_KEY_BYTES}, filled up with zeros; got {found}. Number the rows, or hash their "
             "names."
         )
     return numbers[key]

@@ -165,7 +165,7 @@ class RaggedStore(Store):
                 at = int((there != given).int().argmax())
                 raise ValueError(
                     f"{call}: field {self.schema.fields[number].name}: expected {int(there[at])} items, as row {int(rows[at])} has, got "
-                    f"{int(given[at])}: an edit keeps the length. Write another row."
+                    f"{int(given[at])}: an edit keeps the length. Write another row, or let rows grow in rb.open_row()."
                 )
 
     # ---- reading -----------------------------------------------------------------------------------------------------
