@@ -141,6 +141,14 @@ def test_without_slots_or_ragged_fields(tmp_path):
         rb.open_row(prompt=1).discard()
 
 
+def test_whoever_opens_the_folder_may_open_rows_first(tmp_path):
+    with made(tmp_path / "store") as rb:
+        rb.add({"tokens": [1], "text": "a", "prompt": 1, "reward": 0.0})
+        with ReplayBuffer.open(tmp_path / "store") as other:
+            other.open_row(prompt=2).append(tokens=[5, 6])
+        assert [row.lengths["tokens"] for row in rb.unsealed()] == [2]
+
+
 def test_json_is_written_whole():
     fields = {"said": Ragged("json", max_length=100)}
     rb = ReplayBuffer(storage=LazyTensorStorage(4, ragged=fields, open_rows=1))

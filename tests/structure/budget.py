@@ -24,7 +24,7 @@ ROOMS = {
     "samplers": 1_650,
     "saved": 5_331,
     "serving": 1_309,
-    "storages": 5_234,
+    "storages": 5_237,
     "store": 7_115,
     "testing": 601,
     "torchrl": 2_285,
