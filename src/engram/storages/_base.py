@@ -1306,7 +1306,7 @@ class Storage(Declared, Dumpable, Port):
                 lost = (
                     ""
                     if holes is None
-                    else f"; {len(holes)} between them were removed, or lost with a writer that died"
+                    else f"; {len(holes)} between them were removed, made way for items, or were lost with a writer that died"
                 )
                 raise RowError(
                     f"rb[index]: row {int(dead[0])} is not live: expected one of {words.count(len(self), 'row')} with data{lost}."
