@@ -141,6 +141,22 @@ def test_without_slots_or_ragged_fields(tmp_path):
         rb.open_row(prompt=1).discard()
 
 
+def test_whoever_opens_the_folder_may_open_rows_first(tmp_path):
+    with made(tmp_path / "store") as rb:
+        rb.add({"tokens": [1], "text": "a", "prompt": 1, "reward": 0.0})
+        with ReplayBuffer.open(tmp_path / "store") as other:
+            other.open_row(prompt=2).append(tokens=[5, 6])
+        assert [row.lengths["tokens"] for row in rb.unsealed()] == [2]
+
+
+def test_a_field_that_the_first_row_did_not_name(tmp_path):
+    with made(tmp_path / "store") as rb:
+        row = rb.open_row(prompt=1)
+        with pytest.raises(KeyError, match=r"seal: expected fields of .*, got 'reward'\. .*late=.*rb\.add_field"):
+            row.seal(reward=1.0)
+        assert rb.unsealed() and not len(rb)  # it grows on
+
+
 def test_json_is_written_whole():
     fields = {"said": Ragged("json", max_length=100)}
     rb = ReplayBuffer(storage=LazyTensorStorage(4, ragged=fields, open_rows=1))

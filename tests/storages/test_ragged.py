@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from engram import CorruptStore, Ragged
-from engram.storages._ragged_intake import row_in, rows_in, same_lengths
+from engram.storages._ragged_intake import count_rows, row_in, rows_in, same_lengths
 from engram.storages._ragged_layouts import Batches, single, texts_of
 from engram.storages.ragged import Group, ItemField, RaggedLayout, checked_ragged, likely_length, ring_items
 from engram.store.ragged_rows import Items, sharing
@@ -75,7 +75,9 @@ FORMS = {
 @quick
 def test_every_form_of_rows_comes_to_the_same(form, rows):
     field = TOKENS if form != "on another device's graph" else TOKENS._replace(dtype=torch.float32)
-    items = rows_in(field, FORMS[form](rows), "extend")
+    given_ = FORMS[form](rows)
+    assert count_rows(given_) == len(rows)
+    items = rows_in(field, given_, "extend")
     assert listed(items) == rows
     assert (items.starts.dtype, items.lengths.dtype) == (torch.int64, torch.int32)
     assert (items.values.is_contiguous(), items.values.requires_grad) == (True, False)

@@ -217,6 +217,13 @@ def test_one_row_with_a_text():
     assert rb[:]["z"].shape == (1, 2)  # one row does not say that it is ragged
 
 
+def test_jagged_rows_are_padded_to_the_longest_of_them():
+    rb = ReplayBuffer(storage=LazyTensorStorage(9, ragged={"tokens": Ragged(torch.int32, max_length=9)}), batch_size=2)
+    rb.extend({"tokens": [[], [1, 2], [3]]})
+    assert rb[:]["tokens"].to_padded_tensor(0).tolist() == [[0, 0], [1, 2], [3, 0]]
+    assert rb[:1]["tokens"].to_padded_tensor(0).tolist() == [[]]
+
+
 def test_jagged_tensors_with_the_same_offsets_share_lengths():
     offsets = torch.tensor([0, 1, 3])
     jagged = torch.nested.nested_tensor_from_jagged

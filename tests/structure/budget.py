@@ -9,7 +9,7 @@ ALLOWED = {"before any issue": 46_630, "34, GPU": 1_700, "36, RAGGED": 2_200}
 ROOMS = {
     "_support": 1_733,
     "around": 3_904,
-    "buffer": 6_318,
+    "buffer": 6_319,
     "checkpoint": 2_044,
     "cli": 1_794,
     "device": 1_063,
@@ -23,7 +23,7 @@ ROOMS = {
     "samplers": 1_650,
     "saved": 5_333,
     "serving": 1_309,
-    "storages": 5_234,
+    "storages": 5_233,
     "store": 7_052,
     "testing": 601,
     "torchrl": 2_285,

@@ -291,7 +291,8 @@ class GrowingRows:
         fixed, ragged = {}, {}
         for key, value in data.items():
             if key not in numbers:
-                raise KeyError(f"{call}: expected fields of {[*map(_key, numbers)]}, got {_key(key)!r}.")
+                remedy = "The first row names them: open_row(late={…}), or rb.add_field(key, example), adds one."
+                raise KeyError(f"{call}: expected fields of {[*map(_key, numbers)]}, got {_key(key)!r}. {remedy}")
             if numbers[key] in rows.schema.ragged:
                 ragged[key] = value
             else:

@@ -150,7 +150,7 @@ def _refuse_items(field: ItemField, values: Tensor, call: str, row: str = "") ->
         got += f" of shape {list(values.shape[1:])}"
         remedy = "Of a row, the first dimension alone may differ."
     else:
-        remedy = f"Convert them with .to(torch.{DTYPE_NAMES[field.dtype]})."
+        remedy = f"Convert them, a tensor with .to(torch.{DTYPE_NAMES[field.dtype]}), an array with .astype."
     raise RuntimeError(f"{call}: {field.where}: expected {field.expected}, got {got}{row}. {remedy}")
 
 
@@ -205,7 +205,7 @@ def count_rows(value: object) -> int | None:
         objects = tensordicts.objects_in(value)
         return len(objects) if isinstance(objects, list) else None
     if isinstance(value, Tensor | np.ndarray):
-        return int(value.shape[0]) if value.ndim else None
+        return (value.size(0) if isinstance(value, Tensor) else len(value)) if value.ndim else None  # nested: no shape
     parts = _parts(value)
     if parts is not None:
         return len(cast("Sized", parts.where)) - (parts.name != "lengths")

@@ -62,9 +62,9 @@ class Batches:
 
     def _jagged(self, items: Items, _: int, offsets: Tensor) -> object:
         assert items.values is not None  # rows that were read have items
-        return torch.nested.nested_tensor_from_jagged(
-            items.values, offsets
-        )  # of one shape where the offsets are the same
+        longest = int(items.lengths.max()) if len(items) else 0  # without it torch pads to the items of all rows
+        # Of one shape where the offsets are the same:
+        return torch.nested.nested_tensor_from_jagged(items.values, offsets, max_seqlen=longest)
 
     def _packed(self, items: Items, leader: int, offsets: Tensor) -> object:
         assert items.values is not None  # rows that were read have items
