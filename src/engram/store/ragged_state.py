@@ -56,18 +56,21 @@ def oldest_first(lanes: Tensor, lane_length: int) -> list[Tensor]:
     return found
 
 
-def compacted(lengths: Tensor, order: Sequence[Tensor]) -> tuple[Spans, Tensor]:
-    """Where rows of these lengths, int64 ``[n]``, lie from offset 0 on, one after the other; and how many items each lane has.
+def compacted(lengths: Sequence[Tensor], order: Sequence[Tensor]) -> tuple[list[Spans], Tensor]:
+    """Where rows lie from offset 0 on, one after the other; and how many items each lane has, int64 ``[lanes, groups]``.
 
-    ``order``: as :func:`oldest_first` has it. Rows behind the last length hold nothing.
+    ``lengths``: int64 ``[n]`` of each group. ``order``: as :func:`oldest_first` has it. Rows behind the last length hold nothing.
     """
-    offsets, heads = torch.zeros_like(lengths), torch.zeros(len(order), dtype=torch.int64, device="cpu")
-    for lane, rows in enumerate(order):
-        there = rows[rows < len(lengths)]
-        ends = lengths[there].cumsum(0)
-        offsets[there] = ends - lengths[there]
-        heads[lane] = ends[-1] if len(ends) else 0
-    return Spans(offsets, lengths), heads
+    spans, heads = [], torch.zeros((len(order), len(lengths)), dtype=torch.int64, device="cpu")
+    for group, of_group in enumerate(lengths):
+        offsets = torch.zeros_like(of_group)
+        for lane, rows in enumerate(order):
+            there = rows[rows < len(of_group)]
+            ends = of_group[there].cumsum(0)
+            offsets[there] = ends - of_group[there]
+            heads[lane, group] = ends[-1] if len(ends) else 0
+        spans.append(Spans(offsets, of_group))
+    return spans, heads
 
 
 class HoldsItems(Protocol):
@@ -88,8 +91,7 @@ def heads_of(core: native.Store, schema: Schema) -> Tensor:
 
 
 def gather(
-    core: native.Store,
-    schema: Schema,
+    store: HoldsItems,
     group: RaggedGroup,
     rows: Tensor,
     tickets: Tensor,
@@ -100,7 +102,7 @@ def gather(
     """Copy the items of rows, int64 ``[n]``, that have these tickets. The positions of those that have them no more.
 
     Args:
-        core, schema: of the store.
+        store: whose rows they are.
         group: of its ragged fields.
         rows, tickets: int64 ``[n]``.
         spans: the leader's column, int32 ``[n, 3]``.
@@ -108,9 +110,9 @@ def gather(
         places: int64 ``[n]``: which item of the outputs is the first of each row.
     """
     addresses = tuple([output.data_ptr() for output in outputs])
-    number = schema.ragged_groups.index(group)
+    number = store.schema.ragged_groups.index(group)
     found = rows.data_ptr(), len(rows), tickets.data_ptr(), spans.data_ptr(), addresses, places.data_ptr()
-    return core.gather_items(number, *found)
+    return store.core.gather_items(number, *found)
 
 
 def read_spans(core: native.Store, schema: Schema, rows: Tensor, expected: Tensor) -> tuple[list[Tensor], list[int]]:
@@ -136,16 +138,11 @@ def packed(store: HoldsItems, columns: list[Tensor], live: Tensor) -> list[Tenso
         lengths[rows] = spans[:, 2]
         ends = spans[:, 2].to(torch.int64).cumsum(0)
         total = int(ends[-1]) if len(rows) else 0
-        outputs = [store_items.new_empty((total, *store_items.shape[1:])) for store_items in members_of(store, group)]
-        gather(store.core, schema, group, rows, tickets, spans, outputs, ends - spans[:, 2])
+        outputs = [store.items[it].new_empty((total, *store.items[it].shape[1:])) for it in group.members]
+        gather(store, group, rows, tickets, spans, outputs, ends - spans[:, 2])
         columns[group.leader] = lengths
         found.update(zip(group.members, outputs, strict=True))
     return [found[number] for number in schema.ragged]
-
-
-def members_of(store: HoldsItems, group: RaggedGroup) -> list[Tensor]:
-    """The rings of the members of a group."""
-    return [store.items[number] for number in group.members]
 
 
 def check_room(needed: Tensor, here: Schema, where: str) -> None:
@@ -182,8 +179,8 @@ class SavedItems(Protocol):
     lane_of: Tensor
     """int64 ``[n]``: the lane of each row."""
 
-    def spans(self, group: int) -> Spans:
-        """Of all rows up to the last one, ``[n]``; length 0 where a row holds nothing."""
+    spans: list[Spans]
+    """Of each group: those of all rows up to the last one, ``[n]``; length 0 where a row holds nothing."""
 
     def pieces(self, group: int) -> Iterator[Piece]:
         """The items of all rows."""
@@ -209,10 +206,9 @@ class RingsTarget:
         self.shifts = shifts = (behind + rings - 1) // rings * rings
         self._heads = saved.heads + shifts
         for number, group in enumerate(groups):
-            spans = saved.spans(number).moved(shifts[saved.lane_of, number])
-            to = columns[group.leader]
+            spans = saved.spans[number].moved(shifts[saved.lane_of, number])
             if columns.put is None:
-                to[: len(spans.lengths)] = spans.column
+                columns[group.leader][: len(spans.lengths)] = spans.column
             else:
                 columns.put(group.leader, 0, spans.column)
             for piece in saved.pieces(number):
