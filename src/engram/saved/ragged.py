@@ -20,7 +20,7 @@ from engram.saved.part_reader import stretches
 from engram.saved.part_writer import PieceItems
 from engram.store.memory import DTYPE_OF
 from engram.store.ragged_rows import offsets_of, places_of
-from engram.store.ragged_state import Piece, Spans, check_room, compacted, gather, oldest_first, read_spans
+from engram.store.ragged_state import Piece, Spans, check_room, compacted, oldest_first
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -113,7 +113,7 @@ class ItemsWriter:
             theirs = self._parent.numbers[: len(numbers)]
             known[: len(theirs)] = theirs
         self._same = known == numbers - self._base
-        read, moved = read_spans(store.core, store.schema, own, torch.from_numpy(numbers[own]))
+        read, moved = store.read_spans(own, torch.from_numpy(numbers[own]))
         numbers[own[moved]] = 0
         for group, column in zip(groups, read, strict=True):
             self._spans[group.leader] = torch.zeros((len(numbers), 3), dtype=torch.int32, device="cpu")
@@ -213,7 +213,7 @@ class ItemsWriter:
         ]
         own, places = torch.from_numpy(rows.rows), torch.from_numpy(rows.first - piece.first)
         tickets, spans = torch.from_numpy(numbers[rows.rows]), self._spans[piece.leader][own]
-        moved = gather(self._store, rows.group, own, tickets, spans, columns, places)
+        moved = self._store.gather(rows.group, own, tickets, spans, columns, places)
         for row in moved:
             for column in columns:
                 column[int(places[row]) : int(places[row]) + int(spans[row, 2])] = 0
@@ -325,8 +325,7 @@ class PartItems:
         """Where the items of a group are."""
         group = self.groups[number]
         column = read_column(self._reader, group.leader, len(self._live))
-        spans = Spans.of(column)
-        spans = Spans(torch.where(self._live, spans.offsets, 0), torch.where(self._live, spans.lengths, 0))
+        spans = Spans(*[torch.where(self._live, of, 0) for of in Spans.of(column)])
         most = min(saved.ragged[group.leader].max_length, group.items)
         pieces = _by_lane(self._reader.pieces())
         for lane, order in enumerate(self.order):

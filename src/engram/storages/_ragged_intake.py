@@ -16,7 +16,7 @@ from engram.store.memory import DTYPE_NAMES
 from engram.store.ragged_rows import Items
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence, Sized
+    from collections.abc import Sequence, Sized
 
 
 _FORMS = "a jagged nested tensor, (values, offsets), or a list of arrays"
@@ -343,10 +343,10 @@ def _check_text(field: ItemField, items: Items, call: str) -> None:
 
 def _encoded(field: ItemField, texts: Sequence[object], call: str) -> Items:
     """Texts as their bytes. Raises ``TypeError``, ``ValueError``: one is none."""
-    encode, raw = _ENCODERS[field.kind], []
+    raw: list[bytes] = []
     for number, text in enumerate(texts):
         try:
-            raw.append(encode(text))
+            raw.append(_bytes_of(text, field.kind))
         except (TypeError, ValueError, RecursionError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(
@@ -358,21 +358,12 @@ def _encoded(field: ItemField, texts: Sequence[object], call: str) -> Items:
     return Items.of_lengths(values, lengths)
 
 
-def _of_str(text: object) -> bytes:
-    if not isinstance(text, str):
-        raise TypeError("it is no str")
-    return text.encode()
-
-
-def _of_bytes(text: object) -> bytes:
-    if not isinstance(text, bytes | bytearray | memoryview):
-        raise TypeError("it is no bytes")
-    return bytes(text)
-
-
-def _of_json(value: object) -> bytes:
-    """Canonical: sorted keys, no spaces, so that equal values are equal bytes."""
-    return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-
-
-_ENCODERS: dict[str, Callable[[object], bytes]] = {"utf-8": _of_str, "bytes": _of_bytes, "json": _of_json}
+def _bytes_of(value: object, kind: str) -> bytes:
+    """A text as it is stored. Of JSON canonical: sorted keys, no spaces, so that equal values are equal bytes."""
+    if kind == "json":
+        return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    if kind == "utf-8" and isinstance(value, str):
+        return value.encode()
+    if kind == "bytes" and isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    raise TypeError(f"it is no {'str' if kind == 'utf-8' else 'bytes'}")

@@ -74,23 +74,18 @@ class Batches:
         return tensordicts.wrap({**packed._asdict(), "max_seqlen": longest}, torch.Size(()), None)
 
     def _padded(self, items: Items, *_: object) -> object:
-        padded = padded_rows(items, self._layout)
-        return tensordicts.wrap(padded._asdict(), torch.Size((len(items),)), None) if self._within else padded
+        """Rows of one length: that of the longest, rounded up."""
+        n, lengths, multiple = len(items), items.lengths.unsqueeze(1), self._layout.multiple
+        longest = int(items.lengths.max()) if n else 0
+        length = -(-longest // multiple) * multiple
+        places = torch.arange(length, dtype=torch.int32, device="cpu")
+        mask = places < lengths if self._layout.side == "right" else places >= length - lengths
+        padded = Padded(items.given.new_zeros((n, length, *items.given.shape[1:])), mask)
+        padded.values[mask] = items.given
+        return tensordicts.wrap(padded._asdict(), torch.Size((n,)), None) if self._within else padded
 
     def _list(self, items: Items, *_: object) -> object:
         return tensordicts.stack_of_objects(items.rows()) if self._within else items.rows()
-
-
-def padded_rows(items: Items, layout: RaggedLayout) -> Padded:
-    """Rows of one length: that of the longest, rounded up. ``items``: in order."""
-    n, lengths = len(items), items.lengths.unsqueeze(1)
-    longest = int(items.lengths.max()) if n else 0
-    length = -(-longest // layout.multiple) * layout.multiple
-    places = torch.arange(length, dtype=torch.int32, device="cpu")
-    mask = places < lengths if layout.side == "right" else places >= length - lengths
-    values = items.given.new_zeros((n, length, *items.given.shape[1:]))
-    values[mask] = items.given
-    return Padded(values, mask)
 
 
 def single(field: ItemField, items: Items) -> object:

@@ -212,7 +212,6 @@ class RowCounts(NamedTuple):
 
     known: Structure | None
     options: RaggedOptions
-    call: str
 
     def rows_at(self, value: object, path: Path) -> int | None:
         """None: the leaf is a tensor as any other, or something else."""
@@ -373,11 +372,9 @@ class RaggedBuilder(_Builder):
         most, bytes_of = {}, dict.fromkeys(leaders.values(), 0)
         for number, leader in leaders.items():
             bytes_of[leader] += self.found[number].declared.item_bytes
-        for leader in bytes_of:
             declared, longest, _ = self.found[leader]
-            most[leader] = declared.max_length or (
-                MAX_ITEMS_OF_ROW if self.options.unlimited else likely_length(longest)
-            )
+            likely = MAX_ITEMS_OF_ROW if self.options.unlimited else likely_length(longest)
+            most[leader] = declared.max_length or likely
         groups = [Group(most[leader], nbytes) for leader, nbytes in bytes_of.items()]
         rings = dict(zip(bytes_of, self.options.rings(groups), strict=True))
         return {

@@ -312,10 +312,9 @@ def uneven_fields(rows: Sequence[object]) -> dict[Path, Ragged]:
         return {}
     found = {}
     for path, value in nested.flatten(rows[0]):
-        if isinstance(value, Tensor | np.ndarray) and value.ndim:
-            all_of = [nested.find(row, path) for row in rows]
-            if (declared := uneven_rows(all_of)) is not None:
-                found[path] = declared
+        has_rows = isinstance(value, Tensor | np.ndarray) and value.ndim
+        if has_rows and (declared := uneven_rows([nested.find(row, path) for row in rows])) is not None:
+            found[path] = declared
     return found
 
 

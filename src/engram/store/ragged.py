@@ -157,6 +157,54 @@ class RaggedStore(Store):
                     f"{int(given[at])}: an edit keeps the length. Write another row."
                 )
 
+    # ---- saving ------------------------------------------------------------------------------------------------------
+
+    def gather(
+        self,
+        group: RaggedGroup,
+        rows: Tensor,
+        tickets: Tensor,
+        spans: Tensor,
+        outputs: Sequence[Tensor],
+        places: Tensor,
+    ) -> list[int]:
+        """Copy the items of rows, int64 ``[n]``, that have these tickets. The positions of those that have them no more.
+
+        Args:
+            group: of ragged fields.
+            rows, tickets: int64 ``[n]``.
+            spans: the leader's column, int32 ``[n, 3]``.
+            outputs: memory of whole items, one of each member.
+            places: int64 ``[n]``: which item of the outputs is the first of each row.
+        """
+        addresses = tuple([output.data_ptr() for output in outputs])
+        number = self.schema.ragged_groups.index(group)
+        found = rows.data_ptr(), len(rows), tickets.data_ptr(), spans.data_ptr(), addresses, places.data_ptr()
+        return self.core.gather_items(number, *found)
+
+    def read_spans(self, rows: Tensor, expected: Tensor) -> tuple[list[Tensor], list[int]]:
+        """The columns of all leaders, int32 ``[n, 3]``, of rows that have these tickets; and the positions of those that have others."""
+        return super().read(rows, expected=expected, which=[group.leader for group in self.schema.ragged_groups])
+
+    def packed(self, columns: list[Tensor], live: Tensor) -> list[Tensor]:
+        """The items of the first rows, while the store is paused: of each ragged field in order, ``[items, *shape]``, row after row.
+
+        ``columns``, of all fields, hold lengths int32 ``[n]`` afterwards where spans were. ``live``: bool ``[n]``.
+        """
+        found: dict[int, Tensor] = {}
+        rows = live.nonzero()[:, 0]
+        tickets = self.tickets_of(rows)
+        for group in self.schema.ragged_groups:
+            spans = columns[group.leader][rows].contiguous()
+            columns[group.leader] = torch.zeros(len(live), dtype=torch.int32, device="cpu")
+            columns[group.leader][rows] = spans[:, 2]
+            offsets = offsets_of(spans[:, 2])
+            shapes = {number: (int(offsets[-1]), *self.items[number].shape[1:]) for number in group.members}
+            outputs = [self.items[number].new_empty(shape) for number, shape in shapes.items()]
+            self.gather(group, rows, tickets, spans, outputs, offsets[:-1])
+            found.update(zip(group.members, outputs, strict=True))
+        return [found[number] for number in self.schema.ragged]
+
     # ---- reading -----------------------------------------------------------------------------------------------------
 
     def read(

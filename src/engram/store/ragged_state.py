@@ -73,76 +73,10 @@ def compacted(lengths: Sequence[Tensor], order: Sequence[Tensor]) -> tuple[list[
     return spans, heads
 
 
-class HoldsItems(Protocol):
-    """A store, as far as the items of its rows are copied out."""
-
-    schema: Schema
-    items: Mapping[int, Tensor]
-
-    @property
-    def core(self) -> native.Store: ...
-    def tickets_of(self, rows: Tensor) -> Tensor: ...
-
-
 def heads_of(core: native.Store, schema: Schema) -> Tensor:
     """int64 ``[lanes, groups]``: the offsets of the next items."""
     heads = [core.ragged_lane(lane)[1:] for lane in range(schema.lanes)]
     return torch.tensor(heads, dtype=torch.int64, device="cpu").view(schema.lanes, len(schema.ragged_groups))
-
-
-def gather(
-    store: HoldsItems,
-    group: RaggedGroup,
-    rows: Tensor,
-    tickets: Tensor,
-    spans: Tensor,
-    outputs: Sequence[Tensor],
-    places: Tensor,
-) -> list[int]:
-    """Copy the items of rows, int64 ``[n]``, that have these tickets. The positions of those that have them no more.
-
-    Args:
-        store: whose rows they are.
-        group: of its ragged fields.
-        rows, tickets: int64 ``[n]``.
-        spans: the leader's column, int32 ``[n, 3]``.
-        outputs: memory of whole items, one of each member.
-        places: int64 ``[n]``: which item of the outputs is the first of each row.
-    """
-    addresses = tuple([output.data_ptr() for output in outputs])
-    number = store.schema.ragged_groups.index(group)
-    found = rows.data_ptr(), len(rows), tickets.data_ptr(), spans.data_ptr(), addresses, places.data_ptr()
-    return store.core.gather_items(number, *found)
-
-
-def read_spans(core: native.Store, schema: Schema, rows: Tensor, expected: Tensor) -> tuple[list[Tensor], list[int]]:
-    """The columns of all leaders, int32 ``[n, 3]``, of rows that have these tickets; and the positions of those that have others."""
-    leaders = tuple([group.leader for group in schema.ragged_groups])
-    columns = [torch.empty((len(rows), 3), dtype=torch.int32, device="cpu") for _ in leaders]
-    addresses = tuple([column.data_ptr() for column in columns])
-    return columns, core.gather(rows.data_ptr(), len(rows), leaders, addresses, expected.data_ptr(), 0)
-
-
-def packed(store: HoldsItems, columns: list[Tensor], live: Tensor) -> list[Tensor]:
-    """The items of the first rows of a store that is paused: of each ragged field in order, ``[items, *shape]``, row after row.
-
-    ``columns``, of all fields, hold lengths int32 ``[n]`` afterwards where spans were. ``live``: bool ``[n]``.
-    """
-    schema = store.schema
-    found: dict[int, Tensor] = {}
-    rows = live.nonzero()[:, 0]
-    tickets = store.tickets_of(rows)
-    for group in schema.ragged_groups:
-        spans = columns[group.leader][rows].contiguous()
-        lengths = torch.zeros(len(live), dtype=torch.int32, device="cpu")
-        lengths[rows] = spans[:, 2]
-        ends = spans[:, 2].to(torch.int64).cumsum(0)
-        total = int(ends[-1]) if len(rows) else 0
-        outputs = [store.items[it].new_empty((total, *store.items[it].shape[1:])) for it in group.members]
-        gather(store, group, rows, tickets, spans, outputs, ends - spans[:, 2])
-        columns[group.leader] = lengths
-        found.update(zip(group.members, outputs, strict=True))
-    return [found[number] for number in schema.ragged]
 
 
 def check_room(needed: Tensor, here: Schema, where: str) -> None:
