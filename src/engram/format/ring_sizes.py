@@ -22,8 +22,6 @@ def rings_of(schema: Schema) -> Rings:
 
 def with_rings(schema: Schema, sizes: Rings) -> Schema:
     """The same with rings of these sizes."""
-    if not sizes:
-        return schema
 
     def sized(number: int, field: Field) -> Field:
         it = field.ragged

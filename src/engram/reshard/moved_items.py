@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from engram.saved.ragged import check_longest
-from engram.store.ragged_state import Spans, check_room, compacted, oldest_first
+from engram.store.ragged_state import check_room, compacted, oldest_first
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -37,16 +37,15 @@ class MovedItems:
     """
 
     def __init__(self, moved: Sequence[MovedRows], lanes: Tensor, here: Schema) -> None:
-        self._moved, self._here, self._groups = moved, here, here.ragged_groups
+        self._moved, self._here = moved, here
         length = here.capacity // here.lanes
         self.lane_of = torch.arange(here.capacity, device="cpu") // length
-        laid = [compacted(self._lengths(group), oldest_first(lanes, length)) for group in range(len(self._groups))]
-        self._spans = [spans for spans, _ in laid]
-        self.heads = torch.stack([heads for _, heads in laid], 1)
+        lengths = [self._lengths(group) for group in range(len(here.ragged_groups))]
+        self.spans, self.heads = compacted(lengths, oldest_first(lanes, length))
 
     def check(self, where: str) -> None:
         """Raise ``IncompatibleCheckpoint``: the rings of the store are too small. ``where``: for messages."""
-        check_longest(self._spans, self._here, where)
+        check_longest(self.spans, self._here, where)
         check_room(self.heads, self._here, where)
 
     def _lengths(self, group: int) -> Tensor:
@@ -56,11 +55,8 @@ class MovedItems:
             lengths[one.target[there]] = one.items.spans[group].lengths[there]
         return lengths
 
-    def spans(self, group: int) -> Spans:
-        return self._spans[group]
-
     def pieces(self, group: int) -> Iterator[Piece]:
         for one in self._moved:
             there, to = one.target >= 0, one.target.clamp(min=0)
             lanes = torch.where(there, self.lane_of[to], -1)
-            yield from one.items.picked(group, lanes, self._spans[group].offsets[to])
+            yield from one.items.picked(group, lanes, self.spans[group].offsets[to])

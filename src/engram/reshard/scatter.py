@@ -15,15 +15,14 @@ from engram.reshard.moved_items import MovedItems, MovedRows
 from engram.reshard.plan import TRUNCATED, fields_of, lanes_of, within
 from engram.saved.description import BLOCK
 from engram.saved.documents import corrupt
+from engram.saved.part_reader import Stretch, stretches
 from engram.saved.ragged import PartItems
 from engram.saved.rows import (
     Boundaries,
-    Stretch,
     boundary_fields,
     checked_numbers,
     parallel_read,
     read_rows_state,
-    stretches,
     ticket_stretches,
 )
 from engram.store.memory import DTYPE_OF

@@ -519,3 +519,27 @@ class PartReader(Closes):
         seen[first:last] = b"\1" * (last - first)
         if not is_whole:
             target[:] = whole[offset - begin :][: len(target)]
+
+
+class Stretch(NamedTuple):
+    """Rows of a field that lie in a file."""
+
+    file: str
+    offset: int
+    """Of the first row."""
+    field: int
+    begin: int
+    end: int
+    """Which rows of the part."""
+
+
+def stretches(reader: PartReader) -> Iterator[Stretch]:
+    """Where all rows of a part lie."""
+    fields = reader.schema or ()
+    if reader.segment_rows is None:
+        for number, field in enumerate(fields):
+            yield Stretch(description.field_name(field), 0, number, 0, reader.records["tickets"])
+        return
+    for it in reader.segments():
+        for number, offset in enumerate(description.segment_layout(fields, it.rows)[0]):
+            yield Stretch(description.segment_name(it.lane, it.k), offset, number, it.first_row, it.first_row + it.rows)

@@ -16,10 +16,11 @@ from engram._support.state import tensor_in
 from engram.errors import IncompatibleCheckpoint
 from engram.saved import description
 from engram.saved.documents import corrupt
+from engram.saved.part_reader import stretches
 from engram.saved.part_writer import PieceItems
 from engram.store.memory import DTYPE_OF
 from engram.store.ragged_rows import offsets_of, places_of
-from engram.store.ragged_state import Piece, Spans, check_room, compacted, gather, oldest_first, read_spans
+from engram.store.ragged_state import Piece, Spans, check_room, compacted, oldest_first
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -47,14 +48,18 @@ class Parent(NamedTuple):
 
 
 class _LaneRows(NamedTuple):
-    """Rows of a lane that have items, oldest first, so that their offsets grow."""
+    """Rows of a lane that have items of a group, oldest first, so that their offsets grow."""
 
+    group: RaggedGroup
+    lane: int
     rows: NDArray[np.int64]
     first: NDArray[np.int64]
     """Their offsets, as they are saved."""
     end: NDArray[np.int64]
-    same: NDArray[np.bool_]
-    """Whether the parent has them as they are."""
+
+    def cut(self, begin: int, end: int) -> _LaneRows:
+        """Rows ``[begin, end)`` of these."""
+        return self._replace(rows=self.rows[begin:end], first=self.first[begin:end], end=self.end[begin:end])
 
 
 class ItemsWriter:
@@ -83,13 +88,11 @@ class ItemsWriter:
         paranoid: bool,
         progress: Callable[[int], None],
     ) -> None:
-        self._paranoid = paranoid
         self._part, self._store, self._fields, self._base = part, store, fields, base
         self._order = [rows.numpy() for rows in oldest_first(lanes, store.lane_length)]
-        self._parent, self._progress = parent, progress
+        self._parent, self._paranoid, self._progress = parent, paranoid, progress
         self._theirs = _by_lane(() if parent is None else parent.reader.pieces())
-        groups = store.schema.ragged_groups
-        none = torch.zeros((store.lanes, len(groups)), dtype=torch.int64, device="cpu")
+        none = torch.zeros((store.lanes, len(store.schema.ragged_groups)), dtype=torch.int64, device="cpu")
         self._shifts = (none if store.item_shifts is None else store.item_shifts).numpy()
         self._spans: dict[int, Tensor] = {}
         self.pieces: list[PieceItems] = []
@@ -104,72 +107,48 @@ class ItemsWriter:
         Raises:
             RuntimeError: ``paranoid``, and items were changed through a view, which no ticket says.
         """
-        groups = self._store.schema.ragged_groups
-        self._read_spans(numbers)
+        store, groups, own = self._store, self._store.schema.ragged_groups, torch.from_numpy(numbers.nonzero()[0])
+        self._numbers, known = numbers, np.zeros(len(numbers), np.int64)
+        if self._parent is not None:
+            theirs = self._parent.numbers[: len(numbers)]
+            known[: len(theirs)] = theirs
+        self._same = known == numbers - self._base
+        read, moved = store.read_spans(own, torch.from_numpy(numbers[own]))
+        numbers[own[moved]] = 0
+        for group, column in zip(groups, read, strict=True):
+            self._spans[group.leader] = torch.zeros((len(numbers), 3), dtype=torch.int32, device="cpu")
+            self._spans[group.leader][own] = column
         for number, group in enumerate(groups):
-            for lane, order in enumerate(self._order):
-                self._write_lane(number, group, lane, order, numbers)
-        columns = {}
+            for lane in range(store.lanes):
+                self._write_lane(number, group, lane)
+        columns, lane_of = {}, torch.arange(len(numbers), device="cpu") // store.lane_length
         for number, group in enumerate(groups):
             spans = Spans.of(self._spans[group.leader])
             spans = Spans(spans.offsets, torch.where(torch.from_numpy(numbers != 0), spans.lengths, 0))
-            lane_of = torch.arange(len(numbers), device="cpu") // self._store.lane_length
             columns[group.leader] = spans.moved(-torch.from_numpy(self._shifts)[lane_of, number]).column
         return columns
 
-    def _read_spans(self, numbers: NDArray[np.int64]) -> None:
-        store, rows = self._store, numbers.nonzero()[0]
-        own = torch.from_numpy(rows)
-        columns, moved = read_spans(store.core, store.schema, own, torch.from_numpy(numbers[rows]))
-        numbers[rows[moved]] = 0
-        for group, column in zip(store.schema.ragged_groups, columns, strict=True):
-            self._spans[group.leader] = torch.zeros((len(numbers), 3), dtype=torch.int32, device="cpu")
-            self._spans[group.leader][own] = column
-
-    def _write_lane(
-        self, number: int, group: RaggedGroup, lane: int, order: NDArray[np.int64], numbers: NDArray[np.int64]
-    ) -> None:
+    def _write_lane(self, number: int, group: RaggedGroup, lane: int) -> None:
         """Link the pieces of the parent whose rows are as they were, and write the others, oldest first."""
-        spans = self._spans[group.leader].numpy()
-        there = order[order < len(numbers)]
-        there = there[(numbers[there] != 0) & (spans[there, 2] > 0)]
+        order, spans = self._order[lane], self._spans[group.leader].numpy()
+        there = order[order < len(spans)]
+        there = there[(self._numbers[there] != 0) & (spans[there, 2] > 0)]
         of = Spans.of(torch.from_numpy(spans[there]))
         first = of.offsets.numpy() - self._shifts[lane, number]
-        rows = _LaneRows(there, first, first + of.lengths.numpy(), self._same(there, numbers))
-        block = self._items_of_a_block(group)
-        linked = self._linkable(rows, lane, group.leader, block)
-        at = 0
-        for begin, end, piece in [*linked, (len(there), len(there), None)]:
-            for some in _cut(rows.first, at, begin, block):
-                self._write_piece(group, lane, rows, some, numbers)
-            which, at = slice(begin, end), end
-            if piece is None:
-                break
-            holds = rows.same[which].all() or self._holds(group, rows, which, numbers, piece)
-            if not holds or not self._link(piece):
-                self._write_piece(group, lane, rows, which, numbers)
-            elif self._paranoid:
-                self._compare(group, rows, which, numbers, piece)
-
-    def _same(self, rows: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
-        if self._parent is None:
-            return np.zeros(len(rows), bool)
-        theirs, known = self._parent.numbers, np.zeros(len(rows), np.int64)
-        inside = rows < len(theirs)
-        known[inside] = theirs[rows[inside]]
-        same: NDArray[np.bool_] = known == numbers[rows] - self._base
-        return same
-
-    def _items_of_a_block(self, group: RaggedGroup) -> int:
+        rows = _LaneRows(group, lane, there, first, first + of.lengths.numpy())
         item_bytes = sum(self._store.schema.ragged[member].item_bytes for member in group.members)
-        return max(_BLOCK // item_bytes, group.items // _BLOCKS_OF_A_RING, 1)
+        block, at = max(_BLOCK // item_bytes, group.items // _BLOCKS_OF_A_RING, 1), 0
+        for begin, end, piece in self._linkable(rows, block):
+            self._write_pieces(rows, at, begin, block)
+            some, at = rows.cut(begin, end), end
+            if not self._linked(some, piece):
+                self._write_piece(some)
+        self._write_pieces(rows, at, len(there), block)
 
-    def _linkable(
-        self, rows: _LaneRows, lane: int, leader: int, block: int
-    ) -> list[tuple[int, int, description.ItemsPiece]]:
+    def _linkable(self, rows: _LaneRows, block: int) -> list[tuple[int, int, description.ItemsPiece]]:
         """Pieces of the parent of which there are rows here: from which row to which, and the piece."""
         found = []
-        for piece in self._theirs.get((lane, leader), ()):
+        for piece in self._theirs.get((rows.lane, rows.group.leader), ()):
             begin, end = np.searchsorted(rows.first, [piece.first, piece.end]).tolist()
             if begin < end and rows.end[end - 1] <= piece.end:
                 found.append((begin, end, piece))
@@ -177,83 +156,68 @@ class ItemsWriter:
         _, number, counts = np.unique(blocks, return_inverse=True, return_counts=True)
         return [it for it, many in zip(found, counts[number] >= _PIECES_OF_A_BLOCK, strict=True) if not many]
 
-    def _holds(
-        self,
-        group: RaggedGroup,
-        rows: _LaneRows,
-        which: slice,
-        numbers: NDArray[np.int64],
-        piece: description.ItemsPiece,
-    ) -> bool:
-        """Whether a piece of the parent has the items of rows of which other fields were edited."""
+    def _linked(self, rows: _LaneRows, piece: description.ItemsPiece) -> bool:
+        """Link a piece of the parent that has the items of rows, of which other fields may have been edited. False: it was not."""
         assert self._parent is not None  # whose piece it is
-        summing = description.Summing()
-        summing.update(self._gathered(group, rows, which, numbers, piece.first, piece.items).numpy().data)
-        name = description.piece_name(piece.lane, piece.leader, piece.first)
-        return summing.done() == self._parent.reader.listing.sums_of(name)
-
-    def _link(self, piece: description.ItemsPiece) -> bool:
-        assert self._parent is not None  # whose piece it is
-        name = description.piece_name(piece.lane, piece.leader, piece.first)
-        if not self._part.link(name, self._parent.reader, name):
+        reader, name, bounds = self._parent.reader, description.piece_name(*piece[:3]), PieceItems(*piece[:4])
+        if not self._same[rows.rows].all():
+            summing = description.Summing()
+            summing.update(self._gathered(rows, bounds, self._numbers).numpy().data)
+            if summing.done() != reader.listing.sums_of(name):
+                return False
+        if not self._part.link(name, reader, name):
             return False
-        self.pieces.append(PieceItems(*piece[:4]))
+        self.pieces.append(bounds)
         self._progress(piece.nbytes)
+        if self._paranoid:
+            self._compare(rows, bounds, np.frombuffer(reader.read_all(name), np.uint8))
         return True
 
-    def _write_piece(
-        self, group: RaggedGroup, lane: int, rows: _LaneRows, which: slice, numbers: NDArray[np.int64]
-    ) -> None:
-        first, items = int(rows.first[which][0]), int(rows.end[which][-1] - rows.first[which][0])
-        room = self._gathered(group, rows, which, numbers, first, items)
-        with self._part.file(description.piece_name(lane, group.leader, first), len(room)) as file:
+    def _write_pieces(self, rows: _LaneRows, begin: int, end: int, block: int) -> None:
+        """Write rows ``[begin, end)``, those that begin in the same block as one piece."""
+        borders = (np.diff(rows.first[begin:end] // block) != 0).nonzero()[0] + begin + 1
+        for at, after in itertools.pairwise([begin, *borders.tolist(), end] if begin < end else []):
+            self._write_piece(rows.cut(at, after))
+
+    def _write_piece(self, rows: _LaneRows) -> None:
+        first = int(rows.first[0])
+        piece = PieceItems(rows.lane, rows.group.leader, first, int(rows.end[-1]) - first)
+        room = self._gathered(rows, piece, self._numbers)
+        with self._part.file(description.piece_name(*piece[:3]), len(room)) as file:
             file.write(room.numpy().data)
-        self.pieces.append(PieceItems(lane, group.leader, first, items))
+        self.pieces.append(piece)
         self._progress(len(room))
 
-    def _compare(
-        self,
-        group: RaggedGroup,
-        rows: _LaneRows,
-        which: slice,
-        numbers: NDArray[np.int64],
-        piece: description.ItemsPiece,
-    ) -> None:
-        assert self._parent is not None  # whose piece it is
-        still = numbers.copy()
-        ours = self._gathered(group, rows, which, still, piece.first, piece.items).numpy()
-        name = description.piece_name(piece.lane, piece.leader, piece.first)
-        theirs = np.frombuffer(self._parent.reader.read_all(name), np.uint8)
-        fields = description.piece_fields(self._fields, group.leader)
+    def _compare(self, rows: _LaneRows, piece: PieceItems, theirs: NDArray[np.uint8]) -> None:
+        still = self._numbers.copy()
+        ours = self._gathered(rows, piece, still).numpy()
+        fields = description.piece_fields(self._fields, piece.leader)
         for field, offset in zip(fields, description.segment_layout(fields, piece.items)[0], strict=True):
             span = slice(offset, offset + piece.items * field.row_bytes)
             differs = (ours[span] != theirs[span]).reshape(piece.items, -1).any(1)
-            for row, first, end in zip(rows.rows[which], rows.first[which], rows.end[which], strict=True):
+            for row, first, end in zip(rows.rows, rows.first, rows.end, strict=True):
                 if still[row] and differs[first - piece.first : end - piece.first].any():
                     raise RuntimeError(
                         f"save: row {row} of {field.key} was changed through a view since the last checkpoint, which would not have it. "
                         "Write with rb[index] = value or set_at_."
                     )
 
-    def _gathered(
-        self, group: RaggedGroup, rows: _LaneRows, which: slice, numbers: NDArray[np.int64], first: int, items: int
-    ) -> Tensor:
+    def _gathered(self, rows: _LaneRows, piece: PieceItems, numbers: NDArray[np.int64]) -> Tensor:
         """The bytes of a piece; of rows that moved meanwhile zeros, and 0 in ``numbers``."""
-        fields = description.piece_fields(self._fields, group.leader)
-        offsets, size = description.segment_layout(fields, items)
+        fields = description.piece_fields(self._fields, piece.leader)
+        offsets, size = description.segment_layout(fields, piece.items)
         room = torch.zeros(size, dtype=torch.uint8, device="cpu")
         columns = [
-            room[offset : offset + items * field.row_bytes].view(items, field.row_bytes)
+            room[offset : offset + piece.items * field.row_bytes].view(piece.items, field.row_bytes)
             for field, offset in zip(fields, offsets, strict=True)
         ]
-        own = torch.from_numpy(rows.rows[which])
-        places = torch.from_numpy(rows.first[which] - first)
-        tickets, spans = torch.from_numpy(numbers[rows.rows[which]]), self._spans[group.leader][own]
-        moved = gather(self._store.core, self._store.schema, group, own, tickets, spans, columns, places)
+        own, places = torch.from_numpy(rows.rows), torch.from_numpy(rows.first - piece.first)
+        tickets, spans = torch.from_numpy(numbers[rows.rows]), self._spans[piece.leader][own]
+        moved = self._store.gather(rows.group, own, tickets, spans, columns, places)
         for row in moved:
             for column in columns:
                 column[int(places[row]) : int(places[row]) + int(spans[row, 2])] = 0
-        numbers[rows.rows[which][moved]] = 0
+        numbers[rows.rows[moved]] = 0
         return room
 
 
@@ -263,14 +227,6 @@ def _by_lane(pieces: Iterable[description.ItemsPiece]) -> dict[tuple[int, int], 
     for piece in pieces:
         found.setdefault((piece.lane, piece.leader), []).append(piece)
     return found
-
-
-def _cut(first: NDArray[np.int64], begin: int, end: int, block: int) -> Iterator[slice]:
-    """Rows ``[begin, end)`` in groups of those that begin in the same block."""
-    borders = (np.diff(first[begin:end] // block) != 0).nonzero()[0] + begin + 1
-    edges = [begin, *borders.tolist(), end] if begin < end else []
-    for at, after in itertools.pairwise(edges):
-        yield slice(at, after)
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------------
@@ -368,9 +324,8 @@ class PartItems:
     def _checked(self, saved: Schema, number: int) -> Spans:
         """Where the items of a group are."""
         group = self.groups[number]
-        column = read_column(self._reader, self._fields[group.leader], len(self._live))
-        spans = Spans.of(column)
-        spans = Spans(torch.where(self._live, spans.offsets, 0), torch.where(self._live, spans.lengths, 0))
+        column = read_column(self._reader, group.leader, len(self._live))
+        spans = Spans(*[torch.where(self._live, of, 0) for of in Spans.of(column)])
         most = min(saved.ragged[group.leader].max_length, group.items)
         pieces = _by_lane(self._reader.pieces())
         for lane, order in enumerate(self.order):
@@ -402,21 +357,16 @@ class WholeItems:
     """
 
     def __init__(self, items: PartItems, here: Schema, where: str) -> None:
-        self._items, self.heads, self.lane_of = items, items.heads, items.lane_of
-        self._spans, self._is_laid_anew = items.spans, False
-        check_longest(self._spans, here, where)
-        if [group.items for group in items.groups] != [group.items for group in here.ragged_groups]:
-            laid = [compacted(spans.lengths, items.order) for spans in items.spans]
-            self._spans, self.heads = [spans for spans, _ in laid], torch.stack([heads for _, heads in laid], 1)
-            self._is_laid_anew = True
+        check_longest(items.spans, here, where)
+        self._items, self.heads, self.lane_of, self.spans = items, items.heads, items.lane_of, items.spans
+        self._moves = [group.items for group in items.groups] != [group.items for group in here.ragged_groups]
+        if self._moves:
+            self.spans, self.heads = compacted([spans.lengths for spans in items.spans], items.order)
             check_room(self.heads, here, where)
 
-    def spans(self, group: int) -> Spans:
-        return self._spans[group]
-
     def pieces(self, group: int) -> Iterator[Piece]:
-        if self._is_laid_anew:
-            return self._items.picked(group, self.lane_of, self._spans[group].offsets)
+        if self._moves:
+            return self._items.picked(group, self.lane_of, self.spans[group].offsets)
         return self._items.pieces(group)
 
 
@@ -455,22 +405,12 @@ def _wrong_row(
     return int(rows[bad][0]) if bool(bad.any()) else None
 
 
-def read_column(reader: PartReader, field: PartField, rows: int) -> Tensor:
+def read_column(reader: PartReader, number: int, rows: int) -> Tensor:
     """The column of a leader, of so many rows of the part, int32 ``[rows, 3]``. Raises ``CorruptCheckpoint``."""
-    column = torch.zeros((rows, *field.shape), dtype=torch.int32, device="cpu")
-    for name, offset, begin, end in column_stretches(reader, field.id):
-        some = torch.empty((end - begin, *field.shape), dtype=torch.int32, device="cpu")
-        reader.read(name, offset, some.reshape(-1).view(torch.uint8).numpy().data)
-        column[begin:end] = some[: max(0, rows - begin)]
+    column = torch.zeros((rows, 3), dtype=torch.int32, device="cpu")
+    for it in stretches(reader):
+        if it.field == number:
+            some = torch.empty((it.end - it.begin, 3), dtype=torch.int32, device="cpu")
+            reader.read(it.file, it.offset, some.view(-1).view(torch.uint8).numpy().data)
+            column[it.begin : it.end] = some[: max(0, rows - it.begin)]
     return column
-
-
-def column_stretches(reader: PartReader, number: int) -> Iterator[tuple[str, int, int, int]]:
-    """Where the rows of a field lie: file, offset, and which rows of the part."""
-    fields = reader.schema or ()
-    if reader.segment_rows is None:
-        yield description.field_name(fields[number]), 0, 0, reader.records["tickets"]
-        return
-    for it in reader.segments():
-        offset = description.segment_layout(fields, it.rows)[0][number]
-        yield description.segment_name(it.lane, it.k), offset, it.first_row, it.first_row + it.rows

@@ -20,12 +20,13 @@ from engram.format.schema import PartField
 from engram.saved import description
 from engram.saved.disk import work_off
 from engram.saved.documents import corrupt
+from engram.saved.part_reader import Stretch, stretches
 from engram.saved.parts import read_state
 from engram.saved.ragged import PartItems, WholeItems
 from engram.store.ragged_state import fill_rings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from pathlib import Path
     from typing import Any, TypeAlias
 
@@ -527,18 +528,6 @@ def _closed(lanes: NDArray[np.int64], which: NDArray[np.int64], geometry: descri
     return np.ravel(left_out[:, None] + np.arange(step))
 
 
-class Stretch(NamedTuple):
-    """Rows of a field that lie in a file."""
-
-    file: str
-    offset: int
-    """Of the first row."""
-    field: int
-    begin: int
-    end: int
-    """Which rows of the part."""
-
-
 def ticket_stretches(reader: PartReader) -> list[Stretch]:
     """Where the tickets of all rows of a part lie. Their field is 0, which means nothing."""
     file = description.table_name("tickets")
@@ -556,18 +545,6 @@ def ticket_stretches(reader: PartReader) -> list[Stretch]:
 
 def _rows_of(segment: description.Segment) -> tuple[int, int]:
     return segment.first_row, segment.first_row + segment.rows
-
-
-def stretches(reader: PartReader) -> Iterator[Stretch]:
-    """Where all rows of a part lie."""
-    fields = reader.schema or ()
-    if reader.segment_rows is None:
-        for number, field in enumerate(fields):
-            yield Stretch(description.field_name(field), 0, number, 0, reader.records["tickets"])
-        return
-    for it in reader.segments():
-        for number, offset in enumerate(description.segment_layout(fields, it.rows)[0]):
-            yield Stretch(description.segment_name(it.lane, it.k), offset, number, it.first_row, it.first_row + it.rows)
 
 
 class SavedRowsSource:

@@ -73,7 +73,7 @@ def rows_of_written(
         slots = rows_of_batch(data, storage.ndim, call, storage.dim_extend) if batched else None
         data, columns = slots or rows_of_slot(data, storage.ndim, call)
         batched = True
-    n = leading_size(data, call, ragged=RowCounts(known, ragged, call)) if batched else None
+    n = leading_size(data, call, ragged=RowCounts(known, ragged)) if batched else None
     if columns and storage.memory is not None and columns != storage.columns:
         raise RuntimeError(f"{call}: expected columns {storage.columns} as in the first write, got {columns}.")
     check_count(call, count, n or 1)

@@ -16,11 +16,9 @@ from engram.store.memory import DTYPE_NAMES
 from engram.store.ragged_rows import Items
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence, Sized
+    from collections.abc import Sequence, Sized
 
 
-#: What says where rows begin, beside ``values``.
-_OFFSETS = ("offsets", "cu_seqlens")
 _FORMS = "a jagged nested tensor, (values, offsets), or a list of arrays"
 
 
@@ -83,9 +81,12 @@ def row_in(field: ItemField, value: object, call: str) -> Items:
         isinstance(value, Tensor)
         and not value.is_nested
         and value.dtype is field.dtype
-        and _is_plain(value)
+        and value.is_cpu
+        and value.is_contiguous()
+        and value.dim() > 0
+        and not (value.requires_grad or value.is_neg() or value.is_conj())
         and value.shape[1:] == field.shape
-    ):
+    ):  # items as the core takes them
         return _of_length(field, Items.of_row(value), value.shape[0], call)
     if isinstance(value, Items):
         return _fitting(field, value, call)
@@ -110,19 +111,10 @@ def _fitting(field: ItemField, items: Items, call: str) -> Items:
             _refuse_items(field, values, call)
         if values.requires_grad or not values.is_cpu or not values.is_contiguous():
             values = values.detach().cpu().contiguous()
-        if _settled(values) is not items.values:
-            items = Items(_settled(values), items.starts, items.lengths)
+        values = values.resolve_conj().resolve_neg()
+        if values is not items.values:
+            items = Items(values, items.starts, items.lengths)
     return _of_length(field, items, int(items.lengths.max()) if len(items) else 0, call)
-
-
-def _is_plain(row: Tensor) -> bool:
-    """Whether a tensor with a dimension is items as the core takes them."""
-    return (
-        row.is_cpu
-        and row.is_contiguous()
-        and row.dim() > 0
-        and not (row.requires_grad or row.is_neg() or row.is_conj())
-    )
 
 
 def _of_length(field: ItemField, items: Items, longest: int, call: str) -> Items:
@@ -135,13 +127,6 @@ def _of_length(field: ItemField, items: Items, longest: int, call: str) -> Items
             "Cut it, or make a storage with a larger max_length."
         )
     return items
-
-
-def _settled(values: Tensor) -> Tensor:
-    """Values whose memory holds what they are."""
-    if values.is_neg() or values.is_conj():
-        values = values.resolve_conj().resolve_neg()
-    return values
 
 
 def _refuse_items(field: ItemField, values: Tensor, call: str, row: str = "") -> None:
@@ -250,7 +235,7 @@ def _parts(value: object) -> _Parts | None:
         return _Parts(*value, "offsets") if len(value) == 2 and _are_offsets(value[1]) else None
     entries = nested.entries_of(value) if not isinstance(value, list | Tensor | np.ndarray) else {}
     names = set(entries.keys())
-    for name in (*_OFFSETS, "lengths"):
+    for name in ("offsets", "cu_seqlens", "lengths"):
         if "values" in names and name in names and names <= {"values", name, "max_seqlen", "min_seqlen"}:
             return _Parts(entries["values"], entries[name], name)
     return None
@@ -341,7 +326,8 @@ def _texts(field: ItemField, value: object) -> list[object] | None:
         return list(value.tolist())
     if isinstance(value, tuple) and _parts(value) is None:
         return list(value)
-    return value if isinstance(value, list) and not (value and all(_is_raw(it) for it in value)) else None
+    raw = isinstance(value, list) and value and all(isinstance(it, Tensor | np.ndarray) for it in value)
+    return value if isinstance(value, list) and not raw else None
 
 
 def _check_text(field: ItemField, items: Items, call: str) -> None:
@@ -355,17 +341,12 @@ def _check_text(field: ItemField, items: Items, call: str) -> None:
             ) from error
 
 
-def _is_raw(value: object) -> bool:
-    """Whether it is the bytes of a text, in an array or tensor."""
-    return isinstance(value, Tensor | np.ndarray)
-
-
 def _encoded(field: ItemField, texts: Sequence[object], call: str) -> Items:
     """Texts as their bytes. Raises ``TypeError``, ``ValueError``: one is none."""
-    encode, raw = _ENCODERS[field.kind], []
+    raw: list[bytes] = []
     for number, text in enumerate(texts):
         try:
-            raw.append(encode(text))
+            raw.append(_bytes_of(text, field.kind))
         except (TypeError, ValueError, RecursionError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(
@@ -377,21 +358,12 @@ def _encoded(field: ItemField, texts: Sequence[object], call: str) -> Items:
     return Items.of_lengths(values, lengths)
 
 
-def _of_str(text: object) -> bytes:
-    if not isinstance(text, str):
-        raise TypeError("it is no str")
-    return text.encode()
-
-
-def _of_bytes(text: object) -> bytes:
-    if not isinstance(text, bytes | bytearray | memoryview):
-        raise TypeError("it is no bytes")
-    return bytes(text)
-
-
-def _of_json(value: object) -> bytes:
-    """Canonical: sorted keys, no spaces, so that equal values are equal bytes."""
-    return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-
-
-_ENCODERS: dict[str, Callable[[object], bytes]] = {"utf-8": _of_str, "bytes": _of_bytes, "json": _of_json}
+def _bytes_of(value: object, kind: str) -> bytes:
+    """A text as it is stored. Of JSON canonical: sorted keys, no spaces, so that equal values are equal bytes."""
+    if kind == "json":
+        return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    if kind == "utf-8" and isinstance(value, str):
+        return value.encode()
+    if kind == "bytes" and isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    raise TypeError(f"it is no {'str' if kind == 'utf-8' else 'bytes'}")

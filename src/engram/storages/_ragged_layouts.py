@@ -61,40 +61,32 @@ class Batches:
         return getattr(self, f"_{self._layout.kind}")(items, leader, self._offsets.setdefault(leader, items.offsets))
 
     def _jagged(self, items: Items, _: int, offsets: Tensor) -> object:
-        assert items.values is not None  # rows that were read have items
         longest = int(items.lengths.max()) if len(items) else 0  # without it torch pads to the items of all rows
         # Of one shape where the offsets are the same:
-        return torch.nested.nested_tensor_from_jagged(items.values, offsets, max_seqlen=longest)
+        return torch.nested.nested_tensor_from_jagged(items.given, offsets, max_seqlen=longest)
 
     def _packed(self, items: Items, leader: int, offsets: Tensor) -> object:
-        assert items.values is not None  # rows that were read have items
         if leader not in self._ends:
             self._ends[leader] = offsets.to(torch.int32), int(items.lengths.max()) if len(items.lengths) else 0
-        packed = Packed(items.values, *self._ends[leader])
+        packed = Packed(items.given, *self._ends[leader])
         if not self._within:
             return packed
         longest = tensordicts.one_object(packed.max_seqlen)
         return tensordicts.wrap({**packed._asdict(), "max_seqlen": longest}, torch.Size(()), None)
 
     def _padded(self, items: Items, *_: object) -> object:
-        padded = padded_rows(items, self._layout)
-        return tensordicts.wrap(padded._asdict(), torch.Size((len(items),)), None) if self._within else padded
+        """Rows of one length: that of the longest, rounded up."""
+        n, lengths, multiple = len(items), items.lengths.unsqueeze(1), self._layout.multiple
+        longest = int(items.lengths.max()) if n else 0
+        length = -(-longest // multiple) * multiple
+        places = torch.arange(length, dtype=torch.int32, device="cpu")
+        mask = places < lengths if self._layout.side == "right" else places >= length - lengths
+        padded = Padded(items.given.new_zeros((n, length, *items.given.shape[1:])), mask)
+        padded.values[mask] = items.given
+        return tensordicts.wrap(padded._asdict(), torch.Size((n,)), None) if self._within else padded
 
     def _list(self, items: Items, *_: object) -> object:
         return tensordicts.stack_of_objects(items.rows()) if self._within else items.rows()
-
-
-def padded_rows(items: Items, layout: RaggedLayout) -> Padded:
-    """Rows of one length: that of the longest, rounded up. ``items``: in order."""
-    assert items.values is not None  # rows that were read have items
-    n, lengths = len(items), items.lengths.unsqueeze(1)
-    longest = int(items.lengths.max()) if n else 0
-    length = -(-longest // layout.multiple) * layout.multiple
-    places = torch.arange(length, dtype=torch.int32, device="cpu")
-    mask = places < lengths if layout.side == "right" else places >= length - lengths
-    values = items.values.new_zeros((n, length, *items.values.shape[1:]))
-    values[mask] = items.values
-    return Padded(values, mask)
 
 
 def single(field: ItemField, items: Items) -> object:
@@ -105,19 +97,17 @@ def single(field: ItemField, items: Items) -> object:
 def texts_of(field: ItemField, items: Items) -> list[object]:
     """Rows of a text. Raises ``CorruptStore``: one is none; names field and row."""
     there = items.packed()
-    assert there.values is not None  # rows that were read have items
-    raw, ends = there.values.numpy().tobytes(), there.starts + there.lengths
+    raw, ends = there.given.numpy().tobytes(), there.starts + there.lengths
     rows = [raw[begin:end] for begin, end in zip(there.starts.tolist(), ends.tolist(), strict=True)]
     if field.kind == "bytes":
         return [*rows]
-    decode = json.loads if field.kind == "json" else bytes.decode
+    decode, what = (json.loads, "JSON") if field.kind == "json" else (bytes.decode, "text in UTF-8")
     texts: list[object] = []
     try:
         texts.extend(map(decode, rows))
     except ValueError as error:
         place = len(texts)
         number = place if there.numbers is None else int(there.numbers[place])
-        what = "JSON" if field.kind == "json" else "text in UTF-8"
         raise CorruptStore(
             f"{field.where}: row {number}: expected {what}, got other bytes: {error}. Its file was changed."
         ) from error

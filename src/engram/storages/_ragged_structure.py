@@ -129,10 +129,8 @@ class RaggedStructure(Structure):
     def _expected(self, node: Node, given: Mapping[str, object]) -> Mapping[str, Node]:
         """Fields that have the lengths of others may be left out."""
         children = super()._expected(node, given)
-        return {name: it for name, it in children.items() if name in given or not self._follows(it)}
-
-    def _follows(self, node: Node) -> bool:
-        return self.leaders.get(node.field, node.field) != node.field
+        leads = {name: self.leaders.get(it.field, it.field) == it.field for name, it in children.items()}
+        return {name: it for name, it in children.items() if name in given or leads[name]}
 
     def _fill(self, number: int, batch: tuple[int, ...]) -> Tensor:
         return cast("Tensor", None) if number in self.ragged else super()._fill(number, batch)
@@ -157,9 +155,7 @@ class RaggedStructure(Structure):
         return [*which, *ragged], [*columns, *cast("dict[int, Tensor]", ragged).values()]
 
     def items_in(self, number: int, value: object, call: str) -> Tensor:
-        values = row_in(self.ragged[number], value, call).packed().values
-        assert values is not None  # some were given
-        return values
+        return row_in(self.ragged[number], value, call).packed().given
 
     def number(self, value: object, path: Path) -> Tensor:
         if any(field.key == (path or (SINGLE,)) for field in self.ragged.values()):
@@ -216,7 +212,6 @@ class RowCounts(NamedTuple):
 
     known: Structure | None
     options: RaggedOptions
-    call: str
 
     def rows_at(self, value: object, path: Path) -> int | None:
         """None: the leaf is a tensor as any other, or something else."""
@@ -352,15 +347,12 @@ class RaggedBuilder(_Builder):
         order = sorted(range(len(self.fields)), key=lambda n: n in leaders and leaders[n] != n)
         places = {number: place for place, number in enumerate(order)}
         items = self._items(leaders)
-        fields = []
-        for number in order:
-            field = self.fields[number]
-            if number in items:
-                like = places[leaders[number]] if leaders[number] != number else -1
-                column = SPAN if like < 0 else NO_SPAN
-                field = Field(field.key, *column, ragged=msgspec.structs.replace(items[number], like=like))
-            fields.append(field)
-        return fields, renumbered(root, places)
+        fields = self.fields.copy()
+        for number, it in items.items():
+            like = places[leaders[number]] if leaders[number] != number else -1
+            column, ragged = SPAN if like < 0 else NO_SPAN, msgspec.structs.replace(it, like=like)
+            fields[number] = Field(fields[number].key, *column, ragged=ragged)
+        return [fields[number] for number in order], renumbered(root, places)
 
     def _leaders(self) -> dict[int, int]:
         """The field whose lengths each has, which may be itself: as declared, or handed over with the same offsets."""
@@ -368,12 +360,11 @@ class RaggedBuilder(_Builder):
         leaders: dict[int, int] = {}
         of_offsets: dict[int, int] = {}
         for number, (declared, _, offsets) in self.found.items():
+            own = self.fields[number].key in self.options.fields or not offsets
             if declared.like is not None:
                 leaders[number] = numbers[declared.like]
-            elif self.fields[number].key in self.options.fields or not offsets:
-                leaders[number] = number
             else:
-                leaders[number] = of_offsets.setdefault(offsets, number)
+                leaders[number] = number if own else of_offsets.setdefault(offsets, number)
         return leaders
 
     def _items(self, leaders: Mapping[int, int]) -> dict[int, RaggedItems]:
@@ -381,15 +372,11 @@ class RaggedBuilder(_Builder):
         most, bytes_of = {}, dict.fromkeys(leaders.values(), 0)
         for number, leader in leaders.items():
             bytes_of[leader] += self.found[number].declared.item_bytes
-        for leader in bytes_of:
             declared, longest, _ = self.found[leader]
-            most[leader] = declared.max_length or (
-                MAX_ITEMS_OF_ROW if self.options.unlimited else likely_length(longest)
-            )
+            likely = MAX_ITEMS_OF_ROW if self.options.unlimited else likely_length(longest)
+            most[leader] = declared.max_length or likely
         groups = [Group(most[leader], nbytes) for leader, nbytes in bytes_of.items()]
-        rings = dict(
-            zip(bytes_of, [1] * len(groups) if self.options.unlimited else self.options.rings(groups), strict=True)
-        )
+        rings = dict(zip(bytes_of, self.options.rings(groups), strict=True))
         return {
             number: RaggedItems(it.dtype, most[leader], rings[leader], it.shape, kind=it.kind)
             for number, leader in leaders.items()

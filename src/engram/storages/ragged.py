@@ -275,11 +275,6 @@ class Group(NamedTuple):
     item_bytes: int
     """Bytes of an item of all members."""
 
-    @property
-    def most(self) -> int:
-        """Bytes of the longest row."""
-        return self.max_length * self.item_bytes
-
 
 def ring_items(groups: Sequence[Group], nbytes: int | None, capacity: int, lanes: int, where: str) -> list[int]:
     """How many items the ring of each lane holds, of each group.
@@ -298,7 +293,7 @@ def ring_items(groups: Sequence[Group], nbytes: int | None, capacity: int, lanes
     >>> ring_items([Group(100, 8), Group(50, 4)], 10_000, capacity=20, lanes=2, where="example")
     [500, 250]
     """
-    row = sum(group.most for group in groups)
+    row = sum(group.max_length * group.item_bytes for group in groups)
     if nbytes is None:
         share = [-(-capacity // lanes) * group.max_length // _USUAL_SHARE for group in groups]
         return [max(items, 2 * group.max_length) for items, group in zip(share, groups, strict=True)]
@@ -317,10 +312,9 @@ def uneven_fields(rows: Sequence[object]) -> dict[Path, Ragged]:
         return {}
     found = {}
     for path, value in nested.flatten(rows[0]):
-        if isinstance(value, Tensor | np.ndarray) and value.ndim:
-            all_of = [nested.find(row, path) for row in rows]
-            if (declared := uneven_rows(all_of)) is not None:
-                found[path] = declared
+        has_rows = isinstance(value, Tensor | np.ndarray) and value.ndim
+        if has_rows and (declared := uneven_rows([nested.find(row, path) for row in rows])) is not None:
+            found[path] = declared
     return found
 
 
@@ -376,7 +370,9 @@ class RaggedOptions(NamedTuple):
         return self._replace(fields={**uneven_fields(rows), **self.fields}, unlimited=True)
 
     def rings(self, groups: Sequence[Group]) -> list[int]:
-        """As :func:`ring_items`."""
+        """As :func:`ring_items`; 1 each where rows may have any length."""
+        if self.unlimited:
+            return [1] * len(groups)
         return ring_items(groups, self.nbytes, self.capacity, self.lanes, self.where)
 
 

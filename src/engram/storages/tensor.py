@@ -45,7 +45,7 @@ from engram.storages.tensor_state import (
 )
 from engram.store import DeviceStore, Store, reattach
 from engram.store.priorities import PriorityIndex, priorities_of
-from engram.store.ragged_state import packed
+from engram.store.ragged import RaggedStore
 from engram.types import Extent, Form, Traits, Write, WritePlan
 
 if TYPE_CHECKING:
@@ -705,8 +705,8 @@ class TensorStorage(Storage):
             state = self.state_without_rows(without=without)
             numbers = state["numbers"]
             rows = [] if state["schema"] is None else self._first_rows(len(numbers))
-            if state.pop(HEADS, None) is not None:
-                state["items"] = packed(self.store, rows, numbers != 0)
+            if state.pop(HEADS, None) is not None and isinstance(self.store, RaggedStore):
+                state["items"] = self.store.packed(rows, numbers != 0)
         fill_with_zeros(rows, numbers == 0)
         return {**state, "rows": rows}
 

@@ -18,7 +18,7 @@ from engram.store import Store, StoreState, add_field, check_index_name, fill_ro
 from engram.store.memory import refuse_ragged, torch_dtype
 from engram.store.priorities import NAMES, PriorityConfig, PriorityIndex, check_priorities, priorities_of
 from engram.store.ragged import RaggedStore
-from engram.store.ragged_state import Piece, Spans, check_room, compacted, fill_rings, heads_of, oldest_first
+from engram.store.ragged_state import Piece, check_room, compacted, fill_rings, heads_of, oldest_first
 from engram.store.row_indexes import NONE as NO_EPOCH
 from engram.store.row_indexes import EpochIndex, Progress, UsageIndex, checked_progress
 from engram.types import RowsSource, RowsTarget
@@ -410,9 +410,7 @@ class KeptItems:
         self.schema, self._lengths = schema, lengths
         self._values = dict(zip(schema.ragged, values, strict=True))
         self._order = oldest_first(lanes, schema.capacity // schema.lanes)
-        laid = [compacted(of_group, self._order) for of_group in lengths]
-        self._spans = [spans for spans, _ in laid]
-        self.heads = torch.stack([heads for _, heads in laid], 1)
+        self.spans, self.heads = compacted(lengths, self._order)
         self.lane_of = torch.arange(len(lengths[0]), device="cpu") // (schema.capacity // schema.lanes)
 
     @classmethod
@@ -446,9 +444,6 @@ class KeptItems:
         check_room(kept.heads, schema, where)
         return kept
 
-    def spans(self, group: int) -> Spans:
-        return self._spans[group]
-
     def pieces(self, group: int) -> Iterator[Piece]:
         ends = self._lengths[group].cumsum(0)
         members = [self._values[number] for number in self.schema.ragged_groups[group].members]
@@ -460,7 +455,7 @@ class KeptItems:
                     first, last = int(there[begin]), int(there[end - 1])
                     items = slice(int(ends[first] - self._lengths[group][first]), int(ends[last]))
                     values = [of_field[items] for of_field in members]
-                    yield Piece(lane, int(self._spans[group].offsets[first]), values)
+                    yield Piece(lane, int(self.spans[group].offsets[first]), values)
 
 
 def check_lengths(lengths: Tensor, live: Tensor, most: int, where: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -66,8 +66,10 @@ class RaggedStore(Store):
     def write(self, plan: WritePlan, columns: Sequence[Tensor | Items], n: int) -> Write:
         """As for every store. Raises, too: ``RuntimeError``: the plan names rows. Nothing is written."""
         if plan.lane is None:
-            self._refuse(
-                "write", "rows that are appended to a lane, got ones that are placed", "Use a RoundRobinWriter"
+            names = ", ".join(self.schema.fields[number].name for number in self.schema.ragged)
+            raise RuntimeError(
+                f"write: ragged fields ({names}): expected rows that are appended to a lane, got ones that are placed. Use a "
+                "RoundRobinWriter."
             )
         groups = [
             sharing([cast("Items", columns[number]) for number in it.members]) for it in self.schema.ragged_groups
@@ -79,10 +81,6 @@ class RaggedStore(Store):
             return Write(rows, self.core.append_ragged(plan.lane, n, addresses, rows.data_ptr(), sources))
         lanes = as_rows(plan.lane, "extend")
         return Write(rows, self.core.append_ragged_by_lane(lanes.data_ptr(), n, addresses, rows.data_ptr(), sources))
-
-    def _refuse(self, call: str, expected: str, advice: str) -> NoReturn:
-        names = ", ".join(self.schema.fields[number].name for number in self.schema.ragged)
-        raise RuntimeError(f"{call}: ragged fields ({names}): expected {expected}. {advice}.")
 
     def edit(self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor | Items]) -> Write:
         """As for every store. Rows whose items are replaced and that are overwritten meanwhile are left alone.
@@ -96,7 +94,7 @@ class RaggedStore(Store):
         if bool((tickets < 0).any()):
             row = int(rows[tickets < 0][0])
             raise RowError(f"edit: row {row} is not live. Only rows that were written can be edited.")
-        return self._patch(rows, which, columns, self.writes_of(rows, tickets), "edit", unedited=False)[0]
+        return self.patch(rows, which, columns, self.writes_of(rows, tickets), call="edit")[0]
 
     def patch(
         self,
@@ -106,27 +104,18 @@ class RaggedStore(Store):
         expected: Tensor,
         *,
         unedited: bool = False,
+        call: str = "patch",
     ) -> tuple[Write, Tensor]:
         """As for every store. The items of each group, and the other fields together, are replaced one after the other: a
         reader may see a row between two steps.
+
+        ``call``: for messages.
 
         Raises, too: ``ValueError``: a row has another number of items. Nothing is written.
         """
         if self.items.keys().isdisjoint(which):
             return super().patch(rows, which, cast("Sequence[Tensor]", columns), expected, unedited=unedited)
-        rows, expected = as_rows(rows, "patch"), as_rows(expected, "patch")
-        return self._patch(rows, which, columns, expected, "patch", unedited=unedited)
-
-    def _patch(
-        self,
-        rows: Tensor,
-        which: Sequence[int],
-        columns: Sequence[Tensor | Items],
-        expected: Tensor,
-        call: str,
-        *,
-        unedited: bool,
-    ) -> tuple[Write, Tensor]:
+        rows, expected = as_rows(rows, call), as_rows(expected, call)
         parts = dict(zip(which, columns, strict=True))
         tickets = expected if unedited else self.tickets_of_writes(rows, expected)
         groups = [it for it in enumerate(self.schema.ragged_groups) if not parts.keys().isdisjoint(it[1].members)]
@@ -168,21 +157,69 @@ class RaggedStore(Store):
                     f"{int(given[at])}: an edit keeps the length. Write another row, or let rows grow in rb.open_row()."
                 )
 
+    # ---- saving ------------------------------------------------------------------------------------------------------
+
+    def gather(
+        self,
+        group: RaggedGroup,
+        rows: Tensor,
+        tickets: Tensor,
+        spans: Tensor,
+        outputs: Sequence[Tensor],
+        places: Tensor,
+    ) -> list[int]:
+        """Copy the items of rows, int64 ``[n]``, that have these tickets. The positions of those that have them no more.
+
+        Args:
+            group: of ragged fields.
+            rows, tickets: int64 ``[n]``.
+            spans: the leader's column, int32 ``[n, 3]``.
+            outputs: memory of whole items, one of each member.
+            places: int64 ``[n]``: which item of the outputs is the first of each row.
+        """
+        addresses = tuple([output.data_ptr() for output in outputs])
+        number = self.schema.ragged_groups.index(group)
+        found = rows.data_ptr(), len(rows), tickets.data_ptr(), spans.data_ptr(), addresses, places.data_ptr()
+        return self.core.gather_items(number, *found)
+
+    def read_spans(self, rows: Tensor, expected: Tensor) -> tuple[list[Tensor], list[int]]:
+        """The columns of all leaders, int32 ``[n, 3]``, of rows that have these tickets; and the positions of those that have others."""
+        return super().read(rows, expected=expected, which=[group.leader for group in self.schema.ragged_groups])
+
+    def packed(self, columns: list[Tensor], live: Tensor) -> list[Tensor]:
+        """The items of the first rows, while the store is paused: of each ragged field in order, ``[items, *shape]``, row after row.
+
+        ``columns``, of all fields, hold lengths int32 ``[n]`` afterwards where spans were. ``live``: bool ``[n]``.
+        """
+        found: dict[int, Tensor] = {}
+        rows = live.nonzero()[:, 0]
+        tickets = self.tickets_of(rows)
+        for group in self.schema.ragged_groups:
+            spans = columns[group.leader][rows].contiguous()
+            columns[group.leader] = torch.zeros(len(live), dtype=torch.int32, device="cpu")
+            columns[group.leader][rows] = spans[:, 2]
+            offsets = offsets_of(spans[:, 2])
+            shapes = {number: (int(offsets[-1]), *self.items[number].shape[1:]) for number in group.members}
+            outputs = [self.items[number].new_empty(shape) for number, shape in shapes.items()]
+            self.gather(group, rows, tickets, spans, outputs, offsets[:-1])
+            found.update(zip(group.members, outputs, strict=True))
+        return [found[number] for number in self.schema.ragged]
+
     # ---- reading -----------------------------------------------------------------------------------------------------
 
     def read(
         self, rows: Tensor, *, expected: Tensor | None = None, which: Sequence[int] | None = None
     ) -> tuple[list[Tensor], list[int]]:
         wanted = tuple(range(len(self.schema.fields))) if which is None else which
-        groups = [it for it in enumerate(self.schema.ragged_groups) if not {*it[1].members}.isdisjoint(wanted)]
-        if not groups:
+        leaders = [it.leader for it in self.schema.ragged_groups if not {*it.members}.isdisjoint(wanted)]
+        if not leaders:
             return super().read(rows, expected=expected, which=which)
         rows = as_rows(rows, "read")
         tickets = self.tickets_of(rows) if expected is None else as_rows(expected, "read")
-        together = [*wanted, *(it.leader for _, it in groups if it.leader not in wanted)]
+        together = [*wanted, *(leader for leader in leaders if leader not in wanted)]
         columns, moved = super().read(rows, expected=tickets, which=None if which is None else together)
         at = {number: place for place, number in enumerate(together)}
-        moved = self._resolve(groups, at, columns, rows, tickets, moved)
+        moved = self._resolve(at, columns, rows, tickets, moved)
         return columns[: len(wanted)], moved
 
     def sample_uniform(self, key: Key, n: int, with_rows: bool, with_numbers: bool = False) -> list[Tensor]:
@@ -218,23 +255,15 @@ class RaggedStore(Store):
         """Put items in the place of spans. The positions of rows that have them no more."""
         rows, writes = drawn[-2:]
         at = {number: number for number in self.items}
-        groups = [*enumerate(self.schema.ragged_groups)]
-        return self._resolve(groups, at, drawn, rows, self.tickets_of_writes(rows, writes), [])
+        return self._resolve(at, drawn, rows, self.tickets_of_writes(rows, writes), [])
 
     def _resolve(
-        self,
-        groups: Sequence[tuple[int, RaggedGroup]],
-        at: dict[int, int],
-        columns: list[Tensor],
-        rows: Tensor,
-        tickets: Tensor,
-        moved: list[int],
+        self, at: dict[int, int], columns: list[Tensor], rows: Tensor, tickets: Tensor, moved: list[int]
     ) -> list[int]:
         """Put the items of rows in the place of their spans.
 
         Args:
-            groups: of the ragged fields that are read, by number.
-            at: where in the columns each field is.
+            at: where in the columns each field is. The leader of every group that is read is there.
             columns: as they were read. Those of ragged fields are replaced.
             rows, tickets: int64 ``[n]``. Of rows whose ticket is another now nothing is read.
             moved: positions of rows that were not whole when their columns were read.
@@ -243,7 +272,9 @@ class RaggedStore(Store):
             The positions whose row was not whole, has another ticket, or has lost its items.
         """
         gone = set(moved)
-        for number, group in groups:
+        for number, group in enumerate(self.schema.ragged_groups):
+            if group.leader not in at:
+                continue
             spans = columns[at[group.leader]]
             if gone:
                 spans[sorted(gone)] = 0

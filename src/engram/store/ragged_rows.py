@@ -70,6 +70,12 @@ class Items:
         return len(self.lengths)
 
     @property
+    def given(self) -> Tensor:
+        """The values of rows that were read, or were not left out."""
+        assert self.values is not None  # as the caller knows
+        return self.values
+
+    @property
     def total(self) -> int:
         """Items of all rows."""
         return int(self.lengths.sum())
@@ -110,10 +116,8 @@ class Items:
 
     def __setitem__(self, places: Tensor, fresh: Items) -> None:
         """Replace rows by others, of any lengths. ``places``: int64 ``[m]``, where each is to be."""
-        assert self.values is not None  # rows that were read have items
-        assert fresh.values is not None
-        first = len(self.values)
-        self.values = torch.cat([self.values, fresh.values])
+        first = len(self.given)
+        self.values = torch.cat([self.given, fresh.given])
         self.starts, self.lengths = self.starts.clone(), self.lengths.clone()  # fields that share lengths share these
         self.offsets = None
         self.starts[places] = fresh.starts + first
@@ -124,8 +128,7 @@ class Items:
     def rows(self) -> list[Tensor]:
         """A tensor ``[length, *shape]`` of each row: views where the items are in order, copies of them else."""
         there = self.packed()
-        assert there.values is not None  # rows that were read have items
-        return list(there.values.split(there.lengths.tolist()))  # type: ignore[no-untyped-call]
+        return list(there.given.split(there.lengths.tolist()))  # type: ignore[no-untyped-call]
 
 
 @functools.lru_cache(1 << 12)

@@ -56,96 +56,27 @@ def oldest_first(lanes: Tensor, lane_length: int) -> list[Tensor]:
     return found
 
 
-def compacted(lengths: Tensor, order: Sequence[Tensor]) -> tuple[Spans, Tensor]:
-    """Where rows of these lengths, int64 ``[n]``, lie from offset 0 on, one after the other; and how many items each lane has.
+def compacted(lengths: Sequence[Tensor], order: Sequence[Tensor]) -> tuple[list[Spans], Tensor]:
+    """Where rows lie from offset 0 on, one after the other; and how many items each lane has, int64 ``[lanes, groups]``.
 
-    ``order``: as :func:`oldest_first` has it. Rows behind the last length hold nothing.
+    ``lengths``: int64 ``[n]`` of each group. ``order``: as :func:`oldest_first` has it. Rows behind the last length hold nothing.
     """
-    offsets, heads = torch.zeros_like(lengths), torch.zeros(len(order), dtype=torch.int64, device="cpu")
-    for lane, rows in enumerate(order):
-        there = rows[rows < len(lengths)]
-        ends = lengths[there].cumsum(0)
-        offsets[there] = ends - lengths[there]
-        heads[lane] = ends[-1] if len(ends) else 0
-    return Spans(offsets, lengths), heads
-
-
-class HoldsItems(Protocol):
-    """A store, as far as the items of its rows are copied out."""
-
-    schema: Schema
-    items: Mapping[int, Tensor]
-
-    @property
-    def core(self) -> native.Store: ...
-    def tickets_of(self, rows: Tensor) -> Tensor: ...
+    spans, heads = [], torch.zeros((len(order), len(lengths)), dtype=torch.int64, device="cpu")
+    for group, of_group in enumerate(lengths):
+        offsets = torch.zeros_like(of_group)
+        for lane, rows in enumerate(order):
+            there = rows[rows < len(of_group)]
+            ends = of_group[there].cumsum(0)
+            offsets[there] = ends - of_group[there]
+            heads[lane, group] = ends[-1] if len(ends) else 0
+        spans.append(Spans(offsets, of_group))
+    return spans, heads
 
 
 def heads_of(core: native.Store, schema: Schema) -> Tensor:
     """int64 ``[lanes, groups]``: the offsets of the next items."""
     heads = [core.ragged_lane(lane)[1:] for lane in range(schema.lanes)]
     return torch.tensor(heads, dtype=torch.int64, device="cpu").view(schema.lanes, len(schema.ragged_groups))
-
-
-def gather(
-    core: native.Store,
-    schema: Schema,
-    group: RaggedGroup,
-    rows: Tensor,
-    tickets: Tensor,
-    spans: Tensor,
-    outputs: Sequence[Tensor],
-    places: Tensor,
-) -> list[int]:
-    """Copy the items of rows, int64 ``[n]``, that have these tickets. The positions of those that have them no more.
-
-    Args:
-        core, schema: of the store.
-        group: of its ragged fields.
-        rows, tickets: int64 ``[n]``.
-        spans: the leader's column, int32 ``[n, 3]``.
-        outputs: memory of whole items, one of each member.
-        places: int64 ``[n]``: which item of the outputs is the first of each row.
-    """
-    addresses = tuple([output.data_ptr() for output in outputs])
-    number = schema.ragged_groups.index(group)
-    found = rows.data_ptr(), len(rows), tickets.data_ptr(), spans.data_ptr(), addresses, places.data_ptr()
-    return core.gather_items(number, *found)
-
-
-def read_spans(core: native.Store, schema: Schema, rows: Tensor, expected: Tensor) -> tuple[list[Tensor], list[int]]:
-    """The columns of all leaders, int32 ``[n, 3]``, of rows that have these tickets; and the positions of those that have others."""
-    leaders = tuple([group.leader for group in schema.ragged_groups])
-    columns = [torch.empty((len(rows), 3), dtype=torch.int32, device="cpu") for _ in leaders]
-    addresses = tuple([column.data_ptr() for column in columns])
-    return columns, core.gather(rows.data_ptr(), len(rows), leaders, addresses, expected.data_ptr(), 0)
-
-
-def packed(store: HoldsItems, columns: list[Tensor], live: Tensor) -> list[Tensor]:
-    """The items of the first rows of a store that is paused: of each ragged field in order, ``[items, *shape]``, row after row.
-
-    ``columns``, of all fields, hold lengths int32 ``[n]`` afterwards where spans were. ``live``: bool ``[n]``.
-    """
-    schema = store.schema
-    found: dict[int, Tensor] = {}
-    rows = live.nonzero()[:, 0]
-    tickets = store.tickets_of(rows)
-    for group in schema.ragged_groups:
-        spans = columns[group.leader][rows].contiguous()
-        lengths = torch.zeros(len(live), dtype=torch.int32, device="cpu")
-        lengths[rows] = spans[:, 2]
-        ends = spans[:, 2].to(torch.int64).cumsum(0)
-        total = int(ends[-1]) if len(rows) else 0
-        outputs = [store_items.new_empty((total, *store_items.shape[1:])) for store_items in members_of(store, group)]
-        gather(store.core, schema, group, rows, tickets, spans, outputs, ends - spans[:, 2])
-        columns[group.leader] = lengths
-        found.update(zip(group.members, outputs, strict=True))
-    return [found[number] for number in schema.ragged]
-
-
-def members_of(store: HoldsItems, group: RaggedGroup) -> list[Tensor]:
-    """The rings of the members of a group."""
-    return [store.items[number] for number in group.members]
 
 
 def check_room(needed: Tensor, here: Schema, where: str) -> None:
@@ -182,8 +113,8 @@ class SavedItems(Protocol):
     lane_of: Tensor
     """int64 ``[n]``: the lane of each row."""
 
-    def spans(self, group: int) -> Spans:
-        """Of all rows up to the last one, ``[n]``; length 0 where a row holds nothing. The offsets of live ones grow."""
+    spans: list[Spans]
+    """Of each group: those of all rows up to the last one, ``[n]``; length 0 where a row holds nothing. The offsets of live ones grow."""
 
     def pieces(self, group: int) -> Iterator[Piece]:
         """The items of all rows."""
@@ -209,11 +140,10 @@ class RingsTarget:
         self.shifts = shifts = (behind + rings - 1) // rings * rings
         self._heads = saved.heads + shifts
         for number, group in enumerate(groups):
-            spans = saved.spans(number)
+            spans = saved.spans[number]
             spans = Spans(spans.offsets + shifts[saved.lane_of, number], spans.lengths)
-            to = columns[group.leader]
             if columns.put is None:
-                to[: len(spans.lengths)] = spans.column
+                columns[group.leader][: len(spans.lengths)] = spans.column
             else:
                 columns.put(group.leader, 0, spans.column)
             for piece in saved.pieces(number):

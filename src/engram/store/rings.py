@@ -87,8 +87,8 @@ def private_rings(schema: Schema) -> RaggedMemory:
     """
     if not schema.ragged:
         return NO_RINGS
-    names = {number: f"items of field {schema.fields[number].name}" for number in schema.ragged}
-    blocks = {number: private_block(nbytes, names[number]) for number, nbytes in schema.values_bytes.items()}
+    sizes, fields = schema.values_bytes, schema.fields
+    blocks = {n: private_block(nbytes, f"items of field {fields[n].name}") for n, nbytes in sizes.items()}
     control = private_block(ragged_control_bytes(schema))
     _format(control, schema)
     return RaggedMemory(_shaped(schema, blocks), control)
