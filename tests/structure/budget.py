@@ -25,7 +25,7 @@ ROOMS = {
     "saved": 5_311,
     "serving": 1_309,
     "storages": 5_234,
-    "store": 7_128,
+    "store": 7_131,
     "testing": 601,
     "torchrl": 2_285,
     "transforms": 795,
