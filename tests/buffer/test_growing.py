@@ -15,6 +15,7 @@ from engram import (
     RateLimited,
     ReplayBuffer,
 )
+from engram.errors import CorruptStore
 from tests import stress
 
 FIELDS = {
@@ -274,3 +275,14 @@ def test_a_row_has_the_fields_that_its_process_added(tmp_path):
 
         killed(generate)
         assert rb[rb.unsealed()[0].resume().seal(reward=1.0)]["value"] == 7.0
+
+
+@pytest.mark.parametrize("length", [-1, 41])
+def test_a_length_that_no_row_has_is_refused(length):
+    rb = made()
+    row = rb.open_row(prompt=1, late=LATE)
+    row._slot._lengths(min(row._slot.rows.layout.lengths)).fill_(length)
+    for change in (lambda: row.append(tokens=[1]), lambda: row.seal(reward=1.0), lambda: row.lengths):
+        with pytest.raises(CorruptStore, match="expected at most"):
+            change()
+    assert len(rb) == 0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from engram._support import native
-from engram.errors import IncompatibleStore, RateLimited
+from engram.errors import CorruptStore, IncompatibleStore, RateLimited
 from engram.store.adding import adopt_fields
 from engram.store.indexes import LockedIndex
 from engram.store.memory import Block, torch_dtype
@@ -171,8 +171,11 @@ class OpenSlot:
     # ---- what is in it -------------------------------------------------------------------------------------------------
 
     def length(self, leader: int) -> int:
-        """Items of the fields of a group, so far."""
-        return int(self._lengths(leader))
+        """Items of the fields of a group, so far. Raises ``CorruptStore``: more than there is room for."""
+        n, most = int(self._lengths(leader)), self.rows.schema.ragged[leader].max_length
+        if not 0 <= n <= most:
+            raise CorruptStore(f"open rows: expected at most {most} items in slot {self.number}, got {n}.")
+        return n
 
     def _lengths(self, leader: int) -> Tensor:
         at = self.rows.layout.lengths[leader]
