@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Unpack, cast
 
 import numpy as np
@@ -124,28 +125,23 @@ class LazyStackStorage(ListStorage):
         return self.stacked(found) if isinstance(found, list) else found
 
 
+@dataclass(slots=True, eq=False)
 class _Leaf:
     """A compressed tensor."""
 
-    __slots__ = ("data", "dtype", "shape")
+    data: Tensor
+    shape: torch.Size
+    dtype: torch.dtype
 
-    def __init__(self, data: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
-        self.data, self.shape, self.dtype = data, shape, dtype
 
-
+@dataclass(slots=True, eq=False)
 class _Entries:
     """A TensorDict of which the tensors are compressed."""
 
-    __slots__ = ("batch_size", "device", "entries", "names")
-
-    def __init__(
-        self,
-        entries: dict[str, object],
-        batch_size: torch.Size,
-        device: torch.device | None,
-        names: list[str | None] | None = None,
-    ) -> None:
-        self.entries, self.batch_size, self.device, self.names = entries, batch_size, device, names
+    entries: dict[str, object]
+    batch_size: torch.Size
+    device: torch.device | None
+    names: list[str | None] | None = None
 
 
 class _CompressedItems(ListStorage):

@@ -426,9 +426,7 @@ def _tensors(parts: list[Any], dtype: torch.dtype, ndim: int, n: int, device: to
     part = _part(parts, ndim, n, where)
     found, at = [], 0
     for shape in part["sizes"].tolist():
-        nbytes = dtype.itemsize
-        for size in shape:
-            nbytes *= size
+        nbytes = dtype.itemsize * math.prod(shape)
         if at + nbytes > part["bytes"].numel():
             break
         # A copy lies where the dtype may lie.
