@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Unpack, cast
 
 import numpy as np
@@ -125,23 +124,28 @@ class LazyStackStorage(ListStorage):
         return self.stacked(found) if isinstance(found, list) else found
 
 
-@dataclass(slots=True, eq=False)
 class _Leaf:
     """A compressed tensor."""
 
-    data: Tensor
-    shape: torch.Size
-    dtype: torch.dtype
+    __slots__ = ("data", "dtype", "shape")
+
+    def __init__(self, data: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
+        self.data, self.shape, self.dtype = data, shape, dtype
 
 
-@dataclass(slots=True, eq=False)
 class _Entries:
     """A TensorDict of which the tensors are compressed."""
 
-    entries: dict[str, object]
-    batch_size: torch.Size
-    device: torch.device | None
-    names: list[str | None] | None = None
+    __slots__ = ("batch_size", "device", "entries", "names")
+
+    def __init__(
+        self,
+        entries: dict[str, object],
+        batch_size: torch.Size,
+        device: torch.device | None,
+        names: list[str | None] | None = None,
+    ) -> None:
+        self.entries, self.batch_size, self.device, self.names = entries, batch_size, device, names
 
 
 class _CompressedItems(ListStorage):
