@@ -118,27 +118,34 @@ class FieldUpdates:
     """Patches the rows of a buffer. It keeps nothing of its own."""
 
     def __init__(self, wiring: Wiring) -> None:
-        self._wiring = wiring
+        storage = wiring.storage
+        if not isinstance(storage, storages.TensorStorage):
+            raise RuntimeError(f"{CALL}: expected a tensor storage, a {type(storage).__name__} has no fields.")
+        if not (wiring.of_writer.tracks_tickets or wiring.of_sampler.prioritized):
+            raise RuntimeError(
+                f"{CALL}: expected a writer with track_generations=True, whose batches carry index_generation, got "
+                f"{wiring.writer!r}."
+            )
+        self._wiring, self._storage = wiring, storage
 
     def apply(
         self, index: object, generation: object, patch: object, version_key: object, version: object, *, newer: bool
     ) -> ConditionalUpdateResult:
         """What ``ReplayBuffer.update_if_present`` does, once the buffer may be edited."""
-        storage = self._storage()
-        result = self._applied_natively(storage, index, generation, patch, version_key, version, newer=newer)
+        result = self._applied_natively(index, generation, patch, version_key, version, newer=newer)
         if result is not None and (version_key is None or not result.stale_count):
             return result
         rows, expected = self._named(index, generation)
         batch = expected.shape
-        which, columns, versions = self._checked(storage, patch, version_key, version, batch)
+        which, columns, versions = self._checked(patch, version_key, version, batch)
         expected, rejected = expected.reshape(-1), None
         if versions is None:
-            write, numbers = storage.patch_fields(rows, which, columns, expected)
+            write, numbers = self._storage.patch_fields(rows, which, columns, expected)
             if len(write.rows):
-                storage.notify(write, None)
+                self._storage.notify(write, None)
         else:
             columns, which = [*columns, versions[1]], [*which, versions[0]]
-            numbers, rejected = self._newer(storage, rows, expected, which, columns, result, newer=newer)
+            numbers, rejected = self._newer(rows, expected, which, columns, result, newer=newer)
             rejected = self._wiring.on_device(rejected.reshape(batch))
         numbers = numbers.reshape(batch)
         place = self._wiring.on_device
@@ -148,7 +155,6 @@ class FieldUpdates:
 
     def _newer(
         self,
-        storage: storages.TensorStorage,
         rows: Tensor,
         expected: Tensor,
         which: Sequence[int],
@@ -166,37 +172,29 @@ class FieldUpdates:
             numbers, rejected = done.generation, done.version_rejected
         at, again = ((numbers < 0) & ~rejected).nonzero().squeeze(1), done is not None
         while len(at):
-            tickets = storage.store.tickets_of_writes(rows[at], expected[at])
+            tickets = self._storage.store.tickets_of_writes(rows[at], expected[at])
             if again and not bool((tickets >= 0).any()):
                 break
             values, again = [column[at] for column in columns], True
-            look = self._newest(storage, rows[at], tickets, which[-1], values[-1], newer=newer)
+            look = self._newest(rows[at], tickets, which[-1], values[-1], newer=newer)
             wins, live = map(torch.from_numpy, look)
-            write, fresh = storage.patch_fields(rows[at], which, values, tickets.where(wins, -1), unedited=True)
+            write, fresh = self._storage.patch_fields(rows[at], which, values, tickets.where(wins, -1), unedited=True)
             if len(write.rows):
-                storage.notify(write, None)
+                self._storage.notify(write, None)
             numbers[at], rejected[at] = fresh, live & ~wins
             at = at[(fresh < 0) & ~(live & ~wins)]
         return numbers, rejected
 
     def _applied_natively(
-        self,
-        storage: storages.TensorStorage,
-        index: object,
-        generation: object,
-        patch: object,
-        version_key: object,
-        version: object,
-        *,
-        newer: bool,
+        self, index: object, generation: object, patch: object, version_key: object, version: object, *, newer: bool
     ) -> ConditionalUpdateResult | None:
         """The short path, of tensors that lie as the core reads them. None: nothing was written, and Python looks at them."""
-        if storage.ndim > 1 or not isinstance(index, Tensor) or not isinstance(generation, Tensor):
+        if self._storage.ndim > 1 or not isinstance(index, Tensor) or not isinstance(generation, Tensor):
             return None
-        versions = self._versions(storage, version_key, version, generation.shape)
+        versions = self._versions(version_key, version, generation.shape)
         field, given = (-1, None) if versions is None else versions
         try:
-            made = storage.write_natively(
+            made = self._storage.write_natively(
                 lambda core, intake: core.patch_of(intake, index, generation, patch, field, given, newer)
             )
         except IndexError:  # a row outside the storage
@@ -204,50 +202,38 @@ class FieldUpdates:
         if made is None:
             return None
         first, kept, numbers, updated, rejected = made
-        if kept and storage.listeners:
-            storage.notify(Write(index if kept == len(index) else index[updated], first), None)
+        if kept and self._storage.listeners:
+            self._storage.notify(Write(index if kept == len(index) else index[updated], first), None)
         return ConditionalUpdateResult(updated, rejected, numbers)
 
     def check(self, rows: Tensor, patch: object, version_key: object, version: object) -> None:
         """Raise what :meth:`apply` would of these rows, ``[n]``. Nothing is written."""
-        storage = self._storage()
-        outside = rows[(rows < -1) | (rows >= storage.max_size)]
+        most = self._storage.max_size
+        outside = rows[(rows < -1) | (rows >= most)]
         if len(outside):
-            raise RowError(f"{CALL}: expected rows in [-1, {storage.max_size}), got {int(outside[0])}.")
-        self._checked(storage, patch, version_key, version, rows.shape)
+            raise RowError(f"{CALL}: expected rows in [-1, {most}), got {int(outside[0])}.")
+        self._checked(patch, version_key, version, rows.shape)
 
     def _checked(
-        self, storage: storages.TensorStorage, patch: object, version_key: object, version: object, batch: torch.Size
+        self, patch: object, version_key: object, version: object, batch: torch.Size
     ) -> tuple[Sequence[int], list[Tensor], tuple[int, Tensor] | None]:
         """The fields of a patch and their columns, and what :meth:`_versions` returns."""
-        entries, dims = dict(_entries(patch)), storage.ndim
+        entries, dims = dict(_entries(patch)), self._storage.ndim
         if dims > 1:  # what is laid out as the data of extend comes in the order of its index
-            time, of = storage.dim_extend, storage.columns
+            time, of = self._storage.dim_extend, self._storage.columns
             laid_out = (*of[:time], batch.numel() // math.prod(of), *of[time:])
             for key, value in entries.items():
                 if isinstance(value, Tensor | np.ndarray) and tuple(value.shape[:dims]) == laid_out:
                     entries[key] = torch.as_tensor(value).movedim(time, 0)
         try:
-            which, columns = storage.written().columns(entries, batch, call=CALL, loose=True)
+            which, columns = self._storage.written().columns(entries, batch, call=CALL, loose=True)
         except RuntimeError as error:  # TorchRL's class
             raise ValueError(str(error)) from None
-        versions = self._versions(storage, version_key, version, batch)
+        versions = self._versions(version_key, version, batch)
         if versions is not None and versions[0] in which:
-            path = storage.written().fields[versions[0]].key
+            path = self._storage.written().fields[versions[0]].key
             raise ValueError(f"{CALL}: expected a patch without the version key, got {path}. Pass it as version.")
         return which, columns, versions
-
-    def _storage(self) -> storages.TensorStorage:
-        wiring = self._wiring
-        storage = wiring.storage
-        if not isinstance(storage, storages.TensorStorage):
-            raise RuntimeError(f"{CALL}: expected a tensor storage, a {type(storage).__name__} has no fields.")
-        if not (wiring.of_writer.tracks_tickets or wiring.of_sampler.prioritized):
-            raise RuntimeError(
-                f"{CALL}: expected a writer with track_generations=True, whose batches carry index_generation, got "
-                f"{wiring.writer!r}."
-            )
-        return storage
 
     def _named(self, index: object, generation: object) -> tuple[Tensor, Tensor]:
         """Rows ``[n]`` and generations ``[*batch]``. Both may be spread over the batch dimensions of rows, as batches have them."""
@@ -262,9 +248,7 @@ class FieldUpdates:
             )
         return rows.reshape(-1).contiguous(), expected
 
-    def _versions(
-        self, storage: storages.TensorStorage, key: object, version: object, batch: torch.Size
-    ) -> tuple[int, Tensor] | None:
+    def _versions(self, key: object, version: object, batch: torch.Size) -> tuple[int, Tensor] | None:
         """The field that holds versions, and those to compare, as rows of it."""
         if (key is None) != (version is None):
             raise ValueError(f"{CALL}: expected version_key and version together, got one of them.")
@@ -272,7 +256,7 @@ class FieldUpdates:
             return None
         if isinstance(key, str) and "." in key:
             raise ValueError(f"{CALL}: version_key: expected a tuple, {tuple(key.split('.'))}, got {key!r}.")
-        structure = storage.written()
+        structure = self._storage.written()
         number = structure.field_of(checked_path(key, f"{CALL}: version_key"), CALL)
         field = structure.fields[number]
         if any(size != 1 for size in field.shape):
@@ -292,14 +276,7 @@ class FieldUpdates:
             raise ValueError(str(error)) from None
 
     def _newest(
-        self,
-        storage: storages.TensorStorage,
-        rows: Tensor,
-        expected: Tensor,
-        field: int,
-        incoming: Tensor,
-        *,
-        newer: bool,
+        self, rows: Tensor, expected: Tensor, field: int, incoming: Tensor, *, newer: bool
     ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Which entries are to be written, and which rows hold what was drawn: bool ``[n]``.
 
@@ -307,7 +284,7 @@ class FieldUpdates:
         version is newer than NaN.
         """
         live = expected.numpy() >= 0
-        columns, moved = storage.store.read(rows.clamp(min=0), expected=expected, which=(field,))
+        columns, moved = self._storage.store.read(rows.clamp(min=0), expected=expected, which=(field,))
         live[moved] = False
         stored, given = _comparable(columns[0]), _comparable(incoming)
         wins, floating = np.empty_like(live), stored.dtype == np.float64
@@ -435,8 +412,8 @@ def _checked(storage: Storage) -> storages.TensorStorage:
     storage.memory.check_writable()
     if storage.memory.schema.ragged and OpenRowIndex.existing(storage.memory) is not None:
         raise RuntimeError(
-            f"{_CALL}: expected a store without slots for rows that grow, got one whose slots have no room for more fields. Call it before "
-            "the first open_row."
+            f"{_CALL}: expected a store without slots for rows that grow, got one whose slots have no room for more fields. Write the "
+            "field in the first row, or make the storage without open_rows."
         )
     if not storage.memory.is_native:
         raise RuntimeError(

@@ -10,7 +10,7 @@ from engram._support.field_paths import checked_path, public
 from engram._support.native import NotAdmitted
 from engram._support.nested import flatten
 from engram._support.words import count
-from engram.format.schema import RaggedItems, name_of
+from engram.format.schema import name_of
 from engram.store.limits import checked_timeout
 from engram.store.open_rows import OpenRowIndex, OpenRows, OpenSlot
 from engram.types import Write
@@ -58,14 +58,14 @@ class OpenRow:
     def lengths(self) -> dict[Key, int]:
         """Items so far, by the key of the field that leads a group."""
         fields = self._slot.rows.schema.fields
-        return {_key(fields[leader].key): n for leader, n in self._slot.lengths.items()}
+        return {public(fields[leader].key): n for leader, n in self._slot.lengths.items()}
 
     @property
     def fields(self) -> dict[Key, Tensor]:
         """What was given so far, by key: copies. The items of ragged fields, ``[length, *shape]``; texts as bytes, uint8."""
         slot, schema = self._slot, self._slot.rows.schema
         return {
-            _key(field.key): (slot.items(number) if number in schema.ragged else slot.column(number)).clone()
+            public(field.key): (slot.items(number) if number in schema.ragged else slot.column(number)).clone()
             for number, field in enumerate(schema.fields)
             if slot.is_given(number)
         }
@@ -104,8 +104,7 @@ class OpenRow:
         """
         self._check_mine("append")
         given = self._growing.items_of(self._slot, paths_of(data, fields, self._keys, "append"), "append")
-        for leader, (items, n) in given.items():
-            self._slot.append(leader, items, n)
+        self._slot.fill({}, given)
 
     def seal(self, data: Given | None = None, /, *, timeout: float | None = None, **fields: object) -> int:
         """Make it a row of the buffer, in one step: whenever this process dies it is a row, or grows on.
@@ -208,15 +207,10 @@ class GrowingRows:
             storage.prepare(_nested(row), "open_row", batched=False)
         rows = rows or OpenRowIndex.of_store(storage.store, slots)
         known = [field.key for field in rows.schema.fields]
-        fixed, ragged = self._sorted(rows, paths_of(data, fields, known, "open_row"), "open_row")
-        columns = self._columns(fixed, "open_row")
+        columns, ragged = self._sorted(rows, paths_of(data, fields, known, "open_row"), "open_row")
         slot = rows.take(timeout)
         try:
-            given = self.items_of(slot, ragged, "open_row")
-            for number, column in columns.items():
-                slot.put(number, column)
-            for leader, (items, n) in given.items():
-                slot.append(leader, items, n)
+            slot.fill(columns, self.items_of(slot, ragged, "open_row"))
         except BaseException:
             slot.discard()
             raise
@@ -238,17 +232,14 @@ class GrowingRows:
     def seal(self, slot: OpenSlot, lane: int | None, data: Mapping[Path, object], timeout: float) -> int:
         """What :meth:`OpenRow.seal` returns."""
         schema = slot.rows.schema
-        fixed, ragged = self._sorted(slot.rows, data, "seal")
-        columns, given = self._columns(fixed, "seal"), self.items_of(slot, ragged, "seal")
+        columns, ragged = self._sorted(slot.rows, data, "seal")
+        given = self.items_of(slot, ragged, "seal")
+        # Ragged fields may be empty, but JSON may not.
+        may_lack = {*columns, *(number for number, it in schema.ragged.items() if it.kind != "json")}
         lacking = [
             name_of(field.key)
             for number, field in enumerate(schema.fields)
-            if not (
-                _may_be_empty(schema.ragged.get(number))
-                or number in columns
-                or slot.is_given(number)
-                or field.key in ragged
-            )
+            if not (number in may_lack or slot.is_given(number) or field.key in ragged)
         ]
         if lacking:
             raise KeyError(
@@ -256,10 +247,7 @@ class GrowingRows:
             )
         lane, before = self._lane("seal") if lane is None else lane, slot.lengths
         try:
-            for number, column in columns.items():
-                slot.put(number, column)
-            for leader, (items, n) in given.items():
-                slot.append(leader, items, n)
+            slot.fill(columns, given)
             return self._sealed(slot, lane, timeout)
         except BaseException:
             slot.shorten(before)
@@ -285,23 +273,22 @@ class GrowingRows:
 
     def _sorted(
         self, rows: OpenRows, data: Mapping[Path, object], call: str
-    ) -> tuple[dict[int, object], dict[Path, object]]:
-        """The values of fields of one size, by number, and those of ragged ones. Raises ``KeyError``: no such field."""
+    ) -> tuple[dict[int, Tensor], dict[Path, object]]:
+        """The columns of fields of one size, by number, and what is given of ragged ones. Raises ``KeyError``: no such field."""
+        structure = self._wiring.storage.written()
         numbers = {field.key: number for number, field in enumerate(rows.schema.fields)}
-        fixed, ragged = {}, {}
+        columns, ragged = {}, {}
         for key, value in data.items():
             if key not in numbers:
-                remedy = "The first row names them: open_row(late={…}), or rb.add_field(key, example), adds one."
-                raise KeyError(f"{call}: expected fields of {[*map(_key, numbers)]}, got {_key(key)!r}. {remedy}")
+                names = [*map(public, numbers)]
+                raise KeyError(
+                    f"{call}: expected fields of {names}, got {public(key)!r}. The first row names them: open_row(late={{…}})."
+                )
             if numbers[key] in rows.schema.ragged:
                 ragged[key] = value
             else:
-                fixed[numbers[key]] = value
-        return fixed, ragged
-
-    def _columns(self, fixed: Mapping[int, object], call: str) -> dict[int, Tensor]:
-        structure = self._wiring.storage.written()
-        return {number: structure.column(number, value, (1,), call=call)[0] for number, value in fixed.items()}
+                columns[numbers[key]] = structure.column(numbers[key], value, (1,), call=call)[0]
+        return columns, ragged
 
     def items_of(
         self, slot: OpenSlot, data: Mapping[Path, object], call: str
@@ -313,15 +300,15 @@ class GrowingRows:
         for key, value in data.items():
             number = numbers.get(key, -1)
             if number not in schema.ragged:
-                names = [_key(schema.fields[it].key) for it in schema.ragged]
+                names = [public(schema.fields[it].key) for it in schema.ragged]
                 raise KeyError(
-                    f"{call}: expected ragged fields, of {names}, got {_key(key)!r}. Give the others to seal()."
+                    f"{call}: expected ragged fields, of {names}, got {public(key)!r}. Give the others to seal()."
                 )
             it = schema.ragged[number]
             leader = number if it.is_leader else it.like
             if it.kind == "json" and slot.length(leader):
                 raise ValueError(
-                    f"{call}: {_key(key)!r}: expected no JSON behind what is there already. Give it whole, once."
+                    f"{call}: {public(key)!r}: expected no JSON behind what is there already. Give it whole, once."
                 )
             given.setdefault(leader, {})[number] = structure.items_in(number, value, call)
         return {leader: (items, self._room_for(slot, leader, items, call)) for leader, items in given.items()}
@@ -329,7 +316,7 @@ class GrowingRows:
     @staticmethod
     def _room_for(slot: OpenSlot, leader: int, items: Mapping[int, Tensor], call: str) -> int:
         schema = slot.rows.schema
-        sizes = {_key(schema.fields[number].key): len(values) for number, values in items.items()}
+        sizes = {public(schema.fields[number].key): len(values) for number, values in items.items()}
         if len({*sizes.values()}) > 1:
             raise RuntimeError(
                 f"{call}: expected as many items in fields that share lengths, got {sizes}. Give each its own."
@@ -337,8 +324,8 @@ class GrowingRows:
         n, before, most = next(iter(sizes.values())), slot.length(leader), schema.ragged[leader].max_length
         if before + n > most:
             raise RuntimeError(
-                f"{call}: {_key(schema.fields[leader].key)!r}: expected at most {count(most, 'item')} a row, its max_length, got {before} "
-                f"and {n} more. Seal the row, or make the storage with a larger max_length."
+                f"{call}: {public(schema.fields[leader].key)!r}: expected at most {count(most, 'item')} a row, its max_length, got "
+                f"{before} and {n} more. Seal the row, or make the storage with a larger max_length."
             )
         return n
 
@@ -432,12 +419,3 @@ def _nested(data: Mapping[Path, object]) -> dict[str, object]:
             at = inner
         at[path[-1]] = value
     return row
-
-
-def _may_be_empty(it: RaggedItems | None) -> bool:
-    """Whether a row needs no value of a field."""
-    return it is not None and it.kind != "json"
-
-
-def _key(path: Path) -> Key:
-    return public(path)

@@ -132,7 +132,8 @@ class ConsumingSampler(NativeSampler):
     def were_read(self, draw: Draw, *, failed: bool = False) -> None:
         index = self._attached()
         if index is not None and draw.tickets is not None:
-            index.were_read(draw.rows.contiguous(), draw.tickets.contiguous(), failed=failed)
+            tell = index.core.take_back if failed else index.core.were_read
+            tell(draw.rows.contiguous(), draw.tickets.contiguous())
 
     def drawable(self, storage: SampledStorage) -> int:
         self.bind(storage)
@@ -187,7 +188,7 @@ class ConsumingSampler(NativeSampler):
         """
         own = self._attached()
         if own is not None:
-            own.reset(rows_of(index, "mark_update"))
+            own.core.reset(rows_of(index, "mark_update"))
 
     # ---- state ---------------------------------------------------------------------------------------------------------
 
@@ -228,7 +229,7 @@ class ConsumingSampler(NativeSampler):
     def _take(self, counts: Tensor, ran_out: bool) -> None:
         index = self._attached()
         if index is not None:
-            index.restore(counts)
+            index.core.restore(counts)
         self.ran_out = ran_out
 
     def config(self) -> dict[str, object]:

@@ -315,7 +315,7 @@ class PrioritizedSampler(NativeSampler):
             index = self._attached()
         assert index is not None  # the buffer asks only then
         columns = index.sample(
-            storage.memory if through is None else through,
+            storage.memory if through is None else through,  # type: ignore[arg-type]  # where its priorities lie
             key,
             n,
             self.dtype is torch.float32,

@@ -23,6 +23,7 @@ from engram.saved.parts import Dumpable, PartSnapshot, Preparation, check_kind, 
 from engram.storages.ragged import NO_RAGGED, RaggedOptions
 from engram.storages.tensor_state import KeptRows, unwritten
 from engram.store.keys import StoredKeys, no_index
+from engram.store.open_rows import OpenRowIndex
 from engram.store.row_indexes import ALL_ROWS, ConsumptionIndex, GroupRules, Groups, StoredGroups
 from engram.store.sampled import SampledStorage
 from engram.types import Declared, Form, ItemsSource, Listener, RowsSource, StorageLoad, Traits, Write, WritePlan
@@ -712,6 +713,8 @@ class Storage(Declared, Dumpable, Port):
         key, self.pending_key = self.pending_key, None
         if key is not None:
             StoredKeys.of(store, key, "index_keys")
+        if store.schema.ragged and self.ragged.open_rows:
+            OpenRowIndex.of_store(store, self.ragged.open_rows)  # processes that open the folder have no such option
         if self.pending_limit is not None:
             store.core.set_limit(*self.pending_limit, store.core.size())
             self.pending_limit = None

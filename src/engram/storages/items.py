@@ -36,7 +36,7 @@ from engram._support.tensordicts import (
 from engram.format.schema import DTYPES, Field, Node, Schema
 from engram.store import Store
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
-from engram.store.row_indexes import StoredGroups, no_key, no_rewards, not_known
+from engram.store.row_indexes import StoredGroups, not_known
 from engram.types import WritePlan
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class ItemGroups:
         """What stands for the key of an item. Raises ``KeyError``: it has none. ``TypeError``: that is no key."""
         value = _entry(item, self._key)
         if value is None:
-            raise no_key(self._key, _keys_of(item))
+            raise not_known("group_key", self._key, _keys_of(item))
         if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex()):
             if value.numel() == 1:
                 value = int(value)
@@ -179,7 +179,7 @@ class ItemGroups:
             return 0.0
         value = _entry(item, self._reward)
         if value is None:
-            raise no_rewards(self._reward, _keys_of(item))
+            raise not_known("reward_key", self._reward, _keys_of(item))
         return float(_numbers(value, f"{public(self._reward)!r}: expected rewards that are real numbers").mean())
 
     def _ready_of(self, item: object) -> float:
@@ -203,7 +203,7 @@ class ItemGroups:
             return 0.0
         value = _entry(item, path)
         if value is None:
-            raise not_known("the policy version that made them", "policy_version", path, _keys_of(item))
+            raise not_known("policy_version", path, _keys_of(item))
         said = f"policy_version: {public(path)!r}: expected one real number per row"
         numbers = _numbers(value, said)
         if numbers.numel() != 1:
@@ -426,9 +426,7 @@ def _tensors(parts: list[Any], dtype: torch.dtype, ndim: int, n: int, device: to
     part = _part(parts, ndim, n, where)
     found, at = [], 0
     for shape in part["sizes"].tolist():
-        nbytes = dtype.itemsize
-        for size in shape:
-            nbytes *= size
+        nbytes = dtype.itemsize * math.prod(shape)
         if at + nbytes > part["bytes"].numel():
             break
         # A copy lies where the dtype may lie.

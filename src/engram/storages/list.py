@@ -198,7 +198,7 @@ class ListStorage(Storage):
             for index in self._priorities.values():
                 index.written(written)
             for counts in self._counts.values():
-                counts.written(written, first)
+                counts.core.written(written, first)
         return Write(written, first)
 
     def _put(self, rows: list[int], items: list[object], *, edited: bool = False) -> int:
@@ -228,7 +228,7 @@ class ListStorage(Storage):
                 self._live(where.rows)  # one that was removed since it was located stays void
             first = self._put(where.rows.tolist(), prepared, edited=True)
             for counts in self._counts.values():
-                counts.edited(where.rows, first)
+                counts.core.edited(where.rows, first)
             return Write(where.rows, first)
 
     def read(self, rows: Tensor, expected: Tensor | None = None) -> tuple[list[object], list[int]]:
@@ -301,12 +301,11 @@ class ListStorage(Storage):
 
     def _tell_void(self, rows: Tensor) -> None:
         """Void rows are not drawn. The lock is held."""
-        for index in self._priorities.values():
+        for index in self._followers():
             index.lost(rows)
-        for counts in self._counts.values():
-            counts.lost(rows)
-        for groups in self._groups.values():
-            groups.lost(rows)
+
+    def _followers(self) -> list[PriorityIndex | ConsumptionIndex | ItemGroups]:
+        return [*self._priorities.values(), *self._counts.values(), *self._groups.values()]
 
     def empty(self, *, keep_write_count: bool) -> None:
         with self._lock:
@@ -319,12 +318,8 @@ class ListStorage(Storage):
             self._holes = None
             if not keep_write_count:
                 self._write_count = 0
-            for index in self._priorities.values():
+            for index in self._followers():
                 index.emptied()
-            for counts in self._counts.values():
-                counts.emptied()
-            for groups in self._groups.values():
-                groups.emptied()
 
     def priorities(
         self, name: str, config: PriorityConfig, rows: int, device: torch.device | None = None
@@ -371,7 +366,7 @@ class ListStorage(Storage):
         """Each item was not drawn yet. The lock is held."""
         for row, number in enumerate(self._numbers[: len(self._items)]):
             for counts in self._counts.values():
-                counts.written(torch.tensor([row], device="cpu"), number)
+                counts.core.written(torch.tensor([row], device="cpu"), number)
         self._tell_void(self._void_rows())
 
     def __getstate__(self) -> dict[str, object]:

@@ -224,11 +224,11 @@ def _unscanned(index: Path) -> Path:
     return index.with_name(f".unscanned-{index.name}")
 
 
-def _scan(core: Any, rows: int) -> Iterator[int]:
+def _scan(index: Index, rows: int) -> Iterator[int]:
     """Let an index scan all rows in pieces, so that writers wait for one piece only. Yields how many rows are left."""
     for row in range(0, rows, progress.CHUNK):
         end = min(row + progress.CHUNK, rows)
-        core.scan(row, end)
+        index.core.scan(row, end)
         yield rows - end
 
 
@@ -380,7 +380,7 @@ class Indexes(Mapping[IndexKey, Any]):
     def scan(self, index: Index, kind: str) -> None:
         """Let an index scan all rows."""
         try:
-            progress.watch(_scan(index.core, self._capacity), f"giving rows {kind}")
+            progress.watch(_scan(index, self._capacity), f"giving rows {kind}")
         except BaseException:  # Ctrl-C: an index that has scanned only some rows would hide the others for good
             index.core.scan(0, self._capacity)
             raise

@@ -217,10 +217,13 @@ class OpenSlot:
 
     # ---- how it grows --------------------------------------------------------------------------------------------------
 
-    def put(self, number: int, value: Tensor) -> None:
-        """Give a field of one size its value, ``[*shape]``."""
-        self.column(number).copy_(value)
-        self._give(number)
+    def fill(self, columns: Mapping[int, Tensor], given: Mapping[int, tuple[Mapping[int, Tensor], int]]) -> None:
+        """Put a value into each of these fields, and :meth:`append` what is given of the others, by leader."""
+        for number, column in columns.items():
+            self.column(number).copy_(column)
+            self._give(number)
+        for leader, (items, n) in given.items():
+            self.append(leader, items, n)
 
     def append(self, leader: int, items: Mapping[int, Tensor], n: int) -> None:
         """Append ``n`` items to the fields of a group: those given, zeros to the others. There is room for them.

@@ -7,7 +7,7 @@ different indexes have priorities of their own over one copy of the data.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -18,8 +18,6 @@ from engram.errors import IncompatibleCheckpoint, IncompatibleStore, PriorityErr
 from engram.store import DevicePriorities, DeviceStore, DrawingPart, Store, TicketIndex, check_index_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -103,46 +101,6 @@ def with_parameters(state: dict[str, Any], alpha: float, eps: float) -> dict[str
     given = (leaves > 0) | leaves.signbit()
     powers = torch.where(powers > 0, powers, torch.full_like(powers, -0.0))
     return {**state, "alpha": alpha, "eps": eps, "leaves": torch.where(given, powers, leaves)}
-
-
-class Priorities(Protocol):
-    """The priorities of rows as samplers use them, wherever they lie. :class:`PriorityIndex` says what its methods do."""
-
-    #: Whether they lie on the accelerator where the rows are.
-    on_device: bool
-    #: Whether the priorities of that name are elsewhere now.
-    retired: bool
-
-    @property
-    def core(self) -> native.Priorities | DevicePriorities:
-        """What has ``alpha`` and ``beta``, which may be set, ``total``, ``rows`` and ``default_priority``."""
-
-    @property
-    def config(self) -> PriorityConfig: ...
-
-    @property
-    def masses(self) -> Masses: ...
-
-    def draw(self, key: int, n: int, *, leaves: bool = False) -> tuple[Tensor, Tensor, Tensor]: ...
-
-    @property
-    def sample(self) -> Callable[..., list[Tensor]]: ...
-
-    def check(self, priorities: Tensor) -> None: ...
-
-    def update(self, rows: Tensor, priorities: Tensor, expected: Tensor | None) -> None: ...
-
-    def update_arrays(self, rows: Numbers, priorities: Numbers, expected: Numbers | None) -> None: ...
-
-    def reset(self, rows: Tensor) -> None: ...
-
-    def leaves(self, n: int) -> Tensor: ...
-
-    def leaves_of(self, rows: Tensor) -> Tensor: ...
-
-    def state(self, rows: int | None = None, room: Tensor | None = None) -> dict[str, object]: ...
-
-    def restore(self, state: dict[str, object]) -> None: ...
 
 
 class PriorityIndex(TicketIndex[native.Priorities]):
@@ -392,7 +350,7 @@ class DeviceIndex(DevicePriorities):
 
 def priorities_of(
     store: Store, name: str, config: PriorityConfig, device: torch.device | None = None
-) -> tuple[PriorityIndex | DeviceIndex, bool]:
+) -> tuple[Priorities, bool]:
     """The priorities of that name where they are to be, and whether this call made them.
 
     Args:
@@ -418,3 +376,7 @@ def check_parameters(name: str, known: native.Priorities | DevicePriorities, con
             f"index {name!r}: expected eps={known.eps} and max_priority_within_buffer={known.within_buffer}, as the store's "
             f"index of that name has, got eps={config.eps} and {config.within_buffer}. Give it another name: index=…."
         )
+
+
+#: The priorities of rows as samplers use them, wherever they lie. :class:`PriorityIndex` says what their methods do.
+Priorities: TypeAlias = PriorityIndex | DeviceIndex

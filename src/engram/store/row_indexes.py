@@ -6,7 +6,6 @@ process keeps it.
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -21,8 +20,6 @@ from engram.store.indexes import LockedIndex, TicketIndex
 from engram.store.memory import Block, dlpack_specs, read_block
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
@@ -93,33 +90,11 @@ class ConsumptionIndex(TicketIndex[native.Consumption]):
         rows, numbers = self.core.claim(key, n)
         return rows, numbers
 
-    def were_read(self, rows: Tensor, tickets: Tensor, *, failed: bool = False) -> None:
-        """Rows that were claimed have been read: those that are used up may be written over. ``failed``: not read, and not drawn."""
-        (self.core.take_back if failed else self.core.were_read)(rows, tickets)
-
     def counts(self, n: int) -> Tensor:
         """int32 ``[n]``: how often the first rows were drawn. A copy."""
         out = torch.empty(n, dtype=torch.int32, device="cpu")
         self.core.counts(out)
         return out
-
-    def restore(self, counts: Tensor) -> None:
-        """Take over :meth:`counts`. Rows that it says nothing of were not drawn yet."""
-        self.core.restore(counts)
-
-    def reset(self, rows: Tensor) -> None:
-        """Let live rows be drawn as often as new ones. Raises ``IndexError``: a row outside the store."""
-        self.core.reset(rows)
-
-    # ---- what a list calls, which has no native write path ------------------------------------------------------------
-
-    def written(self, rows: Tensor, first: int) -> None:
-        """Rows of a list hold new items, under the tickets ``first``, ``first + 1``, …"""
-        self.core.written(rows, first)
-
-    def edited(self, rows: Tensor, first: int) -> None:
-        """Items of a list were replaced, and have these tickets now."""
-        self.core.edited(rows, first)
 
     def lost(self, rows: Tensor) -> None:
         """Rows of a list hold nothing."""
@@ -194,7 +169,7 @@ class EpochIndex(LockedIndex[native.Epoch]):
     def format_memory(address: int, nbytes: int, begun: Progress = NONE) -> None:
         """Make memory one that continues from there."""
         native.format_epoch(address, nbytes)
-        native.Epoch(address, nbytes, None).state = begun
+        native.Epoch(address, nbytes, ()).state = begun
 
     @classmethod
     def of_store(cls, store: Store, name: str, begun: Progress) -> EpochIndex:
@@ -378,60 +353,20 @@ class GroupIndex(TicketIndex[native.Groups]):
         for name, number in said.items():
             stats[name] = stats.get(name, 0) + number
 
-    def draw(self, key: int, draw: GroupDraw, *, newest: bool, without: Tensor) -> tuple[Tensor, Tensor, bool] | None:
-        """int64 rows, their tickets, and whether some come again; None: there is no group, or not enough complete ones.
-
-        Args:
-            key: of the draw.
-            draw: what is drawn.
-            newest: the newest, the oldest of them first. Else any.
-            without: int64, contiguous: rows whose groups are left out, if there are enough others.
-        """
-        return self.core.draw(key, draw.groups, draw.each, newest, without, draw.complete, draw.floor, draw.which)
-
-    def best(
-        self, store: Store, reward: Field, key: int, draw: GroupDraw, without: Tensor
-    ) -> tuple[Tensor, Tensor, bool] | int | None:
-        """As :meth:`draw`, rows that are chosen by their rewards. A row: too many rows of its group were just being written.
-
-        With ``"variance"`` those with the largest variance, and of equal ones the largest sum, in ascending order. Else the highest,
-        the highest first, and of equal ones the newest.
-
-        Raises ``ValueError``: a reward is not finite.
-
-        Args:
-            store: whose rows these are.
-            reward: its field with the rewards.
-            key, draw, without: as for :meth:`draw`.
-        """
-        numbered = store.schema.fields.index(reward), dlpack_specs([reward])[0]
-        spread = draw.strategy == "variance"
-        return self.core.draw_best(
-            store.core, numbered, key, draw.groups, draw.each, spread, without, draw.complete, draw.floor, draw.which
-        )
-
-    def uses(self) -> Tensor:
-        """int32 ``[rows]``: how often each row was used. A copy."""
-        out = torch.empty(self.core.rows, dtype=torch.int32, device="cpu")
-        self.core.uses(out)
-        return out
-
 
 def _policy_of(store: Store, key: FieldPath, rules: GroupRules) -> Any:
     """The rules as the core takes them, which knows fields by their numbers. Raises ``KeyError``, ``TypeError``."""
-    fields = store.schema.fields
-
-    def with_dtype(field: int) -> tuple[int, object]:
-        return field, dlpack_specs([fields[field]])[0]
-
     number = _key_field(store, key)
-    ready = tuple(with_dtype(_ready_field(store, path)) for path in rules.ready)
-    version = None if rules.version is None else with_dtype(_version_field(store, rules.version))
-    reward = None
-    if rules.reward is not None:
-        reward = with_dtype(fields.index(reward_field(store, rules.reward)))
-    key_bytes, most = fields[number].row_bytes, rules.max_uses or 0
+    ready = tuple(_with_dtype(store, _ready_field(store, path)) for path in rules.ready)
+    version = None if rules.version is None else _with_dtype(store, _version_field(store, rules.version))
+    reward = None if rules.reward is None else _with_dtype(store, _reward_field(store, rules.reward))
+    key_bytes, most = store.schema.fields[number].row_bytes, rules.max_uses or 0
     return number, key_bytes, ready, most, version, rules.max_staleness, rules.order, rules.least, reward
+
+
+def _with_dtype(store: Store, field: int) -> tuple[int, tuple[int, int, tuple[int, ...]]]:
+    """The number of a field, and what its values are."""
+    return field, dlpack_specs([store.schema.fields[field]])[0]
 
 
 def _numbers_of(policy: Any) -> GroupPolicy:
@@ -530,11 +465,13 @@ class StoredGroups:
 
     def draw(self, key: int, draw: GroupDraw, without: Tensor) -> Drawn:
         """As :meth:`Groups.draw`."""
-        index = self._current()
+        core, store = self._current().core, self._store
+        _, groups, each, complete, floor, which = draw
         if draw.strategy in ("random", "recency"):
-            return index.draw(key, draw, newest=draw.strategy == "recency", without=without)
+            return core.draw(key, groups, each, draw.strategy == "recency", without, complete, floor, which)
         assert self._reward is not None  # the strategy asks for it
-        return index.best(self._store, reward_field(self._store, self._reward), key, draw, without)
+        reward, spread = _with_dtype(store, _reward_field(store, self._reward)), draw.strategy == "variance"
+        return core.draw_best(store.core, reward, key, groups, each, spread, without, complete, floor, which)
 
     def take_back(self, rows: Tensor, tickets: Tensor) -> None:
         """As :meth:`Groups.take_back`."""
@@ -542,62 +479,53 @@ class StoredGroups:
 
     def uses(self) -> Tensor:
         """As :meth:`Groups.uses`."""
-        return self._index.uses()
+        out = torch.empty(self._index.core.rows, dtype=torch.int32, device="cpu")
+        self._index.core.uses(out)
+        return out
 
     def restore_uses(self, uses: Tensor) -> None:
         """As :meth:`Groups.restore_uses`."""
         self._index.core.restore_uses(uses)
 
 
-def reward_field(store: Store, reward: FieldPath) -> Field:
-    """The field with the rewards. Raises ``KeyError``: there is none. ``TypeError``: its rows are no real numbers."""
-    fields = {field.key: field for field in store.schema.fields}
-    field = fields.get(reward)
-    if field is None:
-        raise no_rewards(reward, sorted(fields))
+#: What a field says, by the argument that names it.
+_SAYS = {
+    "group_key": "which says what group a row is in",
+    "reward_key": "by which the sampler's strategy compares them",
+    "ready": "which is NaN until it is ready",
+    "policy_version": "the policy version that made them",
+}
+
+
+def not_known(argument: str, key: FieldPath, known: list[FieldPath]) -> KeyError:
+    """The error of rows without the field that an argument of the sampler names."""
+    return KeyError(
+        f"sample: {argument}: expected rows with the field {public(key)!r}, {_SAYS[argument]}, got {list(map(public, known))}. Store "
+        f"it with every row, or name another field: {argument}=…."
+    )
+
+
+def _stored(store: Store, argument: str, key: FieldPath) -> tuple[int, Field]:
+    """A field and its number. Raises ``KeyError``: there is none."""
+    for number, field in enumerate(store.schema.fields):
+        if field.key == key:
+            return number, field
+    raise not_known(argument, key, sorted(field.key for field in store.schema.fields))
+
+
+def _reward_field(store: Store, key: FieldPath) -> int:
+    """The number of the field with the rewards. Raises ``KeyError``: there is none. ``TypeError``: its rows are no real numbers."""
+    number, field = _stored(store, "reward_key", key)
     if field.dtype.startswith("complex") or not field.row_bytes:
         raise TypeError(
-            f"sample: {public(reward)!r}: expected rewards that are real numbers, got {field.dtype} {list(field.shape)}."
+            f"sample: {public(key)!r}: expected rewards that are real numbers, got {field.dtype} {list(field.shape)}."
         )
-    return field
-
-
-def no_rewards(reward: FieldPath, known: list[FieldPath]) -> KeyError:
-    """The error of rows without rewards."""
-    return KeyError(
-        f"sample: expected rows with the field {public(reward)!r}, by which the sampler's strategy compares them, got "
-        f"{list(map(public, known))}. Store it with every row, or name another field: reward_key=…."
-    )
-
-
-def no_key(key: FieldPath, known: list[FieldPath]) -> KeyError:
-    """The error of rows that say no group."""
-    return KeyError(
-        f"sample: expected rows with the field {public(key)!r}, which says what group a row is in, got {list(map(public, known))}. "
-        "Store it with every row, or name another field: group_key=…."
-    )
-
-
-def not_known(what: str, argument: str, key: FieldPath, known: list[FieldPath]) -> KeyError:
-    """The error of rows without another field that groups ask for."""
-    return KeyError(
-        f"sample: {argument}: expected rows with the field {public(key)!r}, {what}, got {list(map(public, known))}. Store it with every "
-        "row, or name another field."
-    )
-
-
-def _number_of(store: Store, key: FieldPath, error: Callable[[list[FieldPath]], KeyError]) -> int:
-    """The number of a field of a store. Raises that error."""
-    numbers = {field.key: number for number, field in enumerate(store.schema.fields)}
-    if key not in numbers:
-        raise error(sorted(numbers))
-    return numbers[key]
+    return number
 
 
 def _key_field(store: Store, key: FieldPath) -> int:
     """The number of the field whose content says which group a row is in. Raises ``KeyError``, ``TypeError``."""
-    number = _number_of(store, key, partial(no_key, key))
-    field = store.schema.fields[number]
+    number, field = _stored(store, "group_key", key)
     integers = not field.dtype.startswith(("float", "bfloat", "complex"))
     text = field.dtype == "uint8" and len(field.shape) == 1
     if not integers or not (field.row_bytes == DTYPES[field.dtype] or text) or field.row_bytes > MAX_KEY_BYTES:
@@ -610,8 +538,7 @@ def _key_field(store: Store, key: FieldPath) -> int:
 
 def _ready_field(store: Store, key: FieldPath) -> int:
     """The number of a field that holds NaN until it is ready. Raises ``KeyError``; ``TypeError``: it never does."""
-    number = _number_of(store, key, partial(not_known, "which is NaN until it is ready", "ready", key))
-    field = store.schema.fields[number]
+    number, field = _stored(store, "ready", key)
     if field.dtype not in READY_DTYPES or not field.row_bytes:
         raise TypeError(
             f"sample: ready: {public(key)!r}: expected floating numbers, which are NaN until they are ready, got {field.dtype} "
@@ -622,8 +549,7 @@ def _ready_field(store: Store, key: FieldPath) -> int:
 
 def _version_field(store: Store, key: FieldPath) -> int:
     """The number of the field with the version of a row. Raises ``KeyError``; ``TypeError``: it is no number, or there are several."""
-    number = _number_of(store, key, partial(not_known, "the policy version that made them", "policy_version", key))
-    field = store.schema.fields[number]
+    number, field = _stored(store, "policy_version", key)
     if field.dtype.startswith("complex") or field.row_bytes != DTYPES[field.dtype]:
         raise TypeError(
             f"sample: policy_version: {public(key)!r}: expected one real number per row, got {field.dtype} {list(field.shape)}."
