@@ -10,7 +10,7 @@ ROOMS = {
     "_support": 1_752,
     "adapters": 385,
     "around": 3_904,
-    "buffer": 6_311,
+    "buffer": 6_312,
     "checkpoint": 2_044,
     "cli": 1_804,
     "device": 1_072,
