@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from engram.device.pinning import Pinning
     from engram.samplers._base import DeclaredSampler
     from engram.storages import Storage
-    from engram.store.limits import Limit
     from engram.transforms import Compose
     from engram.writers._base import NativeWriter
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from engram.saved.ragged import check_longest
-from engram.store.ragged_state import check_room, compacted, oldest_first
+from engram.saved.ragged import PartItems, check_longest
+from engram.store.ragged_state import Piece, check_room, compacted, oldest_first
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.format.schema import Schema
-    from engram.saved.ragged import PartItems
-    from engram.store.ragged_state import Piece
 
 
 class MovedRows(NamedTuple):

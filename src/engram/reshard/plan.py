@@ -10,7 +10,7 @@ import hashlib
 import heapq
 import itertools
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -25,7 +25,6 @@ from engram.saved.rows import ENDS, counted, kinds_of, named_counts, read_rows_s
 if TYPE_CHECKING:
     import contextlib
     from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from typing import Any, Literal
 
     from numpy.typing import NDArray
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,10 +12,10 @@ from engram._support import native
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
 from engram.reshard.moved_items import MovedItems, MovedRows
-from engram.reshard.plan import TRUNCATED, fields_of, lanes_of, within
+from engram.reshard.plan import TRUNCATED, ReshardPlan, SavedShard, Source, fields_of, lanes_of, within
 from engram.saved.description import BLOCK
 from engram.saved.documents import corrupt
-from engram.saved.part_reader import Stretch, stretches
+from engram.saved.part_reader import PartReader, Stretch, stretches
 from engram.saved.ragged import PartItems
 from engram.saved.rows import (
     Boundaries,
@@ -30,13 +30,10 @@ from engram.store.ragged_state import fill_rings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from typing import Any
 
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from engram.reshard.plan import ReshardPlan, SavedShard, Source
-    from engram.saved.part_reader import PartReader
     from engram.saved.rows import Marks
     from engram.types import RowsTarget
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 import torch
 
 from engram._support.checks import check_count
-from engram._support.field_paths import checked_path, plain, public
+from engram._support.field_paths import FieldPath, checked_path, plain, public
 from engram._support.retries import Retries
 from engram._support.state import Change, check_keys, integer, tensor_in
 from engram._support.words import warn
@@ -17,16 +17,13 @@ from engram.errors import EMPTY, IncompatibleCheckpoint, NoSampleable
 from engram.samplers._base import NativeSampler, check_drawable
 from engram.samplers.staleness import VERSION_LIMIT, ConsumerVersion, check_version
 from engram.store import check_index_name
-from engram.store.row_indexes import MAX_READY, MAX_USES, GroupDraw, GroupRules
-from engram.types import Draw
+from engram.store.row_indexes import MAX_READY, MAX_USES, GroupDraw, GroupRules, Groups
+from engram.types import Commit, Draw, Extent
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engram._support.field_paths import FieldPath
-    from engram.store.row_indexes import Groups
     from engram.store.sampled import SampledStorage
-    from engram.types import Commit, Extent
 
 _STRATEGIES = ("random", "recency", "reward", "variance")
 #: Of each order of groups: whether any are drawn, the first or the last ones of those that the index keeps in order.

@@ -23,7 +23,7 @@ import re
 import struct
 import sys
 from array import array
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import xxhash
@@ -35,7 +35,6 @@ from engram.saved import documents
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
-    from typing import TypeAlias
 
     from typing_extensions import Buffer
 

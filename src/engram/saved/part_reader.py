@@ -6,7 +6,7 @@ import hashlib
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 from msgspec import UNSET
 
@@ -15,17 +15,15 @@ from engram.errors import CorruptCheckpoint
 from engram.format import layout, strict
 from engram.format.files import Descriptor
 from engram.saved import description, disk, folder
-from engram.saved.description import PART, SUMS, Part, segment_layout, wrong_block
+from engram.saved.description import PART, SUMS, Geometry, Part, Sums, segment_layout, wrong_block
 from engram.saved.documents import Problem, corrupt, misfits, no_file, problem_of, read_small
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from typing import Self
 
     from typing_extensions import Buffer
 
     from engram.format.schema import PartField
-    from engram.saved.description import Geometry, Sums
 
 
 class SummedFile(NamedTuple):

@@ -6,29 +6,25 @@ import hashlib
 import math
 import os
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import msgspec
 from msgspec import UNSET
 
 from engram.format import layout
-from engram.format.schema import DTYPES, MAX_DIMS
+from engram.format.schema import DTYPES, MAX_DIMS, PartField
 from engram.saved import description, disk
-from engram.saved.description import ArrayInfo, Part, SegmentSize, SumsEntry
-from engram.saved.part_reader import Listing, SummedFile
+from engram.saved.description import ArrayInfo, Geometry, Part, SegmentSize, SumsEntry, TableName
+from engram.saved.part_reader import Listing, PartReader, SummedFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
     from types import TracebackType
-    from typing import Self
 
     from typing_extensions import Buffer
 
     from engram.format import files
-    from engram.format.schema import PartField
-    from engram.saved.description import Geometry, TableName
-    from engram.saved.part_reader import PartReader
 
 #: Entries of a storage's state that version 1.0 of a part does not have.
 _LATER = {"writes", "usage"}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Sized
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -17,23 +17,18 @@ from engram._support.state import Loads, Stateful, check_keys, mapped, prepare_l
 from engram.errors import IncompatibleCheckpoint
 from engram.format.schema import DTYPES
 from engram.saved import disk
-from engram.saved.checkpoints import replacing, standing
+from engram.saved.checkpoints import Checkpoint, replacing, standing
 from engram.saved.documents import corrupt
 from engram.saved.part_reader import PartReader
-from engram.saved.part_writer import PartWriter
+from engram.saved.part_writer import PartInfo, PartWriter
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
-from engram.types import Declared
+from engram.types import Commit, Declared
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
-    from typing import Any, ClassVar, Self
 
     from torch import Tensor
 
-    from engram.saved.checkpoints import Checkpoint
-    from engram.saved.part_writer import PartInfo
-    from engram.types import Commit
 
 S_co = TypeVar("S_co", covariant=True)
 

@@ -16,8 +16,8 @@ from engram._support.state import tensor_in
 from engram.errors import IncompatibleCheckpoint
 from engram.saved import description
 from engram.saved.documents import corrupt
-from engram.saved.part_reader import stretches
-from engram.saved.part_writer import PieceItems
+from engram.saved.part_reader import PartReader, stretches
+from engram.saved.part_writer import PartWriter, PieceItems
 from engram.store.memory import DTYPE_OF
 from engram.store.ragged_rows import offsets_of, places_of
 from engram.store.ragged_state import Piece, Spans, check_room, compacted, oldest_first
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.format.schema import PartField, RaggedGroup, Schema
-    from engram.saved.part_reader import PartReader
-    from engram.saved.part_writer import PartWriter
     from engram.store.ragged import RaggedStore
 
 #: Bytes of the items that one piece begins among, at least; a ring has no more than so many blocks of that size.

@@ -6,7 +6,7 @@ import contextlib
 import math
 import re
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -16,11 +16,11 @@ from engram._support.field_paths import public
 from engram.errors import CorruptStore
 from engram.format import layout
 from engram.format import schema as schemas
-from engram.format.schema import PartField
+from engram.format.schema import Column, Field, PartField, Schema
 from engram.saved import description
 from engram.saved.disk import work_off
 from engram.saved.documents import corrupt
-from engram.saved.part_reader import Stretch, stretches
+from engram.saved.part_reader import PartReader, Stretch, stretches
 from engram.saved.parts import read_state
 from engram.saved.ragged import PartItems, WholeItems
 from engram.store.ragged_state import fill_rings
@@ -28,13 +28,10 @@ from engram.store.ragged_state import fill_rings
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from pathlib import Path
-    from typing import Any, TypeAlias
 
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from engram.format.schema import Column, Field, Schema
-    from engram.saved.part_reader import PartReader
     from engram.store import Store
     from engram.types import RowsTarget
 

@@ -10,7 +10,7 @@ import logging
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -24,22 +24,19 @@ from engram.format.files import Descriptor
 from engram.saved import disk, ragged
 from engram.saved.description import NO_SCHEMA, OPEN, schema_sum, segment_layout, segment_name, spans_name, with_tickets
 from engram.saved.documents import Count, Cut, ShardRows, Totals
-from engram.saved.part_writer import PartWriter, SegmentRows
-from engram.saved.parts import Preparation, described_state, write_part
+from engram.saved.part_writer import PartInfo, PartWriter, SegmentRows
+from engram.saved.parts import Parts, Preparation, described_state, write_part
 from engram.saved.rows import PIECE, Boundaries, count_kinds, described, find_runs, read_numbers, roles_of, ticket_words
 from engram.store.ragged import RaggedStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from typing import Any, TypeAlias
 
     from numpy.typing import NDArray
     from torch import Tensor
 
     from engram.format.schema import PartField
     from engram.saved.part_reader import PartReader
-    from engram.saved.part_writer import PartInfo
-    from engram.saved.parts import Parts
     from engram.saved.rows import Marks, Roles
     from engram.store import Store
     from engram.types import Form

@@ -13,11 +13,11 @@ from torch import Tensor
 from engram._support import native, tensordicts
 from engram._support.words import count
 from engram.format.layout import SINGLE
-from engram.format.schema import NO_SPAN, SPAN, Field, Node, RaggedItems, name_of, validate_key
+from engram.format.schema import NO_SPAN, SPAN, Field, Node, RaggedItems, Schema, name_of, validate_key
 from engram.storages._ragged_intake import count_rows, found_in, row_in, rows_in, same_lengths
 from engram.storages._ragged_layouts import Batches, single
 from engram.storages._structure import Structure, _Builder, renumbered
-from engram.storages._types import NO_DTYPES, NOTHING_ADDED, Added, as_tensor, check_stored, find_types
+from engram.storages._types import NO_DTYPES, NOTHING_ADDED, Added, Dtypes, as_tensor, check_stored, find_types
 from engram.storages.ragged import MAX_ITEMS_OF_ROW, NO_RAGGED, Group, ItemField, Ragged, likely_length
 from engram.store.memory import dlpack_specs
 from engram.store.ragged_rows import Items
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from tensordict import TensorDict
 
-    from engram.format.schema import Schema
-    from engram.storages._types import Dtypes
     from engram.storages.ragged import Path, RaggedOptions
 
 

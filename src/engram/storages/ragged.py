@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict, cast, get_args
 
 import numpy as np
@@ -14,16 +14,12 @@ from engram._support import nested
 from engram._support.checks import check_count, check_number
 from engram._support.field_paths import checked_path, public
 from engram._support.words import format_size
-from engram.format.schema import DTYPES, MAX_DIMS, ItemsKind
+from engram.format.schema import DTYPES, MAX_DIMS, ItemsKind, RaggedItems
 from engram.storages._types import at
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
 from engram.store.ragged_rows import Items
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from engram.format.schema import RaggedItems
-
     Path: TypeAlias = tuple[str, ...]
 
 #: What is stored as bytes, and returned as it was.

@@ -44,9 +44,9 @@ from engram.storages.tensor_state import (
     with_numbers,
 )
 from engram.store import DeviceStore, Store, reattach
-from engram.store.priorities import PriorityIndex, priorities_of
+from engram.store.priorities import Priorities, PriorityConfig, PriorityIndex, priorities_of
 from engram.store.ragged import RaggedStore
-from engram.types import Extent, Form, Traits, Write, WritePlan
+from engram.types import Extent, Form, RowsSource, StorageLoad, Traits, Write, WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -55,9 +55,7 @@ if TYPE_CHECKING:
     from engram.format.schema import Schema
     from engram.saved.part_reader import PartReader
     from engram.saved.snapshot import StoragePreparation
-    from engram.store.priorities import Priorities, PriorityConfig
     from engram.store.store import NativeWrite, T
-    from engram.types import RowsSource, StorageLoad
 
 
 class _Unwritten:

@@ -14,8 +14,8 @@ from engram.store.blocks import Key
 from engram.store.memory import as_rows, dlpack_specs
 from engram.store.ragged_rows import Items, offsets_of, sharing
 from engram.store.ragged_state import RingsTarget, heads_of
-from engram.store.store import Store
-from engram.types import Write
+from engram.store.store import Store, StoreState
+from engram.types import RowsTarget, Write, WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.format.schema import RaggedGroup, Schema
-    from engram.store.store import StoreState
-    from engram.types import RowsTarget, WritePlan
 
 
 def private_store(schema: Schema) -> Store:

@@ -9,7 +9,7 @@ import torch
 from engram._support.nested import map_tensors
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.samplers import PrioritizedSampler
-from engram.storages import LazyTensorStorage
+from engram.storages import LazyTensorStorage, Storage
 from engram.storages._structure import Structure, leading_size
 from engram.storages.own import OwnColumns
 from engram.testing.contract import BufferContract, Contract, check, refuses, same, steps
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
-
-    from engram.storages import Storage
 
 
 _CAPACITY = 12
