@@ -74,7 +74,8 @@ struct RaggedPage {
   std::uint64_t capacity, lanes, groups;
   Word evicted;  // rows, since the store was made
   alignas(64) SharedMutex mutex;
-  alignas(1024) Group entries[kMostGroups];
+  std::byte unused[1024 - 64 - sizeof(SharedMutex)];
+  Group entries[kMostGroups];
 };
 static_assert(sizeof(RaggedPage) <= kPage && offsetof(RaggedPage, entries) == 1024);
 

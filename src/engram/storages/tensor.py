@@ -157,7 +157,8 @@ class TensorStorage(Storage):
         self.structure: Structure | None = None  # how rows are put together; None before the first write
 
     def _adopt(self, store: Store, structure: Structure) -> None:
-        self._give_pending(store)
+        if self.pending_key is not None or self.pending_limit is not None or store.schema.ragged:
+            self._give_pending(store)
         structure.on_host = store.device.type == "cpu"
         self.structure = structure
         self._capacity = store.capacity
