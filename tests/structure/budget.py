@@ -23,7 +23,7 @@ ROOMS = {
     "samplers": 1_648,
     "saved": 5_261,
     "serving": 1_309,
-    "storages": 5_184,
+    "storages": 5_185,
     "store": 6_975,
     "testing": 600,
     "torchrl": 2_285,
