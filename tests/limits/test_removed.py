@@ -88,7 +88,7 @@ def test_rows_that_are_being_read_give_it_back_under_their_ticket(queue):
     queue.remove(queue.rows[:8])
     assert in_flight(queue) == 8
     for rows, tickets in claimed:
-        index.were_read(rows, tickets)
+        index.core.were_read(rows, tickets)
     assert in_flight(queue) == 0
 
 
