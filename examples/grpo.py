@@ -50,7 +50,9 @@ def reward_of(prompt, tokens):
 
 def new_buffer(folder):
     """The rows in a folder, and who draws them. The first process makes it."""
-    sampler = PromptGroupSampler(samples_per_group=ANSWERS, group_key="group", max_uses=1, strategy=("random", "oldest"))
+    sampler = PromptGroupSampler(
+        samples_per_group=ANSWERS, group_key="group", max_uses=1, strategy=("random", "oldest")
+    )
     if (folder / "store").exists():
         rb = ReplayBuffer.open(folder / "store", sampler=sampler, batch_size=GROUPS * ANSWERS)
         rb.storage.layout = "padded"
