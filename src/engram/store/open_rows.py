@@ -87,12 +87,13 @@ class OpenRows:
     """The slots of a store, and what grows in them. Raises ``IncompatibleStore``: they have room for rows of other fields."""
 
     def __init__(self, store: Store, index: OpenRowIndex) -> None:
-        if _SlotLayout.of(store.schema).nbytes != index.core.slot_bytes:
+        layout = _SlotLayout.of(store.schema)
+        if layout.nbytes != index.core.slot_bytes:
             adopt_fields(store)  # that another process added before it made the slots
-            if _SlotLayout.of(store.schema).nbytes != index.core.slot_bytes:
+            layout = _SlotLayout.of(store.schema)
+            if layout.nbytes != index.core.slot_bytes:
                 raise IncompatibleStore("open rows: expected slots for rows of this store, got some for other fields.")
-        self.store, self.index, self.schema = store, index, store.schema
-        self.layout = _SlotLayout.of(store.schema)
+        self.store, self.index, self.schema, self.layout = store, index, store.schema, layout
 
     def take(self, timeout: float) -> OpenSlot:
         """A free slot, which is this process's now.
@@ -104,18 +105,21 @@ class OpenRows:
             RateLimited: all were taken for so long.
         """
         deadline = monotonic() + timeout
-        self.index.core.free_sealed(self.store.core)
-        while (slot := self.index.core.take()) is None:
+        while (slot := self._free()) is None:
             if monotonic() >= deadline:
                 raise RateLimited(
                     f"open_row: expected a free slot, got none in time: {self.index.core.slots} rows are open. Seal or discard some, wait "
                     "longer (timeout=…), or make the storage with more open_rows."
                 )
             sleep(_POLL_S)
-            self.index.core.free_sealed(self.store.core)
         found = OpenSlot(self, slot)
         found.clear()
         return found
+
+    def _free(self) -> int | None:
+        """The number of a free slot, taken for this process; None: there is none."""
+        self.index.core.free_sealed(self.store.core)
+        return self.index.core.take()
 
     def taken(self) -> list[OpenSlot]:
         """The slots that have an owner, and no row that was sealed."""
@@ -200,11 +204,8 @@ class OpenSlot:
 
     def column(self, number: int) -> Tensor:
         """The row of a field, ``[*shape]``; of a ragged one room for all items that it may have, ``[max_length, *shape]``. Live views."""
-        field, it, at = (
-            self.rows.schema.fields[number],
-            self.rows.schema.ragged.get(number),
-            self.rows.layout.columns[number],
-        )
+        schema, at = self.rows.schema, self.rows.layout.columns[number]
+        field, it = schema.fields[number], schema.ragged.get(number)
         if it is None:
             return self._memory[at : at + field.row_bytes].view(torch_dtype(field)).view(field.shape)
         room = self._memory[at : at + it.max_length * it.item_bytes]
