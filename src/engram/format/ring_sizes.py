@@ -33,6 +33,11 @@ def with_rings(schema: Schema, sizes: Rings) -> Schema:
     return msgspec.structs.replace(schema, fields=tuple(sized(n, field) for n, field in enumerate(schema.fields)))
 
 
+def without_rings(schema: Schema) -> Schema:
+    """The same whatever its rings hold: rows of such stores can be in one batch."""
+    return with_rings(schema, dict.fromkeys(rings_of(schema), (1, 1))) if schema.ragged else schema
+
+
 def resized(schema: Schema, capacity: int, lanes: int) -> Schema:
     """The same with other sizes, and rings that hold as many items for each row."""
     before, now = schema.capacity // schema.lanes, capacity // lanes

@@ -17,7 +17,7 @@ from engram.samplers.prioritized import as_priorities, rows_of
 from engram.samplers.staleness import check_version
 from engram.storages import Count, Storage
 from engram.storages._columns import rows_of_coordinates, rows_of_written
-from engram.storages._structure import Structure
+from engram.storages._ragged_structure import structure_in
 from engram.types import Info, NativeBatch, Shown, Traits
 from engram.writers._base import NativeWriter
 
@@ -165,7 +165,7 @@ class ServedStorage(Storage, ServedRows):
     def describe(self, schema: Schema, place: str, limits: Limits, participant: int) -> None:
         """Say what the rows are, and where."""
         self._schema = schema
-        self.structure = Structure.from_schema(schema)
+        self.structure = structure_in(schema)
         self.memory = cast(
             "Store", Memory(schema, place, limits, limits, participant=participant)
         )  # as far as readers look at it
@@ -187,7 +187,7 @@ class ServedStorage(Storage, ServedRows):
 
     @property
     def nbytes(self) -> int:
-        return self._schema.row_bytes * self._schema.capacity
+        return self._schema.nbytes
 
     def __len__(self) -> int:
         return self.state().size
@@ -213,14 +213,24 @@ class ServedStorage(Storage, ServedRows):
 
     def batches_in_message(self, rows: int) -> int:
         """How many batches of so many rows one message asks for."""
-        return min(MAX_BATCHES, max(1, COALESCED_BYTES // max(1, rows * self._schema.row_bytes)))
+        return min(MAX_BATCHES, max(1, COALESCED_BYTES // max(1, rows * self._schema.usual_row_bytes)))
 
     # ---- writing -------------------------------------------------------------------------------------------------------
 
     def prepare(
         self, data: object, call: str, *, batched: bool, ignored: Iterable[str] = (), count: Count | None = None
     ) -> tuple[list[Tensor], int]:
-        data, n, _ = rows_of_written(data, self, call, self.structure.dtypes, batched=batched, count=count)
+        structure = self.structure
+        data, n, _ = rows_of_written(
+            data,
+            self,
+            call,
+            structure.dtypes,
+            batched=batched,
+            count=count,
+            known=structure if self.ndim == 1 else None,
+            ignored=ignored,
+        )
         return self.structure.flatten(data, n, call, ignored), n or 1
 
     def add_row(self, lane: object, data: object, ignored: Iterable[str] = ()) -> None:

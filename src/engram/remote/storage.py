@@ -27,6 +27,7 @@ from engram.remote.connection import IN_DOUBT as DOUBTFUL
 from engram.remote.connection import Answer, Connection, Exchange, Message
 from engram.remote.served import RETRY_INTERVAL_S, Drawn, Limits, ServedStorage
 from engram.storages import Storage
+from engram.store.ragged_rows import Items
 from engram.store.requests import IN_DOUBT
 from engram.types import Info, Write, WritePlan
 
@@ -186,8 +187,8 @@ def _copied(batch: pa.RecordBatch) -> pa.RecordBatch:
     """In memory of its own: the caller may change its tensors."""
     arrays = []
     for array in batch.columns:
-        raw = pa.py_buffer(array.buffers()[1].to_pybytes())
-        arrays.append(pa.FixedSizeBinaryArray.from_buffers(array.type, len(array), [None, raw]))
+        raws = [raw and pa.py_buffer(raw.to_pybytes()) for raw in array.buffers()]
+        arrays.append(pa.Array.from_buffers(array.type, len(array), raws))
     return pa.RecordBatch.from_arrays(arrays, schema=batch.schema)
 
 
@@ -312,10 +313,10 @@ class RemoteStorage(ServedStorage):
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
     def ask_for(self, keys: Sequence[int], rows: int) -> None:
-        if protocol.held_bytes(rows, self._schema.row_bytes) > protocol.MAX_MESSAGE:
+        if protocol.held_bytes(rows, self._schema.usual_row_bytes) > protocol.MAX_MESSAGE:
             raise ValueError(
                 f"sample: batch_size: expected batches of at most {protocol.MAX_MESSAGE} bytes over a connection, got {rows} rows of "
-                f"{self._schema.row_bytes} bytes and {protocol.BESIDE_ROW} beside them."
+                f"{self._schema.usual_row_bytes} bytes and {protocol.BESIDE_ROW} beside them."
             )
         self.ask(protocol.Sample(rows, [key & (1 << 64) - 1 for key in keys]))
 
@@ -362,9 +363,10 @@ class RemoteStorage(ServedStorage):
         fields, counts = len(self._schema.fields), [math.prod(shape) for shape in metadata.sizes]
         entries = [wire.entry_of(it.name) for it in answer.columns[fields + 1 :]]
 
-        def drawn(number: int, shape: list[int], copied: Callable[[], list[Tensor]]) -> Drawn:
+        def drawn(number: int, shape: list[int], copied: Callable[[], list[Tensor | Items]]) -> Drawn:
             flat = copied()
-            tensors = flat if len(shape) == 1 else [it.reshape(*shape, *it.shape[1:]) for it in flat]
+            tensors = cast("list[Tensor]", flat)  # and rows of items, which keep what they are
+            tensors = tensors if len(shape) == 1 else [it.reshape(*shape, *it.shape[1:]) for it in tensors]
             info: Info = dict(zip(entries, tensors[fields + 1 :], strict=True))
             # Storages put columns together themselves: rows of windows lie one after the other.
             last = metadata.last and number == len(counts) - 1
@@ -394,8 +396,9 @@ class RemoteStorage(ServedStorage):
 
     # ---- writing -------------------------------------------------------------------------------------------------------
 
-    def write(self, plan: WritePlan, prepared: list[Tensor], n: int) -> Write:
-        if protocol.held_bytes(n, self._schema.row_bytes) > protocol.MAX_MESSAGE:
+    def write(self, plan: WritePlan, prepared: list[Tensor | Items], n: int) -> Write:
+        nbytes = n * self._schema.row_bytes + sum(it.nbytes for it in prepared if isinstance(it, Items))
+        if protocol.held_bytes(n, 0) + nbytes > protocol.MAX_MESSAGE:
             raise ValueError(
                 f"extend: expected at most {protocol.MAX_MESSAGE} bytes at once over a connection. Write fewer rows."
             )
@@ -410,7 +413,7 @@ class RemoteStorage(ServedStorage):
             return Write(torch.full((n,), -1, device="cpu"), 0)
         answer = self._sent(batch, len(lanes))
         (rows,) = wire.tensors_in(answer.rows, answer.columns)
-        return Write(rows, 0)
+        return Write(cast("Tensor", rows), 0)
 
     def _sent(self, batch: RecordBatch, lanes: int) -> Answer:
         with self._writing.lock:
@@ -489,7 +492,7 @@ class RemoteStorage(ServedStorage):
 
     def _tickets(self, rows: Tensor) -> Tensor:
         answer = self._edit(protocol.Tickets(), rows, torch.full_like(rows, -1))
-        return wire.tensors_in(answer.rows, answer.columns)[0]
+        return cast("Tensor", wire.tensors_in(answer.rows, answer.columns)[0])
 
     def _edit(self, command: protocol.Tickets | protocol.Remove, rows: Tensor, tickets: Tensor) -> Answer:
         try:

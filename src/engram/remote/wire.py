@@ -1,4 +1,4 @@
-"""Rows as Arrow record batches: a column of fixed-size binaries per field, whose metadata say dtype and shape."""
+"""Rows as Arrow record batches: a column of binaries per field, whose metadata say dtype and shape."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import pyarrow as pa
+import torch
 from torch import Tensor
 
 from engram._support.native import Layout, received
 from engram.format.schema import DTYPES, Field, Schema
-from engram.store.memory import DTYPE_NAMES, dlpack_specs
+from engram.store.memory import DTYPE_NAMES, DTYPE_OF, dlpack_specs
+from engram.store.ragged_rows import Items, offsets_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 
 #: Names of columns that are no fields begin with it.
@@ -31,17 +33,24 @@ class Column(NamedTuple):
     name: str
     dtype: str
     shape: tuple[int, ...]
-    """Of one row."""
+    """Of one row; of an item, where rows have any number of them."""
+    ragged: bool = False
+    """Whether they have."""
 
     @property
     def nbytes(self) -> int:
-        """Of one row."""
+        """Of one row, or item."""
         return math.prod(self.shape) * DTYPES[self.dtype]
+
+    @property
+    def type(self) -> pa.DataType:
+        """Arrow's."""
+        return pa.large_binary() if self.ragged else pa.binary(self.nbytes)
 
     def field(self) -> pa.Field:
         """As a field of an Arrow schema."""
-        metadata = {"dtype": self.dtype, "shape": json.dumps(self.shape)}
-        return pa.field(self.name, pa.binary(self.nbytes), nullable=False, metadata=metadata)
+        metadata = {"dtype": self.dtype, "shape": json.dumps(self.shape)} | ({"ragged": "1"} if self.ragged else {})
+        return pa.field(self.name, self.type, nullable=False, metadata=metadata)
 
 
 #: Of rows by number, with the tickets that they have or must have; and of new priorities.
@@ -51,7 +60,12 @@ EDITS, PRIORITIES = ROW + TICKET, [*ROW, Column("priority", "float64", ()), *TIC
 
 def fields_of(schema: Schema) -> list[Column]:
     """The columns of a store's rows: field ``k`` is called ``k:`` and its key."""
-    return [Column(f"{k}{MARK}{'/'.join(it.key)}", it.dtype, it.shape) for k, it in enumerate(schema.fields)]
+    whats = [it.ragged or it for it in schema.fields]
+    names = [f"{k}{MARK}{'/'.join(it.key)}" for k, it in enumerate(schema.fields)]
+    return [
+        Column(name, it.dtype, tuple(it.shape), it is not field)
+        for name, it, field in zip(names, whats, schema.fields, strict=True)
+    ]
 
 
 def written_columns(schema: Schema) -> list[Column]:
@@ -72,9 +86,10 @@ def entry_of(name: str) -> str | tuple[str, ...]:
     return key if isinstance(key, str) else tuple(key)
 
 
-def column_of(name: str, tensor: Tensor, dims: int) -> Column:
-    """The column of a tensor ``[*batch, *shape]``, whose batch has so many dimensions."""
-    return Column(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape[dims:]))
+def column_of(name: str, rows: Tensor | Items) -> Column:
+    """The column of a tensor ``[n, *shape]``, or of rows of items."""
+    values = rows.given if isinstance(rows, Items) else rows
+    return Column(name, DTYPE_NAMES[values.dtype], tuple(values.shape[1:]), isinstance(rows, Items))
 
 
 def arrow_schema(columns: Sequence[Column]) -> pa.Schema:
@@ -91,8 +106,8 @@ def _column_in(field: pa.Field) -> Column:
     metadata = field.metadata or {}
     try:
         shape = [operator.index(size) for size in json.loads(metadata[b"shape"])]
-        column = Column(field.name, metadata[b"dtype"].decode(), tuple(shape))
-        good = min(shape, default=0) >= 0 and field.type == pa.binary(column.nbytes)
+        column = Column(field.name, metadata[b"dtype"].decode(), tuple(shape), b"ragged" in metadata)
+        good = min(shape, default=1) >= column.ragged and field.type == column.type
     except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"column {field.name!r:.80}: expected a dtype and a shape, got {metadata!r:.80}.") from error
     if not good:
@@ -102,10 +117,16 @@ def _column_in(field: pa.Field) -> Column:
     return column
 
 
-def record_batch(schema: pa.Schema, tensors: Sequence[Tensor], rows: int) -> pa.RecordBatch:
-    """A message around contiguous tensors, without a copy. Raises ``ValueError``: one has not the bytes that the schema says."""
+def record_batch(schema: pa.Schema, columns: Sequence[Tensor | Items], rows: int) -> pa.RecordBatch:
+    """A message around contiguous tensors, and around items that lie one after the other, without a copy.
+
+    Raises ``ValueError``: one has not the bytes that the schema says.
+    """
     arrays = []
-    for field, tensor in zip(schema, tensors, strict=True):
+    for field, tensor in zip(schema, columns, strict=True):
+        if isinstance(tensor, Items):
+            arrays.append(_array_of(field, tensor, rows))
+            continue
         dense, nbytes = tensor.contiguous(), field.type.byte_width * rows
         if dense.nbytes != nbytes:
             raise ValueError(f"column {field.name!r:.80}: expected {nbytes} bytes for {rows} rows, got {dense.nbytes}.")
@@ -114,14 +135,31 @@ def record_batch(schema: pa.Schema, tensors: Sequence[Tensor], rows: int) -> pa.
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-def tensors_in(batch: pa.RecordBatch, columns: Sequence[Column]) -> list[Tensor]:
+def _array_of(field: pa.Field, items: Items, rows: int) -> pa.Array:
+    """A column of rows of items. Those of a field that was left out are zeros. Raises as :func:`record_batch`."""
+    column, there = _column_in(field), items.packed()
+    values = there.values
+    if values is None:
+        values = torch.zeros((there.total, *column.shape), dtype=DTYPE_OF[column.dtype], device="cpu")
+    offsets = offsets_of(there.lengths) if there.offsets is None else there.offsets
+    nbytes = int(offsets[-1]) * column.nbytes
+    if len(offsets) != rows + 1 or values.nbytes != nbytes:
+        raise ValueError(
+            f"column {field.name!r:.80}: expected {nbytes} bytes of items of {rows} rows, got {values.nbytes} of {len(there)}."
+        )
+    ends = offsets * column.nbytes
+    raws = [pa.foreign_buffer(it.data_ptr(), it.nbytes, it) if it.nbytes else _NOTHING for it in (ends, values)]
+    return pa.Array.from_buffers(field.type, rows, [None, *raws])
+
+
+def tensors_in(batch: pa.RecordBatch, columns: Sequence[Column]) -> list[Tensor | Items]:
     """The columns of a message, ``[rows, *shape]`` each. Raises as :func:`batches_in`."""
     return batches_in(batch, columns, [batch.num_rows])[0]()
 
 
 def batches_in(
     batch: pa.RecordBatch, columns: Sequence[Column], sizes: Sequence[int]
-) -> list[Callable[[], list[Tensor]]]:
+) -> list[Callable[[], list[Tensor | Items]]]:
     """The columns of the batches of a message, of these sizes and one behind the other.
 
     They are copied when they are called for: into the block of a loader that draws, else into memory of their own. Columns of 64 KiB or
@@ -129,21 +167,69 @@ def batches_in(
 
     Raises ``ValueError``: the buffers of the message are not what its schema says, or it has fewer rows.
     """
-    layout, row_bytes = _layout(tuple(columns))
-    memories, rows = [], batch.num_rows
-    for column, size, array in zip(columns, row_bytes, batch.columns, strict=True):
-        nbytes, raw = size * rows, array.buffers()[1]
-        if array.null_count or array.offset or (nbytes and (raw is None or raw.size < nbytes)):
+    rows, of_rows, ragged = batch.num_rows, [], {}
+    for place, (column, array) in enumerate(zip(columns, batch.columns, strict=True)):
+        if array.null_count or array.offset:
+            raise ValueError(f"column {column.name!r:.80}: expected one that is whole, without nulls.")
+        if column.ragged:
+            ragged[place] = _ItemsOf.array(column, array)
+            continue
+        nbytes, raw = column.nbytes * rows, array.buffers()[1]
+        if nbytes and (raw is None or raw.size < nbytes):
             raise ValueError(f"column {column.name!r:.80}: expected {nbytes} bytes for {rows} rows, without nulls.")
-        memories.append(raw)
+        of_rows.append(raw)
     begins = [0, *itertools.accumulate(sizes)]
     if begins[-1] > rows or min(sizes, default=0) < 0:
         raise ValueError(f"expected columns with the bytes of all rows, {begins[-1]}, got those of {rows}.")
-    return [partial(received, memories, layout, begin, size) for begin, size in zip(begins, sizes, strict=False)]
+    layout = _layout(tuple([column for column in columns if not column.ragged]))
+    plain = [partial(received, of_rows, layout, begin, size) for begin, size in zip(begins, sizes, strict=False)]
+    if not ragged:
+        return plain
+    return [
+        partial(_with_items, of, ragged, begin, size) for of, begin, size in zip(plain, begins, sizes, strict=False)
+    ]
+
+
+class _ItemsOf(NamedTuple):
+    """The items of all rows of a message."""
+
+    raw: pa.Buffer
+    layout: Layout
+    offsets: Tensor
+    """int64 ``[rows + 1]``."""
+
+    @classmethod
+    def array(cls, column: Column, array: pa.Array) -> _ItemsOf:
+        """Raises ``ValueError``: offsets that fall, or lie outside of the items."""
+        _, ends, raw = array.buffers()
+        count = len(array) + 1
+        if ends is None or ends.size < count * 8:
+            ends = pa.py_buffer(bytes(count * 8)) if count == 1 else _NOTHING
+        offsets = torch.frombuffer(bytearray(ends), dtype=torch.int64)[:count]
+        items = offsets // column.nbytes
+        wrong = len(offsets) < count or int(offsets[0]) != 0 or bool((offsets.diff() < 0).any())
+        if wrong or int(offsets[-1]) > (raw.size if raw is not None else 0) or bool((items * column.nbytes != offsets).any()):
+            raise ValueError(f"column {column.name!r:.80}: expected offsets of whole items within those that came, which rise.")
+        return cls(raw if raw is not None else _NOTHING, _layout((column,)), items)
+
+    def rows(self, begin: int, size: int) -> Items:
+        """Those of a batch."""
+        of_batch = self.offsets[begin : begin + size + 1]
+        first = int(of_batch[0])
+        (values,) = received([self.raw], self.layout, first, int(of_batch[-1]) - first)
+        return Items.of_lengths(values, of_batch.diff().to(torch.int32))
+
+
+def _with_items(
+    plain: Callable[[], list[Tensor]], ragged: Mapping[int, _ItemsOf], begin: int, size: int
+) -> list[Tensor | Items]:
+    columns: list[Tensor | Items] = [*plain()]
+    for place, items in ragged.items():
+        columns.insert(place, items.rows(begin, size))
+    return columns
 
 
 @lru_cache
-def _layout(columns: tuple[Column, ...]) -> tuple[Layout, list[int]]:
-    """What makes tensors of columns, and the bytes of a row of each."""
-    fields = [Field((it.name,), it.dtype, it.shape) for it in columns]
-    return Layout(dlpack_specs(fields)), [it.row_bytes for it in fields]
+def _layout(columns: tuple[Column, ...]) -> Layout:
+    """What makes tensors of columns of rows, or of items."""
+    return Layout(dlpack_specs([Field((it.name,), it.dtype, it.shape) for it in columns]))

@@ -32,7 +32,7 @@ from engram.inspect.advice import drawing_by, is_over_batch
 from engram.remote import protocol, wire
 from engram.store import DrawingPart, Masses, OutOfOrder, Requests, ThreadKey
 from engram.store.limits import Rules
-from engram.store.memory import refuse_ragged
+from engram.store.ragged_rows import Items, joined
 from engram.store.requests import IN_DOUBT
 from engram.transforms import Compose
 from engram.types import WritePlan
@@ -161,7 +161,7 @@ class Batches(NamedTuple):
 
     metadata: protocol.Sampled
     columns: list[Column]
-    tensors: list[Tensor]
+    tensors: list[Tensor | Items]
 
 
 class _Drawn(NamedTuple):
@@ -171,7 +171,7 @@ class _Drawn(NamedTuple):
     """Of its rows."""
     entries: tuple[str | tuple[str, ...], ...]
     """What the draw adds to the fields and the rows' numbers."""
-    tensors: list[Tensor]
+    tensors: list[Tensor | Items]
     """Flat, ``[n, ...]``."""
 
 
@@ -188,17 +188,15 @@ class Service:
         assert store is not None  # it was opened
         assert store.directory is not None
         self._store, self._schema = store, store.schema
-        refuse_ragged(
-            store.schema, "serve", "Share the folder: processes of one machine open it with ReplayBuffer.open"
-        )
         self._folder = Path(store.directory)
         self._requests = Requests(store)
         self._answers, self._dumps = Answers(), Dumps()
         self._key = ThreadKey()
         #: Bytes of a row, as it is stored, and of one of batches, whose stacks are wider.
         records = 1 if unit is None else unit.total
-        self._stored_bytes = records * self._schema.row_bytes
-        self._drawn_bytes = records * drawn_bytes(rb.sampler, self._schema)
+        self._stored_bytes = records * self._schema.usual_row_bytes
+        consumes = self._wiring.of_sampler.consumes
+        self._drawn_bytes = records * drawn_bytes(rb.sampler, self._schema, consumes=consumes)
         #: Clients that write.
         self.writers = 0
         #: Streams of batches; when the clients connected that have begun none yet; and the number of the newest client.
@@ -373,7 +371,13 @@ class Service:
             if last and not parts:
                 break
         drawn = [batch.tensors for batch in batches]
-        tensors = drawn[0] if len(drawn) == 1 else [torch.cat(same) for same in zip(*drawn, strict=True)]
+        tensors = drawn[0] if len(drawn) == 1 else [joined(same) for same in zip(*drawn, strict=True)]
+        items = sum(it.nbytes for it in tensors if isinstance(it, Items))
+        if items > protocol.MAX_MESSAGE:  # of rows that are far longer than others
+            raise ValueError(
+                f"sample: expected batches of at most {protocol.MAX_MESSAGE} bytes over a connection, got {items} bytes of items. Draw "
+                "fewer rows."
+            )
         metadata = protocol.Sampled([list(batch.shape) for batch in batches], last, masses)
         return Batches(metadata, self._columns_of(batches[0]), tensors)
 
@@ -412,7 +416,7 @@ class Service:
         if known is None:
             # Not as they are stored: stacks of frames are wider.
             names = [it.name for it in self._fields] + [f"{wire.MARK}row", *map(wire.entry_name, batch.entries)]
-            known = [wire.column_of(name, tensor, 1) for name, tensor in zip(names, batch.tensors, strict=True)]
+            known = [wire.column_of(name, tensor) for name, tensor in zip(names, batch.tensors, strict=True)]
             self._columns[batch.entries] = known
         return known
 
@@ -442,7 +446,7 @@ class Service:
         removed: int = storage.remove(rows.contiguous(), tickets.contiguous())
         return removed
 
-    def append(self, command: protocol.Append, columns: Sequence[Tensor], n: int) -> Tensor:
+    def append(self, command: protocol.Append, columns: Sequence[Tensor | Items], n: int) -> Tensor:
         """Write rows: their numbers.
 
         Raises as ``ReplayBuffer.extend``; ``RateLimited`` at once: clients wait. ``NotOnce``: the rows of a message that may be sent
@@ -452,6 +456,7 @@ class Service:
         storage = wiring.storage
         lane = columns[-1] if storage.lanes > 1 else 0
         columns = columns[: len(self._fields)]
+        self._check_groups(columns)
         if command.writer is not None:
             return self._append_once(command, columns, lane, n)
         if not wiring.appends_natively:
@@ -462,9 +467,22 @@ class Service:
         rows: Tensor = write.rows
         return rows
 
-    def _append_once(self, command: protocol.Append, columns: Sequence[Tensor], lane: Tensor | int, n: int) -> Tensor:
+    def _check_groups(self, columns: Sequence[Tensor | Items]) -> None:
+        """Raise ``ValueError``: a row has not the same number of items in fields that share lengths, or too many."""
+        for group in self._schema.ragged_groups:
+            of_leader = cast("Items", columns[group.leader]).lengths
+            most = self._schema.ragged[group.leader].max_length
+            for number in group.members:
+                name, lengths = self._schema.fields[number].name, cast("Items", columns[number]).lengths
+                if not torch.equal(lengths, of_leader) or int(lengths.amax() if len(lengths) else 0) > most:
+                    raise ValueError(
+                        f"extend: field {name}: expected rows of at most {most} items, as many as field "
+                        f"{self._schema.fields[group.leader].name} has, got {lengths.tolist()!s:.80}."
+                    )
+
+    def _append_once(self, command: protocol.Append, columns: Sequence[Tensor | Items], lane: Tensor | int, n: int) -> Tensor:
         """Write rows as requests of a writer: one for each lane."""
-        if not self._wiring.appends_natively:
+        if not self._wiring.appends_natively or self._schema.ragged:
             raise protocol.NotOnce("extend: the writer of the store says which rows are replaced.")
         lanes = sorted(set(lane.tolist())) if isinstance(lane, torch.Tensor) else [lane]
         if not lanes or not 0 <= lanes[0] <= lanes[-1] < self._schema.lanes:  # before a row is written
@@ -550,10 +568,10 @@ def _sizes(command: protocol.Sample) -> list[int]:
     return command.parts or [command.rows] * len(command.keys)
 
 
-def drawn_bytes(sampler: object, schema: Schema) -> int:
-    """Bytes of a row of batches."""
+def drawn_bytes(sampler: object, schema: Schema, *, consumes: bool = False) -> int:
+    """Bytes of a row of batches; of one that is used up by its draw, which must fit, as many as it may have."""
     if not isinstance(sampler, Expander):
-        return schema.row_bytes
+        return schema.most_row_bytes if consumes else schema.usual_row_bytes
     try:
         return max(schema.row_bytes, sampler.ready_bytes(schema.fields))
     except (KeyError, TypeError):  # drawing raises it, too

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -101,6 +101,11 @@ class Items:
         return packed
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all items."""
+        return 0 if self.values is None else self.total * self.values[:1].nbytes if len(self.values) else 0
+
+    @property
     def shape(self) -> torch.Size:
         """``[n]``: what a row holds has no shape."""
         return self.lengths.shape
@@ -129,6 +134,14 @@ class Items:
         """A tensor ``[length, *shape]`` of each row: views where the items are in order, copies of them else."""
         there = self.packed()
         return list(there.given.split(there.lengths.tolist()))  # type: ignore[no-untyped-call]
+
+
+def joined(parts: Sequence[Tensor | Items]) -> Tensor | Items:
+    """The rows of several columns of one field, in order."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    return Items.joined(cast("Sequence[Items]", parts)) if isinstance(first, Items) else torch.cat(list(parts))  # type: ignore[arg-type]
 
 
 @functools.lru_cache(1 << 12)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, cast
 import numpy as np
 import torch
 
+from engram.store import ragged_rows
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
@@ -109,7 +111,14 @@ def order_of(parts: Sequence[NDArray[np.int64]]) -> Tensor | None:
 
 def joined(parts: Sequence[Tensor], order: Tensor | None, units: int | None = None) -> Tensor:
     """Units of several parts, in an order. One part that is in order is not copied. ``units``: so many, of several rows each."""
-    whole = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    whole = cast("Tensor", ragged_rows.joined(parts))
+    if isinstance(whole, ragged_rows.Items):
+        if order is None:
+            return whole
+        if units is not None:
+            each = torch.arange(len(whole), device="cpu").view(units, -1)
+            order = each[order].flatten()
+        return whole[order]
     if units is not None:
         whole = whole.view(units, whole.shape[0] // units, *whole.shape[1:])
     return whole if order is None else whole.index_select(0, order)

@@ -20,6 +20,7 @@ from engram._support.native import NotAdmitted
 from engram._support.unsupported import refusing
 from engram._support.words import format_wait, warn
 from engram.errors import RowError
+from engram.format.ring_sizes import without_rings
 from engram.format.schema import decode
 from engram.remote import protocol
 from engram.remote.connection import Access, Connection, Found, Servers
@@ -144,7 +145,7 @@ class FleetStorage(ServedStorage):
         self.members = Members(storages, missing, joining, epochs="has_epochs" in first.served.traits_of_sampler)
         self.ledger = Ledger(self.members)
         self.describe(schema, f"in {len(storages)} served stores", self.ledger, first.memory.participant)
-        self.draws = Draws(self.members, first.served, schema.row_bytes, stratum)
+        self.draws = Draws(self.members, first.served, schema.usual_row_bytes, stratum)
         #: Rows of the batches in each message under way.
         self._ahead: deque[int] = deque()
         self._homes = fork.rlock()
@@ -512,7 +513,9 @@ def check_stores(served: list[protocol.Served], full: Full | None) -> None:
 _KINDS: dict[str, Callable[[protocol.Served], object]] = {
     "buffer class": lambda served: served.recipe.get("buffer"),
     "sampler": lambda served: re.sub(r"max_capacity=\d+", "max_capacity=…", served.sampler),
-    "fields and lanes": lambda served: msgspec.structs.replace(decode(served.schema.encode(), "connect"), capacity=0),
+    "fields and lanes": lambda served: msgspec.structs.replace(
+        without_rings(decode(served.schema.encode(), "connect")), capacity=0
+    ),
 }
 
 
