@@ -230,15 +230,18 @@ void bind_requests(nb::class_<Store>& type) {
       .def(
           "append_by",
           [](Store& self, const Writers& writers, std::uint64_t high, std::uint64_t low, std::uint64_t number, std::uint64_t lane,
-             std::uint64_t n, const nb::tuple& columns, Address rows) {
+             std::uint64_t n, const nb::tuple& columns, Address rows, const nb::tuple& items) {
             const Inputs inputs(columns);
-            const WithoutInterpreter running(self.writes_briefly(n));
+            std::optional<RaggedWrite> write;
+            if (items.size() > 0) write.emplace(write_in(self, n, items));
+            const WithoutInterpreter running(!write && self.writes_briefly(n));
             return in_order([&] {
-              return writers.append(self, {high, low}, number, lane, n, inputs.span(), at<std::int64_t>(rows));
+              return writers.append(self, {high, low}, number, lane, n, inputs.span(), at<std::int64_t>(rows), write ? &*write : nullptr);
             });
           },
-          "writers"_a, "high"_a, "low"_a, "number"_a, "lane"_a, "n"_a, "columns"_a, "rows"_a,
-          "Writes what is missing of a writer's request: how many rows, and 0; or -1, and the number of its next request.");
+          "writers"_a, "high"_a, "low"_a, "number"_a, "lane"_a, "n"_a, "columns"_a, "rows"_a, "items"_a = nb::tuple(),
+          "Writes what is missing of a writer's request: how many rows, and 0; or -1, and the number of its next request. `items`: as for "
+          "append_ragged.");
 }
 
 // Rows out, by number.

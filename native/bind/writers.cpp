@@ -13,11 +13,13 @@ namespace engram {
 
 void bind_writers(nb::module_& m) {
   m.attr("requests_in_doubt") = Writers::kWindow;
-  m.def("writers_bytes", &Writers::bytes, "writers"_a, "Bytes of a table of that many.");
+  m.def("writers_bytes", &Writers::bytes, "writers"_a, "groups"_a = 0, "Bytes of a table of that many, for so many groups of ragged fields.");
   m.def(
       "format_writers",
-      [](Address memory, std::uint64_t bytes, std::uint64_t writers) { Writers::format(block(memory, bytes), writers); }, "memory"_a,
-      "bytes"_a, "writers"_a, "Into zeroed memory of writers_bytes.");
+      [](Address memory, std::uint64_t bytes, std::uint64_t writers, std::uint64_t groups) {
+        Writers::format(block(memory, bytes), writers, groups);
+      },
+      "memory"_a, "bytes"_a, "writers"_a, "groups"_a = 0, "Into zeroed memory of writers_bytes.");
   m.def(
       "reset_writers_mutex", [](Address memory, std::uint64_t bytes) { Writers::reset_mutex(block(memory, bytes)); }, "memory"_a,
       "bytes"_a, "Before anything else, by the only process that uses this memory now.");

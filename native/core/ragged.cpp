@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "check.h"
+#include "random.h"
 
 namespace engram {
 namespace {
@@ -92,20 +93,37 @@ std::vector<const std::byte*> RaggedWrite::columns(std::span<const std::byte* co
   return columns;
 }
 
+// Gives rows of a group their items from the offset `next` on. Returns the offset behind them.
+std::uint64_t RaggedWrite::give(std::uint64_t group, std::uint64_t next, std::uint64_t n, const std::int64_t* pick) {
+  intact(next < kMostOffset, "the head of a ring of items lies beyond what any writer reaches");
+  const std::uint64_t items = ragged_->groups()[group].items;
+  for (std::uint64_t i = 0; i < n; ++i) {
+    const std::uint64_t row = source(pick, i), length = groups_[group].length(row), at = next % items;
+    if (at + length > items) next += items - at;
+    Span{next, static_cast<std::uint32_t>(length)}.put(spans_[group].data() + row * Span::kBytes);
+    next += length;
+  }
+  return next;
+}
+
 void RaggedWrite::reserve(std::uint64_t lane, std::uint64_t n, const std::int64_t* pick) {
   for (std::uint64_t g = 0; g < groups_.size(); ++g) {
-    const std::uint64_t items = ragged_->groups()[g].items;
     Word& head = ragged_->head(lane, g);
-    std::uint64_t next = head.load(std::memory_order_relaxed);
-    intact(next < kMostOffset, "the head of a ring of items lies beyond what any writer reaches");
-    for (std::uint64_t i = 0; i < n; ++i) {
-      const std::uint64_t row = source(pick, i), length = groups_[g].length(row), at = next % items;
-      if (at + length > items) next += items - at;
-      Span{next, static_cast<std::uint32_t>(length)}.put(spans_[g].data() + row * Span::kBytes);
-      next += length;
-    }
-    head.store(next, std::memory_order_seq_cst);
+    head.store(give(g, head.load(std::memory_order_relaxed), n, pick), std::memory_order_seq_cst);
   }
+}
+
+std::uint64_t RaggedWrite::hash_of_lengths(std::uint64_t group) const {
+  std::uint64_t hash = n_;
+  for (std::uint64_t i = 0; i < n_; ++i) hash = mix(hash ^ groups_[group].length(i));
+  return hash;
+}
+
+RaggedWrite::Place RaggedWrite::place(std::uint64_t group) const { return {n_ == 0 ? 0 : span(group, 0).offset, hash_of_lengths(group)}; }
+
+void RaggedWrite::put_back(std::uint64_t group, const Place& place) {
+  check(place.lengths == hash_of_lengths(group), "a request that is repeated with rows of the lengths that they had first");
+  give(group, place.first, n_, nullptr);
 }
 
 std::uint64_t RaggedWrite::chunk(std::uint64_t i, std::uint64_t most, const std::int64_t* pick, std::uint64_t bytes) const {

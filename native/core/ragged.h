@@ -163,6 +163,15 @@ class RaggedWrite {
   /// before any row is reserved, so a process that dies in here leaves items that no row has.
   void reserve(std::uint64_t lane, std::uint64_t n, const std::int64_t* pick);
 
+  /// Where the items of all rows of a group begin, and their lengths in one number: rows of these lengths that begin there have the same
+  /// items again.
+  struct Place {
+    std::uint64_t first, lengths;
+  };
+  Place place(std::uint64_t group) const;
+  /// Gives all rows the items that they had. Throws std::invalid_argument: rows of other lengths had them.
+  void put_back(std::uint64_t group, const Place& place);
+
   /// How many of `most` rows from the i-th on are written together: some bytes, and no more items than half a ring.
   std::uint64_t chunk(std::uint64_t i, std::uint64_t most, const std::int64_t* pick, std::uint64_t bytes) const;
 
@@ -174,6 +183,8 @@ class RaggedWrite {
 
  private:
   static std::uint64_t source(const std::int64_t* pick, std::uint64_t i) { return pick == nullptr ? i : static_cast<std::uint64_t>(pick[i]); }
+  std::uint64_t give(std::uint64_t group, std::uint64_t next, std::uint64_t n, const std::int64_t* pick);
+  std::uint64_t hash_of_lengths(std::uint64_t group) const;
 
   const Ragged* ragged_;
   std::uint64_t n_;

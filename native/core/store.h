@@ -168,7 +168,13 @@ class Store {
   /// reserved and never begun, or lost with its writer, is written. Several may do this for the same positions at the same time: each
   /// row is written once. When it returns every row is whole, or was lapped. rows_out as for append(). Returns how many this call
   /// wrote. Throws Stalled: the rest is not written then.
-  std::uint64_t append_once(std::uint64_t n, Columns columns, std::int64_t* rows_out, const std::function<Positions()>& reserve);
+  /// Of rows with items `reserve` gives them places, by reserve() below or those that they had.
+  std::uint64_t append_once(std::uint64_t n, Columns columns, std::int64_t* rows_out, const std::function<Positions()>& reserve,
+                            RaggedWrite* items = nullptr);
+
+  /// The position of the first of n rows of a lane, for this process (null: it is not noted), and their items in order; those that
+  /// `pick` names, or from the first on.
+  std::uint64_t reserve(std::uint64_t lane, std::uint64_t n, const std::int64_t* pick, RaggedWrite* items, const Participant* by) const;
 
   /// append_once() of the positions of a lane from `position` on: the position says which request it is. For a lane with one writer:
   /// whatever is there is taken for its own. Throws OutOfOrder, and nothing has changed: the lane has not come as far as `position`, or
@@ -346,11 +352,13 @@ class Store {
                   Over over = Over::anything, std::uint64_t* written = nullptr, RaggedWrite* items = nullptr, const Claim* claim = nullptr);
   void check_items(std::uint64_t n, const RaggedWrite* items) const;
   void check_no_spans(std::span<const std::uint64_t> which) const;
-  std::uint64_t reserve(std::uint64_t lane, std::uint64_t n, const std::int64_t* pick, RaggedWrite* items) const;
+  std::vector<std::uint64_t> floors_of(const RaggedWrite& items, std::uint64_t last) const;
   void make_room(const RaggedWrite& items, std::uint64_t lane, std::uint64_t last, std::uint64_t position, const Claim& own) const;
   bool clear_items(const std::vector<std::uint64_t>& below, std::uint64_t lane, std::uint64_t position, const Claim& own,
                    std::vector<std::int64_t>& evicted) const;
   bool is_under_way(std::uint64_t lane, std::uint64_t from, std::uint64_t to, const Claim& own) const;
+  void write_again(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, std::uint64_t t0, Columns columns, std::uint64_t* written,
+                   RaggedWrite& items, const Claim& own);
   bool evict(std::uint64_t row, std::uint64_t seen) const;
   void tell_evicted(const std::vector<std::int64_t>& rows) const;
   std::optional<Span> span_of(std::uint64_t group, std::uint64_t row, std::uint64_t word) const;

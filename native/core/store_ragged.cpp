@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
+#include <numeric>
 #include <string>
 #include <thread>
 #include <utility>
@@ -41,11 +42,12 @@ void Store::check_no_spans(std::span<const std::uint64_t> which) const {
 
 // Of a lane, positions and items have one order. A death in here leaves items that no row has, and perhaps positions that no writer
 // begins: the next sweep passes both by.
-std::uint64_t Store::reserve(std::uint64_t lane, std::uint64_t n, const std::int64_t* pick, RaggedWrite* items) const {
-  if (items == nullptr) return control_.reserve(lane, n, participant_);
+std::uint64_t Store::reserve(std::uint64_t lane, std::uint64_t n, const std::int64_t* pick, RaggedWrite* items,
+                             const Participant* by) const {
+  if (items == nullptr) return control_.reserve(lane, n, by);
   const SharedLock lock(ragged_->page().mutex, [] {});
   items->reserve(lane, n, pick);
-  return control_.reserve(lane, n, participant_);
+  return control_.reserve(lane, n, by);
 }
 
 // The span of a row, if it still has that word. None: it has another one by now.
@@ -154,19 +156,25 @@ bool Store::clear_items(const std::vector<std::uint64_t>& below, std::uint64_t l
   return true;
 }
 
-// Before a writer copies items up to those of row `last`, the first of which has that position: no other row has, or is being given, the
-// memory. Nothing is marked meanwhile, and the mutex is let go between two looks, so that others go on. Where rows go sooner than items
-// the tail follows some laps behind, so that no sweep is long.
-void Store::make_room(const RaggedWrite& items, std::uint64_t lane, std::uint64_t last, std::uint64_t position, const Claim& own) const {
+// Of each group the offset below which no row may have items, before those of row `last` are copied.
+std::vector<std::uint64_t> Store::floors_of(const RaggedWrite& items, std::uint64_t last) const {
   const auto& groups = ragged_->groups();
   std::vector<std::uint64_t> below(groups.size());
-  bool is_clear = position <= ragged_->tail(lane).load(std::memory_order_acquire) + 2 * control_.lane_length();
   for (std::uint64_t g = 0; g < groups.size(); ++g) {
     const Span span = items.span(g, last);
     const std::uint64_t end = span.offset + span.length;
     below[g] = end - std::min(end, groups[g].items);
-    is_clear &= below[g] <= ragged_->floor(lane, g).load(std::memory_order_acquire);
   }
+  return below;
+}
+
+// Before a writer copies items up to those of row `last`, the first of which has that position: no other row has, or is being given, the
+// memory. Nothing is marked meanwhile, and the mutex is let go between two looks, so that others go on. Where rows go sooner than items
+// the tail follows some laps behind, so that no sweep is long.
+void Store::make_room(const RaggedWrite& items, std::uint64_t lane, std::uint64_t last, std::uint64_t position, const Claim& own) const {
+  const std::vector<std::uint64_t> below = floors_of(items, last);
+  bool is_clear = position <= ragged_->tail(lane).load(std::memory_order_acquire) + 2 * control_.lane_length();
+  for (std::uint64_t g = 0; g < below.size(); ++g) is_clear &= below[g] <= ragged_->floor(lane, g).load(std::memory_order_acquire);
   if (is_clear) return;
   let_go();
   for (const Deadline deadline;;) {
@@ -175,6 +183,44 @@ void Store::make_room(const RaggedWrite& items, std::uint64_t lane, std::uint64_
     {
       const SharedLock lock(ragged_->page().mutex, [] {});
       done = clear_items(below, lane, position, own, evicted);
+    }
+    tell_evicted(evicted);
+    if (done) return;
+    if (deadline.passed()) throw in_vain("rows whose items are to be written over have been in the hands of other writers");
+    look_after_others(Need::waiting);
+    std::this_thread::yield();
+  }
+}
+
+// Writes what is missing of rows that have positions and items since an earlier try, whose process may have died, or be slow. Sweeps
+// may have gone by: rows whose items others have by now are lapped, and the tail goes back to the others, so that the next sweep finds
+// them. All of it is under the mutex, as nothing else keeps sweeps away from positions that they have seen void.
+void Store::write_again(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, std::uint64_t t0, Columns columns, std::uint64_t* written,
+                        RaggedWrite& items, const Claim& own) {
+  if (n == 0) return;
+  std::vector<std::int64_t> all(n);
+  std::iota(all.begin(), all.end(), 0);
+  const std::vector<std::uint64_t> below = floors_of(items, n - 1);
+  const std::uint64_t length = control_.lane_length();
+  let_go();
+  for (const Deadline deadline;;) {
+    std::vector<std::int64_t> evicted;
+    bool done = false;
+    {
+      const SharedLock lock(ragged_->page().mutex, [] {});
+      done = clear_items(below, lane, p0, own, evicted);
+      if (done) {
+        std::uint64_t begin = n > length ? n - length : 0;
+        const std::uint64_t end = control_.end(lane);
+        if (end > p0 + length) begin = std::max(begin, std::min(n, end - length - p0));
+        for (std::uint64_t g = 0; g < below.size(); ++g) {
+          const std::uint64_t floor = ragged_->floor(lane, g).load(std::memory_order_acquire);
+          while (begin < n && items.span(g, begin).offset < floor) ++begin;
+        }
+        Word& tail = ragged_->tail(lane);
+        if (begin < n && tail.load(std::memory_order_relaxed) > p0 + begin) tail.store(p0 + begin, std::memory_order_release);
+        write_ring(lane, p0 + begin, n - begin, t0, columns, all.data() + begin, Over::missing, written, &items, nullptr);
+      }
     }
     tell_evicted(evicted);
     if (done) return;

@@ -278,7 +278,7 @@ std::uint64_t Store::write_chunk(std::uint64_t i, std::uint64_t most, Over over,
 
 // Writes n rows at positions p0 … of a lane, claimed already. `pick`, if not null, names for each of them its row of the
 // columns, which is also its place among the ticket numbers. `written` counts them. Of rows with items all are written, also those that
-// this very batch overwrites: the ring of items has a place for each.
+// this very batch overwrites: the ring of items has a place for each. Without a claim their items are the caller's already.
 void Store::write_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, std::uint64_t t0, Columns columns, const std::int64_t* pick,
                        Over over, std::uint64_t* written, RaggedWrite* items, const Claim* claim) {
   const std::uint64_t length = control_.lane_length(), start = lane * length;
@@ -296,7 +296,7 @@ void Store::write_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, st
     std::uint64_t space = std::min({chunk, n - i, start + length - first});  // up to the end of the ring
     if (items != nullptr) {
       space = items->chunk(i, space, pick, most);
-      make_room(*items, lane, source(i + space - 1), p0 + i, *claim);  // before anything is marked
+      if (claim != nullptr) make_room(*items, lane, source(i + space - 1), p0 + i, *claim);  // before anything is marked
     }
     const std::uint32_t lap = control_.lap_of(p0 + i);
     const auto at = [&](std::uint64_t k) { return Target{first + k - begin, t0 + source(k), true, {lane, p0 + k, lap}}; };
@@ -317,7 +317,7 @@ std::uint64_t Store::append(std::uint64_t lane, std::uint64_t n, Columns columns
   admit(claim);
   AdmittedInsert admitted(control_, n);  // behind the claim: who counts rows in flight again waits for it
   // Cursor before counter: a writer one lap ahead that got the smaller number is seen through the cursor (try_mark).
-  const std::uint64_t p0 = reserve(lane, n, nullptr, items);
+  const std::uint64_t p0 = reserve(lane, n, nullptr, items, participant_);
   const std::uint64_t t0 = control_.counters().next_ticket.fetch_add(n, std::memory_order_acq_rel);
   claim.note(t0, n, static_cast<std::int64_t>(lane), p0);
   std::vector<std::int64_t> rows;
@@ -341,9 +341,10 @@ std::uint64_t Store::append(std::uint64_t lane, std::uint64_t n, Columns columns
 
 // Rows that others reserved are claimed by their numbers, not as those of a ring: only what this call wrote has them. And the
 // indexes are told as of rows by number, since some may have passed these positions by when their first writer died.
-std::uint64_t Store::append_once(std::uint64_t n, Columns columns, std::int64_t* rows_out, const std::function<Positions()>& reserve) {
+std::uint64_t Store::append_once(std::uint64_t n, Columns columns, std::int64_t* rows_out, const std::function<Positions()>& reserve,
+                                 RaggedWrite* items) {
   check_columns(columns.size());
-  check_items(n, nullptr);
+  check_items(n, items);
   look_after_others();
   ClaimGuard claim(writer());
   admit(claim);
@@ -353,10 +354,18 @@ std::uint64_t Store::append_once(std::uint64_t n, Columns columns, std::int64_t*
   std::vector<std::int64_t> rows;
   if (rows_out == nullptr) rows_out = (rows.resize(n), rows.data());
   place_ring(lane, p0, n, nullptr, rows_out);
+  std::vector<const std::byte*> with_spans;
+  if (items != nullptr) columns = with_spans = items->columns(columns);
   std::uint64_t written = 0, scatter = 0;
   write_and_tell(
       claim,
-      [&] { write_ring(lane, p0, n, t0, columns, nullptr, Over::missing, &written); },
+      [&] {
+        if (items != nullptr && again) {
+          write_again(lane, p0, n, t0, columns, &written, *items, claim.claim());
+        } else {
+          write_ring(lane, p0, n, t0, columns, nullptr, Over::missing, &written, items, &claim.claim());
+        }
+      },
       [&] {
         if (control_.lane(lane).base.load(std::memory_order_acquire) > p0) forget_outside(rows_out, n, t0);
         if (again && written > 0) scatter = control_.counters().scatters.fetch_add(1, std::memory_order_acq_rel) + 1;
@@ -416,7 +425,7 @@ std::uint64_t Store::append_by_lane(const std::int64_t* lane_of, std::uint64_t n
   ClaimGuard claim(writer());
   admit(claim);
   AdmittedInsert admitted(control_, n);
-  for (Run& run : runs) run.p0 = reserve(run.lane, run.end - run.begin, order.data() + run.begin, items);
+  for (Run& run : runs) run.p0 = reserve(run.lane, run.end - run.begin, order.data() + run.begin, items, participant_);
   const std::uint64_t t0 = control_.counters().next_ticket.fetch_add(n, std::memory_order_acq_rel);
   claim.note(t0, n, -1, 0);
   std::vector<std::int64_t> rows;

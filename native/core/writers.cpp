@@ -19,6 +19,8 @@ WritersPage* page_in(std::span<std::byte> memory) {
   return reinterpret_cast<WritersPage*>(memory.data());
 }
 
+std::uint64_t begin_of_entries(std::uint64_t writers) { return kPage + (writers * sizeof(WriterId) + 63) / 64 * 64; }
+
 // A killed process leaves what stands before in the program, and nothing behind it.
 void step() { std::atomic_signal_fence(std::memory_order_seq_cst); }
 
@@ -26,25 +28,28 @@ constexpr auto nothing_to_recover = [] {};
 
 }  // namespace
 
-std::uint64_t Writers::bytes(std::uint64_t writers) {
+std::uint64_t Writers::bytes(std::uint64_t writers, std::uint64_t groups) {
   check(writers > 0 && writers <= kMostWriters, "1 to 2^20 writers");
-  return kPage + (writers * sizeof(WriterId) + 63) / 64 * 64 + writers * sizeof(Entry);
+  check(groups <= RaggedPage::kMostGroups, "at most 64 groups of ragged fields");
+  return begin_of_entries(writers) + writers * (sizeof(Entry) + kWindow * groups * sizeof(RaggedWrite::Place));
 }
 
-void Writers::format(std::span<std::byte> memory, std::uint64_t writers) {
-  check(memory.size() == bytes(writers), "a table of writers in memory of another size");
+void Writers::format(std::span<std::byte> memory, std::uint64_t writers, std::uint64_t groups) {
+  check(memory.size() == bytes(writers, groups), "a table of writers in memory of another size");
   auto* page = new (memory.data()) WritersPage{};
-  page->writers = writers;
+  page->writers = writers, page->groups = groups;
   page->mutex.format();
   std::memcpy(page->magic, kMagic, sizeof kMagic);
 }
 
 void Writers::reset_mutex(std::span<std::byte> memory) { page_in(memory)->mutex.format(); }
 
-Writers::Writers(std::span<std::byte> memory) : page_(page_in(memory)), writers_(copied(page_->writers)) {
-  check(memory.size() == bytes(writers_), "a table of writers in memory of another size");
+Writers::Writers(std::span<std::byte> memory)
+    : page_(page_in(memory)), writers_(copied(page_->writers)), groups_(copied(page_->groups)) {
+  check(memory.size() == bytes(writers_, groups_), "a table of writers in memory of another size");
   ids_ = reinterpret_cast<WriterId*>(memory.data() + kPage);
-  entries_ = reinterpret_cast<Entry*>(memory.data() + memory.size() - writers_ * sizeof(Entry));
+  entries_ = reinterpret_cast<Entry*>(memory.data() + begin_of_entries(writers_));
+  places_ = reinterpret_cast<RaggedWrite::Place*>(entries_ + writers_);
 }
 
 Writers::Entry* Writers::find(const WriterId& writer) const {
@@ -73,8 +78,9 @@ std::uint64_t Writers::next_of(const Entry& entry) {
   return last + 1;
 }
 
-Store::Positions Writers::reserve(const Control& control, const WriterId& writer, std::uint64_t number, std::uint64_t lane,
-                                  std::uint64_t n) const {
+Store::Positions Writers::reserve(const Store& store, const WriterId& writer, std::uint64_t number, std::uint64_t lane, std::uint64_t n,
+                                  RaggedWrite* items) const {
+  const Control& control = store.control();
   const SharedLock lock(page_->mutex, nothing_to_recover);
   Entry* known = find(writer);
   const std::uint64_t next = known == nullptr ? 1 : next_of(*known);
@@ -84,16 +90,19 @@ Store::Positions Writers::reserve(const Control& control, const WriterId& writer
   Entry& entry = known == nullptr ? take(writer) : *known;
   entry.used.store(page_->clock.fetch_add(1, std::memory_order_relaxed) + 1, std::memory_order_relaxed);
   Request& request = entry.requests[number % kWindow];
+  RaggedWrite::Place* const places = places_ + (static_cast<std::uint64_t>(&entry - entries_) * kWindow + number % kWindow) * groups_;
   if (repeated) {
     check(copied(request.n) == n, "a request that is repeated with as many rows as it had first");
+    for (std::uint64_t g = 0; g < groups_; ++g) items->put_back(g, {copied(places[g].first), copied(places[g].lengths)});
     const Store::Positions positions{copied(request.lane), copied(request.first), true};
     intact(positions.lane < control.lanes(), "writers: expected a lane of the store");
     return positions;
   }
-  const std::uint64_t first = control.reserve(lane, n);
+  const std::uint64_t first = store.reserve(lane, n, nullptr, items, nullptr);
   request.number.store(0, std::memory_order_relaxed);
   step();
   request.lane = lane, request.first = first, request.n = n;
+  for (std::uint64_t g = 0; g < groups_; ++g) places[g] = items->place(g);
 #ifndef ENGRAM_WITHOUT_NOTE  // the tests must fail then: make negative-controls
   step();
   request.number.store(number, std::memory_order_relaxed);
@@ -102,10 +111,12 @@ Store::Positions Writers::reserve(const Control& control, const WriterId& writer
 }
 
 std::uint64_t Writers::append(Store& store, const WriterId& writer, std::uint64_t number, std::uint64_t lane, std::uint64_t n,
-                              Columns columns, std::int64_t* rows_out) const {
+                              Columns columns, std::int64_t* rows_out, RaggedWrite* items) const {
   check(lane < store.control().lanes(), "a lane outside the store");
+  check(groups_ == (store.ragged() == nullptr ? 0 : store.ragged()->groups().size()), "a table of writers of a store with as many ragged fields");
+  check((items != nullptr) == (groups_ > 0), "rows with items, where a field is ragged, and without them elsewhere");
   check(n < std::uint64_t{1} << 56, "positions below 2^56");
-  return store.append_once(n, columns, rows_out, [&] { return reserve(store.control(), writer, number, lane, n); });
+  return store.append_once(n, columns, rows_out, [&] { return reserve(store, writer, number, lane, n, items); }, items);
 }
 
 std::uint64_t Writers::next(const WriterId& writer) const {

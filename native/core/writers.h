@@ -2,7 +2,7 @@
 // that is repeated, after a lost reply or a death, is found again, whichever process it comes to, and Store::append_once writes what is
 // missing of it.
 //
-//   memory   one page: WritersPage · ids · entries
+//   memory   one page: WritersPage · ids · entries · of a store with ragged fields the places of the items of each request
 //
 // Positions are reserved and noted under a mutex, before a row is written: a request that is not noted has written nothing. Those that
 // a process reserved and did not note, as it died, become void as after any death.
@@ -29,6 +29,7 @@ struct WritersPage {
   std::uint64_t writers;
   Word clock;  // one more with every request
   SharedMutex mutex;
+  std::uint64_t groups;  // of ragged fields
 };
 static_assert(sizeof(WritersPage) <= kPage);
 
@@ -37,9 +38,10 @@ class Writers : public Index {
   /// Requests of a writer that are known: as many may be in doubt.
   static constexpr std::uint64_t kWindow = 8;
 
-  static std::uint64_t bytes(std::uint64_t writers);
+  /// `groups`: of ragged fields, that the store has.
+  static std::uint64_t bytes(std::uint64_t writers, std::uint64_t groups = 0);
   /// Into zeroed memory of that size.
-  static void format(std::span<std::byte> memory, std::uint64_t writers);
+  static void format(std::span<std::byte> memory, std::uint64_t writers, std::uint64_t groups = 0);
   /// As Priorities::reset_mutex.
   static void reset_mutex(std::span<std::byte> memory);
   /// A view of formatted memory, which must outlive it. Throws std::invalid_argument: not such memory.
@@ -50,10 +52,10 @@ class Writers : public Index {
   /// Appends n rows to a lane, as request `number` of a writer, counted from 1: once, however often it is asked for; a repeated one has
   /// the positions and the lane that it had first, also where the store was emptied since. A writer that is not known takes the entry
   /// of the one that asked for nothing the longest. Throws Store::OutOfOrder, and nothing has changed: the number is larger than the
-  /// one that comes next, or kWindow or more smaller; std::invalid_argument: another number of rows than the first time; Limited. The
-  /// limits of the store admit a request once.
+  /// one that comes next, or kWindow or more smaller; std::invalid_argument: other rows than the first time, in number or in their
+  /// items'; Limited. The limits of the store admit a request once.
   std::uint64_t append(Store& store, const WriterId& writer, std::uint64_t number, std::uint64_t lane, std::uint64_t n, Columns columns,
-                       std::int64_t* rows_out) const;
+                       std::int64_t* rows_out, RaggedWrite* items = nullptr) const;
 
   /// Number of the writer's next request: 1 if it is not known.
   std::uint64_t next(const WriterId& writer) const;
@@ -82,13 +84,14 @@ class Writers : public Index {
   Entry* find(const WriterId& writer) const;
   Entry& take(const WriterId& writer) const;
   static std::uint64_t next_of(const Entry& entry);
-  Store::Positions reserve(const Control& control, const WriterId& writer, std::uint64_t number, std::uint64_t lane,
-                           std::uint64_t n) const;
+  Store::Positions reserve(const Store& store, const WriterId& writer, std::uint64_t number, std::uint64_t lane, std::uint64_t n,
+                           RaggedWrite* items) const;
 
   WritersPage* page_;
-  std::uint64_t writers_;  // a copy of what never changes: the memory may be shared
+  std::uint64_t writers_, groups_;  // a copy of what never changes: the memory may be shared
   WriterId* ids_;
   Entry* entries_;
+  RaggedWrite::Place* places_;  // of request i of writer w at (w * kWindow + i % kWindow) * groups
 };
 
 }  // namespace engram

@@ -482,7 +482,7 @@ class Service:
 
     def _append_once(self, command: protocol.Append, columns: Sequence[Tensor | Items], lane: Tensor | int, n: int) -> Tensor:
         """Write rows as requests of a writer: one for each lane."""
-        if not self._wiring.appends_natively or self._schema.ragged:
+        if not self._wiring.appends_natively:
             raise protocol.NotOnce("extend: the writer of the store says which rows are replaced.")
         lanes = sorted(set(lane.tolist())) if isinstance(lane, torch.Tensor) else [lane]
         if not lanes or not 0 <= lanes[0] <= lanes[-1] < self._schema.lanes:  # before a row is written

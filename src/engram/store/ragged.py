@@ -14,7 +14,7 @@ from engram.store.blocks import Key
 from engram.store.memory import as_rows, dlpack_specs
 from engram.store.ragged_rows import Items, offsets_of, sharing
 from engram.store.ragged_state import RingsTarget, heads_of
-from engram.store.store import Store, StoreState
+from engram.store.store import Addresses, Store, StoreState
 from engram.types import RowsTarget, Write, WritePlan
 
 if TYPE_CHECKING:
@@ -69,16 +69,19 @@ class RaggedStore(Store):
                 f"write: ragged fields ({names}): expected rows that are appended to a lane, got ones that are placed. Use a "
                 "RoundRobinWriter."
             )
-        groups = [
-            sharing([cast("Items", columns[number]) for number in it.members]) for it in self.schema.ragged_groups
-        ]
-        sources = tuple(map(_source, groups))
-        addresses = tuple([0 if isinstance(column, Items) else column.data_ptr() for column in columns])
+        addresses, sources, _kept = self.addresses(columns)
         rows = native.empty_rows(n)
         if isinstance(plan.lane, int):
             return Write(rows, self.core.append_ragged(plan.lane, n, addresses, rows.data_ptr(), sources))
         lanes = as_rows(plan.lane, "extend")
         return Write(rows, self.core.append_ragged_by_lane(lanes.data_ptr(), n, addresses, rows.data_ptr(), sources))
+
+    def addresses(self, columns: Sequence[Tensor | Items]) -> Addresses:
+        groups = [
+            sharing([cast("Items", columns[number]) for number in it.members]) for it in self.schema.ragged_groups
+        ]
+        of_columns = tuple([0 if isinstance(column, Items) else column.data_ptr() for column in columns])
+        return Addresses(of_columns, tuple(map(_source, groups)), groups)
 
     def edit(self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor | Items]) -> Write:
         """As for every store. Rows whose items are replaced and that are overwritten meanwhile are left alone.

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from engram.store.ragged_rows import Items
     from engram.store.store import Store
 
 #: The name of the table of writers in a store.
@@ -97,7 +98,8 @@ class Requests:
             raise RuntimeError(f"Requests: expected a store on the CPU, got one on {store.device}.")
         self._store = store
         #: Of the fields that the store has now: those that are added later may be left out.
-        self._layout, self._fields = native.Layout(dlpack_specs(store.schema.fields)), store.schema.fields
+        self._fixed = [field for field in store.schema.fields if field.ragged is None]
+        self._layout = native.Layout(dlpack_specs(self._fixed))
         self._room = writers
         self._writers: WritersIndex | None = None
 
@@ -116,17 +118,21 @@ class Requests:
         Args:
             lane: of the store.
             position: of the first row, counted since the lane's first one. Not reset by ``empty()``, which moves a lane forward.
-            columns: contiguous CPU tensors ``[n, *row shape]``, one per field.
+            columns: contiguous CPU tensors ``[n, *row shape]``, one per field; of a ragged field its :class:`Items`.
             n: rows.
 
         Raises:
             OutOfOrder: the lane's next position, ``expected``, is before this one, so that rows are missing; or the store was emptied
                 since, so that it is not known whether these rows were there before. Nothing is written.
-            RowError: a lane outside the store. RuntimeError: other columns.
+            RowError: a lane outside the store. RuntimeError: other columns, or some are ragged.
             RateLimited: the limits of the store do not admit the rows now. Nothing is written. A request is admitted once.
             ValueError: the limits can never admit so many.
             WriterStalled: another process held a row for 5 s; what was written stays. Repeat the request.
         """
+        if self._store.schema.ragged:
+            raise RuntimeError(
+                "append_at: expected fields whose rows all have one size, got ragged ones. Give the writer a name, and use append_by."
+            )
         self._check(lane, columns, n, "append_at")
         rows = native.empty_rows(n)
         addresses = tuple(map(torch.Tensor.data_ptr, columns))
@@ -144,7 +150,7 @@ class Requests:
         """Number of the writer's next request: 1 if the table does not know it."""
         return self._table().next(*_halves(writer))
 
-    def append_by(self, writer: UUID, number: int, lane: int, columns: Sequence[Tensor], n: int) -> Written:
+    def append_by(self, writer: UUID, number: int, lane: int, columns: Sequence[Tensor | Items], n: int) -> Written:
         """Append ``n`` rows to a lane that several writers may share, as a request of a writer: once.
 
         A repeated request has the rows, and the lane, of the first time. It counts as written where the store was emptied since.
@@ -159,16 +165,16 @@ class Requests:
 
         Raises:
             OutOfOrder: the writer's next request, ``expected``, is another one. 1: the table does not know the writer. Nothing is written.
-            ValueError: the request had another number of rows the first time, or the limits can never admit so many.
+            ValueError: the request had other rows the first time, by their number or that of their items; or the limits can never admit so
+                many.
             RowError, RuntimeError, RateLimited, WriterStalled: as :meth:`append_at`.
             OSError: no space for the table.
         """
         self._check(lane, columns, n, "append_by")
-        rows = native.empty_rows(n)
-        addresses = tuple(map(torch.Tensor.data_ptr, columns))
+        rows, given = native.empty_rows(n), self._store.addresses(columns)
         try:
             new, expected = self._store.core.append_by(
-                self._table(), *_halves(writer), number, lane, n, addresses, rows.data_ptr()
+                self._table(), *_halves(writer), number, lane, n, given.columns, rows.data_ptr(), given.items
             )
         except ValueError as error:
             said = str(error) if str(error).startswith("expected") else f"expected {error}, got {n}"
@@ -184,8 +190,9 @@ class Requests:
     def _table(self) -> native.Writers:
         if self._writers is None:
             known = self._store.indexes.refreshed().get((NAME, WritersIndex.kind))
-            nbytes = native.writers_bytes(self._room) if known is None else known.block.nbytes
-            self._writers = WritersIndex.of_name(self._store.indexes, NAME, nbytes, self._room)[0]
+            groups = len(self._store.schema.ragged_groups)
+            nbytes = native.writers_bytes(self._room, groups) if known is None else known.block.nbytes
+            self._writers = WritersIndex.of_name(self._store.indexes, NAME, nbytes, self._room, groups)[0]
         table: native.Writers = self._writers.core
         return table
 
@@ -193,11 +200,12 @@ class Requests:
         if not 0 <= lane < self._store.lanes:
             raise RowError(f"{call}: expected a lane in [0, {self._store.lanes}), got {lane}.")
 
-    def _check(self, lane: int, columns: Sequence[Tensor], n: int, call: str) -> None:
+    def _check(self, lane: int, columns: Sequence[Tensor | Items], n: int, call: str) -> None:
         self._check_lane(lane, call)
-        if native.HAS_EXCHANGE and not self._layout.fits(list(columns), n):
-            fields = ", ".join(f"{field.name} {[n, *field.shape]} {field.dtype}" for field in self._fields)
-            got = ", ".join(f"{list(column.shape)} {column.dtype}" for column in columns)
+        fixed = [column for number, column in enumerate(columns) if number not in self._store.schema.ragged]
+        if native.HAS_EXCHANGE and not self._layout.fits(fixed, n):
+            fields = ", ".join(f"{field.name} {[n, *field.shape]} {field.dtype}" for field in self._fixed)
+            got = ", ".join(f"{list(column.shape)} {column.dtype}" for column in fixed)
             raise RuntimeError(f"{call}: expected contiguous CPU columns {fields}; got {got}.")
 
 
