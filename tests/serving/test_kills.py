@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from engram import LazyMemmapStorage, ReplayBuffer
+from engram import LazyMemmapStorage, Ragged, ReplayBuffer
 from tests import fresh, stress
 from tests.serving.servers import start
 from tests.waiting import until
@@ -13,6 +13,7 @@ from tests.waiting import until
 CLIENT = """
 import torch
 from engram import ReplayBuffer
+from tests.serving.test_kills import is_whole, row_of
 
 remote = ReplayBuffer.connect(addresses, prefetch=2, full=full)
 first = 0
@@ -20,14 +21,33 @@ while True:
     for _ in range(writes):
         ids = torch.arange(first, first + 4)
         first += 4
-        remote.extend({"a": ids, "b": ids.unsqueeze(1).expand(4, 64).contiguous()})
+        remote.extend(row_of(ids, ragged))
     if full is not None:
         len(remote)  # waits for what is under way
         assert remote.stats()["rows_dropped"] == 0
     print("ack", first, flush=True)
     batch = remote.sample()
-    assert (batch["b"] == batch["a"].unsqueeze(1)).all(), batch
+    assert is_whole(batch, ragged), batch
 """
+
+
+def row_of(ids, ragged):
+    """Rows that say in all fields which they are; ``ragged``: with up to six items, or none."""
+    if not ragged:
+        return {"a": ids, "b": ids.unsqueeze(1).expand(-1, 64).contiguous()}
+    lengths = (ids + 7) % 7
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    return {"a": ids, "b": (ids.repeat_interleave(lengths), offsets)}
+
+
+def is_whole(batch, ragged):
+    """Whether all fields of each row say the same."""
+    if not ragged:
+        return torch.equal(batch["b"], batch["a"].unsqueeze(1).expand(-1, 64))
+    return all(
+        torch.equal(items, one.expand((int(one) + 7) % 7))
+        for one, items in zip(batch["a"], batch["b"].unbind(), strict=True)
+    )
 
 
 def progressed(program, since):
@@ -43,15 +63,20 @@ def progressed(program, since):
 
 @pytest.mark.stress
 @pytest.mark.timeout(stress.LIMIT_S)
-@pytest.mark.parametrize(("full", "writes"), [(None, 1), ("block", 6)], ids=["acknowledged", "streamed"])
-def test_acknowledged_rows_are_there_once_and_whole(tmp_path, full, writes):
+@pytest.mark.parametrize(
+    ("full", "writes", "ragged"),
+    [(None, 1, False), ("block", 6, False), (None, 1, True)],
+    ids=["acknowledged", "streamed", "with items"],
+)
+def test_acknowledged_rows_are_there_once_and_whole(tmp_path, full, writes, ragged):
     folder, capacity = tmp_path / "store", stress.size(1 << 17, 1 << 20)
-    with ReplayBuffer(storage=LazyMemmapStorage(capacity, scratch_dir=folder), batch_size=16) as rb:
-        rb.extend({"a": torch.full((4,), -1), "b": torch.full((4, 64), -1)})
+    items = {"ragged": {"b": Ragged(torch.int64, max_length=8)}, "ragged_bytes": 64 * capacity} if ragged else {}
+    with ReplayBuffer(storage=LazyMemmapStorage(capacity, scratch_dir=folder, **items), batch_size=16) as rb:
+        rb.extend(row_of(torch.full((4,), -1), ragged))
     chance = stress.chance("serving kills", full)
     sockets = [f"unix:{tmp_path}/{name}.sock" for name in "ab"]
     servers = [start(folder, at) for at in sockets]
-    client = fresh.start(CLIENT, addresses=sockets, full=full, writes=writes)
+    client = fresh.start(CLIENT, addresses=sockets, full=full, writes=writes, ragged=ragged)
     try:
         said = 0
         for _ in range(stress.size(4, 200)):
@@ -72,7 +97,7 @@ def test_acknowledged_rows_are_there_once_and_whole(tmp_path, full, writes):
         ids = rb["a"][4:].tolist()
         assert ids == list(range(len(ids))), "a row is there twice, or lost"
         assert acknowledged <= len(ids) <= acknowledged + 4 * writes, "an acknowledged row is lost"
-        assert torch.equal(rb["b"], rb["a"].unsqueeze(1).expand(-1, 64)), "a row is torn"
+        assert is_whole(rb[:], ragged), "a row is torn"
 
 
 def test_a_server_that_goes_before_the_first_sample_and_write_is_waited_for(tmp_path):
