@@ -15,7 +15,7 @@ from engram import (
     RateLimited,
     ReplayBuffer,
 )
-from engram.errors import CorruptStore
+from engram.errors import CorruptStore, ReadOnlyStore
 from tests import stress
 
 FIELDS = {
@@ -275,3 +275,13 @@ def test_a_length_that_no_row_has_is_refused(length):
         with pytest.raises(CorruptStore, match="expected at most"):
             change()
     assert len(rb) == 0
+
+
+def test_a_store_that_is_only_read_says_so(tmp_path):
+    fields = {"tokens": Ragged(torch.int32, max_length=8)}
+    with ReplayBuffer(storage=LazyMemmapStorage(8, scratch_dir=tmp_path, ragged=fields, open_rows=1)) as rb:
+        rb.extend({"tokens": [torch.ones(2, dtype=torch.int32)]})
+        with ReplayBuffer.open(tmp_path, readonly=True) as reader:
+            with pytest.raises(ReadOnlyStore, match="opened with readonly=True"):
+                reader.open_row()
+            assert reader.unsealed() == []

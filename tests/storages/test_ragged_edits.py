@@ -184,6 +184,7 @@ def test_fixed_fields_are_edited_and_added_as_ever(make):
         ({"ndim": 2, "ragged": {"a": Ragged("utf-8")}}, ValueError, r"ragged: expected none with ndim=2, got \['a'\]"),
         ({"ragged": {"a": "utf-8"}}, TypeError, "ragged: 'a': expected a Ragged"),
         ({"ragged_bytes": 0}, ValueError, "ragged_bytes: expected a number in"),
+        ({"ragged": ragged_rows.fields(), "ragged_bytes": 100}, ValueError, "ragged_bytes: expected at least 136 "),
         ({"ragged_bytes": "1"}, TypeError, "ragged_bytes: expected a number"),
         ({"layout": "flat"}, ValueError, "layout: kind: expected one of"),
     ],
@@ -197,10 +198,10 @@ def test_what_the_first_write_refuses(make):
     fields = ragged_rows.fields()
     for options, data, error, message in [
         (
-            {"ragged": fields, "ragged_bytes": 100},
-            ragged_rows.rows(0, 2),
+            {"ragged": {"tokens": Ragged(torch.int32)}, "ragged_bytes": 100},
+            {"tokens": [torch.ones(3, dtype=torch.int32)]},
             ValueError,
-            "ragged_bytes: expected at least 136 ",
+            "ragged_bytes: expected at least 256 ",
         ),
         (
             {"ragged": {"a": Ragged("utf-8")}},

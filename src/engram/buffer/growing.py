@@ -192,6 +192,7 @@ class GrowingRows:
         self, data: Given | None, fields: Mapping[str, object], late: Given | None, lane: int | None, timeout: float
     ) -> OpenRow:
         """What ``ReplayBuffer.open_row`` returns."""
+        self._wiring.check_editable("open_row")
         storage = self._wiring.storage
         slots = storage.ragged.open_rows
         rows = self._existing()

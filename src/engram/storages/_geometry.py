@@ -119,6 +119,7 @@ class Geometry(NamedTuple):
                 raise ValueError(f"{where}: ragged: expected none with {elsewhere}, got {[*map(public, fields)]}.")
             layout = RaggedLayout.checked(arguments.pop("layout", "jagged"), where)
             options = options._replace(fields=fields, nbytes=nbytes, layout=layout, open_rows=slots)
+            options.check_room()
         return self._replace(ragged=options)
 
     def in_files(self, schema: Schema) -> Schema:

@@ -42,7 +42,7 @@ def rows_in(field: ItemField, value: object, call: str) -> Items:
     Raises:
         TypeError: none of these.
         RuntimeError: items of another dtype or shape, or a row longer than ``max_length``.
-        ValueError: offsets that fall, do not begin at 0 or lie beyond the values; texts that cannot be encoded.
+        ValueError: offsets that fall, do not begin at 0, or do not end with the values; texts that cannot be encoded.
 
     Cost: of nested tensors and values with offsets O(n) and no copy; of lists one copy.
     """
@@ -267,8 +267,9 @@ def _of_parts(field: ItemField, parts: _Parts, call: str) -> Items:
     elif bool((numbers[1:] < numbers[:-1]).any()):
         row = int((numbers[1:] < numbers[:-1]).int().argmax())
         expected, got = "offsets that rise", f"{int(numbers[row])} and then {int(numbers[row + 1])}, at row {row}"
-    if not expected and int(numbers[-1]) > len(values):
-        expected, got = f"rows within the {len(values):,} values", f"an end at {int(numbers[-1]):,}"
+    if not expected and int(numbers[-1]) != len(values):
+        cut = "" if int(numbers[-1]) > len(values) else ". Cut the values, so that none is dropped"
+        expected, got = f"rows that end with the {len(values):,} values", f"an end at {int(numbers[-1]):,}{cut}"
     if expected:
         raise ValueError(f"{call}: {field.where}: {parts.name}: expected {expected}, got {got}.")
     return Items(values, numbers[:-1], numbers.diff().to(torch.int32))

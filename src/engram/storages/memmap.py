@@ -157,11 +157,12 @@ class LazyMemmapStorage(LazyTensorStorage):
 
         Raises ``TypeError``: ``directory`` is no path.
 
-        >>> import torch
+        >>> import tempfile, torch
         >>> from engram import LazyMemmapStorage, ReplayBuffer
-        >>> with ReplayBuffer(storage=LazyMemmapStorage(100, scratch_dir="storage-open-example")) as rb:
+        >>> folder = tempfile.mkdtemp()
+        >>> with ReplayBuffer(storage=LazyMemmapStorage(100, scratch_dir=folder)) as rb:
         ...     _ = rb.extend(torch.arange(10))
-        >>> storage = LazyMemmapStorage.open("storage-open-example")
+        >>> storage = LazyMemmapStorage.open(folder)
         >>> len(storage)
         10
         >>> storage.close()

@@ -365,6 +365,14 @@ class RaggedOptions(NamedTuple):
             return self
         return self._replace(fields={**uneven_fields(rows), **self.fields}, unlimited=True)
 
+    def check_room(self) -> None:
+        """Raise ``ValueError``: the bytes are too few for a row of the declared fields whose ``max_length`` is known."""
+        nbytes: dict[Path, int] = {}
+        for path, it in self.fields.items():
+            leader = it.like or path
+            nbytes[leader] = nbytes.get(leader, 0) + it.item_bytes
+        self.rings([Group(most, nbytes[path]) for path, it in self.fields.items() if (most := it.max_length) is not None])
+
     def rings(self, groups: Sequence[Group]) -> list[int]:
         """As :func:`ring_items`; 1 each where rows may have any length."""
         if self.unlimited:
