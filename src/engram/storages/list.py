@@ -93,9 +93,10 @@ class ListStorage(Storage):
         """Give the store another number of rows. Those that there are keep the numbers of their writes. The lock is held."""
         if capacity == self._rows.capacity:
             return
-        before, self._rows = self._rows, _numbered_rows(capacity)
-        if before.core.next_ticket > 1:
-            self._rows.replace(_with_capacity(before.state(), capacity), lambda _: None)
+        rows = _numbered_rows(capacity)
+        if self.next_number() > 1:
+            rows.replace(_with_capacity(self._rows.state(), capacity), lambda _: None)
+        self._rows = rows
 
     def _all_rows(self) -> Store:
         """The store with all rows that the list may have, as indexes need it. The lock is held."""
