@@ -138,8 +138,9 @@ class ListStorage(Storage):
 
     def extent(self) -> Extent:
         with self._lock:
-            seam = self._rows.core.next_position(0) % self.max_size
-            return self._rows.extent()._replace(capacity=self.max_size, seam=(seam,))
+            core = self._rows.core
+            holes = torch.from_numpy(core.holes()) if core.void_rows else None
+            return Extent(self.max_size, core.extent()[0], (core.next_position(0) % self.max_size,), holes)
 
     def prepare(
         self, data: object, call: str, *, batched: bool, ignored: Iterable[str] = (), count: Count | None = None
@@ -232,9 +233,12 @@ class ListStorage(Storage):
             if wanted and not 0 <= min(wanted) <= max(wanted) < end:
                 outside = next(row for row in wanted if not 0 <= row < end)
                 raise RowError(f"read: expected rows in [0, {len(items)}), got {outside}.")
+            found = [items[row] if row < len(items) else None for row in wanted]
+            if expected is None and not self._rows.core.void_rows:
+                return found, []
             tickets = self.tickets_of(rows)
             gone = tickets < 0 if expected is None else (tickets < 0) | (tickets != expected)
-            return [items[row] if row < len(items) else None for row in wanted], gone.nonzero().flatten().tolist()
+            return found, gone.nonzero().flatten().tolist()
 
     def __getitem__(self, index: object) -> object:
         with self._lock:  # no item is removed between the two looks
