@@ -233,10 +233,10 @@ class ListStorage(Storage):
             if wanted and not 0 <= min(wanted) <= max(wanted) < end:
                 outside = next(row for row in wanted if not 0 <= row < end)
                 raise RowError(f"read: expected rows in [0, {len(items)}), got {outside}.")
-            found = [items[row] if row < len(items) else None for row in wanted]
             if expected is None and not self._rows.core.void_rows:
-                return found, []
-            tickets = self.tickets_of(rows)
+                return [items[row] for row in wanted], []
+            tickets = self.tickets_of(rows)  # before the items: one written meanwhile has moved
+            found = [items[row] if row < len(items) else None for row in wanted]
             gone = tickets < 0 if expected is None else (tickets < 0) | (tickets != expected)
             return found, gone.nonzero().flatten().tolist()
 
