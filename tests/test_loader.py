@@ -21,7 +21,7 @@ from engram import (
     TensorDictReplayBuffer,
 )
 from engram._support.nested import tensors
-from engram.device import block, loader
+from engram.device import loader, pinning
 from tests.device.imitation import Imitation
 
 
@@ -115,7 +115,7 @@ def streams(monkeypatch):
     """No time passes: without :func:`ahead`, small batches have no thread, however slow this machine is."""
     made = Imitation(late=True)
     monkeypatch.setattr(DeviceLoader, "_may_read", lambda self, rb: False)
-    monkeypatch.setattr(block, "perf_counter", lambda: 0.0)
+    monkeypatch.setattr(pinning, "perf_counter", lambda: 0.0)
     monkeypatch.setattr(loader, "Accelerator", lambda device: made)
     monkeypatch.setattr(loader, "existing_device", lambda device, name: torch.device("cuda", 0))
     return made
@@ -231,7 +231,7 @@ def test_the_rule_for_a_thread(streams, monkeypatch, fields, seconds, depth, fou
         return passed[0]
 
     ticks = []
-    monkeypatch.setattr(block, "perf_counter", clock)
+    monkeypatch.setattr(pinning, "perf_counter", clock)
     device_loader = DeviceLoader(rb, "cuda", depth)
     assert device_loader.draws_ahead is (False if depth == 1 else None)
     assert "draws_ahead" not in repr(device_loader) or depth == 1

@@ -20,8 +20,7 @@ from engram import (
     plan,
 )
 from engram._support import native
-from engram.store.device.columns import Layout, columns_of
-from engram.store.device.resident import ResidentRows
+from engram.store.device.chain import Layout, ResidentRows, columns_of
 from tests.device.imitation import Imitation
 from tests.store.device.there import There
 

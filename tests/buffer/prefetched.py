@@ -74,4 +74,4 @@ def rows_of(rb, n):
 
 def engaged(rb):
     """Whether threads make the batches of a buffer."""
-    return rb._prefetching.prefetcher._workers is not None
+    return rb._prefetching._workers is not None

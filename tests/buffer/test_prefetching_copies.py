@@ -44,13 +44,13 @@ def test_a_copy_goes_on_with_the_same_batches(copied, sampler, who):
 def test_what_was_saved_comes_back(sampler, who):
     rb = buffer(2, sampler)
     rows_of(rb, 3)
-    saved = copy.deepcopy(rb._prefetching.prefetcher.saved(rb._prefetching))
+    saved = copy.deepcopy(rb._prefetching.entries())
     assert len(saved["batches"]) == rb.stats()["prefetch_queue_size"]
     drawn, generator = rb.sampler.state_dict(), rb._wiring.generator.get_state()
     expected = rows_of(rb, 8)
     rb.sampler.load_state_dict(drawn)
     rb._wiring.generator.set_state(generator)
-    rb._prefetching.prefetcher.restore(saved)
+    rb._prefetching.take_entries(saved)
     assert rows_of(rb, 8) == expected
 
 
@@ -173,10 +173,10 @@ def test_a_batch_that_failed_is_made_anew_by_whoever_restores_it(threads):
 
     rb, expected = buffer(2, transform=fragile), buffer(0)
     rb.sample()
-    saved = rb._prefetching.prefetcher.saved(rb._prefetching)
+    saved = rb._prefetching.entries()
     assert [sorted(entry) for entry in saved["batches"]] == [["key"], ["key"]]
     fail.clear()
-    rb._prefetching.prefetcher.restore(saved)
+    rb._prefetching.take_entries(saved)
     assert rows_of(rb, 2) == rows_of(expected, 3)[1:]
 
 
@@ -432,10 +432,10 @@ def test_slow_ones_go_to_threads_until_the_buffer_is_another(clock):
     assert not engaged(rb)
     rows_of(rb, 2)
     assert engaged(rb)
-    assert rb._prefetching.prefetcher._threaded
+    assert rb._prefetching._threaded
     rb.set_sampler(RandomSampler())
     rows_of(rb, 1)
-    assert not rb._prefetching.prefetcher._threaded
+    assert not rb._prefetching._threaded
 
 
 def test_one_cheap_batch_among_slow_ones_keeps_them_with_the_caller(clock):
@@ -450,9 +450,9 @@ def test_slow_uniform_batches_go_to_threads_too(clock):
     rb.extend(torch.arange(10))
     for _ in range(7):
         rb.sample()
-    assert rb._prefetching.prefetcher.lazy
+    assert rb._prefetching.lazy
     rb.sample()
-    assert not rb._prefetching.prefetcher.lazy
+    assert not rb._prefetching.lazy
     for _ in range(3):
         rb.sample()
     assert engaged(rb)

@@ -10,8 +10,8 @@ from click.testing import CliRunner
 
 from engram.cli import gpu, main
 from engram.device import direct
-from engram.device.block import Blocks
 from engram.device.direct import DirectReader
+from engram.device.pinning import Blocks
 from tests.device.imitation import Interpreter
 
 NAMES = [

@@ -27,9 +27,8 @@ from engram import (
 )
 from engram._support import native as _native
 from engram._support.nested import tensors
-from engram.device import block, loader, pinning
-from engram.device.block import Block, Blocks
-from engram.device.pinning import HostMemory
+from engram.device import loader, pinning
+from engram.device.pinning import Block, Blocks, HostMemory
 from tests.device.imitation import Imitation
 
 
@@ -38,7 +37,7 @@ def streams(monkeypatch):
     """No time passes, so that no batch is slow."""
     made = Imitation(late=True)
     monkeypatch.setattr(pinning, "host_memory", lambda: made.memory)
-    monkeypatch.setattr(block, "perf_counter", lambda: 0.0)
+    monkeypatch.setattr(pinning, "perf_counter", lambda: 0.0)
     monkeypatch.setattr(loader, "Accelerator", lambda device: made)
     monkeypatch.setattr(DeviceLoader, "_may_read", lambda self, rb: False)
     monkeypatch.setattr(loader, "existing_device", lambda device, name: torch.device("cuda", 0))

@@ -5,7 +5,7 @@ import torch
 
 import engram
 from engram import DeviceLoader, LazyTensorStorage, TensorDictReplayBuffer
-from engram.device.block import Block
+from engram.device.pinning import Block
 from tests.device import test_block
 
 streams = test_block.streams

@@ -78,7 +78,7 @@ def test_a_dump_has_batches_that_were_under_way_once(tmp_path, who):
     seen = drawn(rb, 2)
     rb.synchronize()
     read, may = rb._prefetching._reading._drawn, threading.Event()
-    settle = rb._prefetching.prefetcher.materialize
+    settle = rb._prefetching.materialize
 
     def reads(*arguments):
         assert may.wait(GUARD_S)
@@ -92,7 +92,7 @@ def test_a_dump_has_batches_that_were_under_way_once(tmp_path, who):
         may.set()
     rb._prefetching._reading._drawn = reads
     seen += drawn(rb, 1)  # asks for one that is not read yet
-    rb._prefetching.prefetcher.materialize = materialize
+    rb._prefetching.materialize = materialize
     rb.dumps(tmp_path / "saved")
     other.loads(tmp_path / "saved")
     check_whole(seen + drawn(other, BATCHES - 3))

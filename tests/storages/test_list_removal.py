@@ -28,7 +28,6 @@ from engram import (
     TensorDictRoundRobinWriter,
     traj,
 )
-from engram.storages.list import Void
 from tests.store.processes import Child, leaves
 
 ROWS = 20
@@ -379,7 +378,7 @@ def test_a_row_that_is_read_before_it_is_written_again_counts_as_one_that_moved(
 
     waiting = ["c"]
     rb.storage._items = Items(rb.storage._items)
-    assert rb.storage.read(torch.tensor([0, 1])) == (["a", Void], [1])
+    assert rb.storage.read(torch.tensor([0, 1])) == (["a", None], [1])
     assert rb[:] == ["a", "c"]
 
 
@@ -475,8 +474,13 @@ def test_random_programs(program):
     run_program(program)
 
 
-def test_the_model_notices_a_removal_that_forgets_no_priority(monkeypatch):
+def test_the_model_notices_a_removal_that_no_index_hears_of(monkeypatch):
     """The negative control."""
-    monkeypatch.setattr("engram.store.priorities.PriorityIndex.lost", lambda index, rows: None)
+
+    def forgetful(storage, rows, expected):
+        storage._items[int(rows[0])] = torch.tensor(-1)
+        return len(rows)
+
+    monkeypatch.setattr(ListStorage, "remove", forgetful)
     with pytest.raises(AssertionError):
         run_program([("write", 3), ("remove", [1])])

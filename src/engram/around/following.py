@@ -25,8 +25,7 @@ from engram.samplers import PrioritizedSampler
 from engram.storages import LazyMemmapStorage, LazyTensorStorage, TensorStorage
 from engram.storages.memmap import check_io
 from engram.store import DeviceStore, Key, Store
-from engram.store.device.followed import End, Followed
-from engram.store.device.row_operations import Drawing
+from engram.store.device.row_operations import Drawing, End, Followed
 from engram.transforms import ExcludeTransform
 from engram.transforms._base import put
 from engram.types import Commit, Info, NativeBatch, Sampler, Traits, Write, WritePlan

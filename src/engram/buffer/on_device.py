@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from engram.buffer.read_path import ReadPath
     from engram.buffer.wiring import Wiring
     from engram.storages import TensorStorage
-    from engram.store.device.chain import Kind
-    from engram.store.device.columns import Batch
+    from engram.store.device.chain import Batch, Kind
 
 
 class OnDevice:

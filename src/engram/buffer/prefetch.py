@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import deque
 from time import monotonic, perf_counter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,31 +26,6 @@ if TYPE_CHECKING:
 
 #: For how long a program that ends or forks, and a buffer that closes, waits for what threads have begun.
 LEAVE_S = 5.0
-
-
-class BatchStages(Protocol):
-    """The stages of making a batch. The prefetcher holds it only while a batch is being made."""
-
-    def ask(self, key: Key) -> None:
-        """Draw the random bits of the next batch, in the caller's thread."""
-
-    def read(self, key: Key) -> tuple[object, dict[str, object] | None]:
-        """Draw rows and copy them, one batch after the other: what was read, and what takes the rows back to their epoch.
-
-        Raises ``NoSampleable``, ``NotAdmitted``: not now.
-        """
-
-    def room(self) -> LimitWait | None:
-        """What the thread that is to read next sleeps on, if it is not admitted; None: there are no limits."""
-
-    def finish(self, raw: object) -> object:
-        """From what was read to what is handed out. Called by several threads at a time."""
-
-    def ended(self) -> bool:
-        """Whether an epoch ended with the last batch that was read. Said once."""
-
-    def over(self) -> None:
-        """An epoch ended with the batch that is handed out now, or that failed."""
 
 
 class _Batch:
@@ -101,13 +76,13 @@ class _Batch:
         elif not torch.is_grad_enabled():
             self.mode = torch.no_grad
 
-    def read(self, stages: BatchStages) -> None:
-        self.raw, self.before = stages.read(self.key)
-        self.drawn, self.last = True, stages.ended()
+    def read(self, prefetcher: Prefetcher) -> None:
+        self.raw, self.before = prefetcher.read(self.key)
+        self.drawn, self.last = True, prefetcher.ended()
 
-    def finish(self, stages: BatchStages) -> None:
+    def finish(self, prefetcher: Prefetcher) -> None:
         raw, self.raw = self.raw, None
-        self.made = stages.finish(raw)
+        self.made = prefetcher.finish(raw)
         self.there = True
 
     def fail(self, error: BaseException) -> None:
@@ -148,10 +123,10 @@ def _wait_for(held: threading.Lock | None, limit_s: float = -1) -> bool:
 
 
 class _Workers:
-    """Threads. While they have nothing to do they hold neither the prefetcher nor the stages, so that both can be collected."""
+    """Threads. While they have nothing to do they hold no prefetcher, so that it can be collected."""
 
     def __init__(self, size: int) -> None:
-        self.tasks: queue.SimpleQueue[tuple[_Batch, weakref.ref[BatchStages]] | None] = queue.SimpleQueue()
+        self.tasks: queue.SimpleQueue[tuple[_Batch, weakref.ref[Prefetcher]] | None] = queue.SimpleQueue()
         #: Held by the thread that waits for something to read, or reads.
         self.turn = threading.Lock()
         self.stopped = False
@@ -168,8 +143,8 @@ class _Workers:
         except RuntimeError:  # the machine has no more threads, or the interpreter ends
             self.stop()
 
-    def hand(self, batch: _Batch, stages: BatchStages) -> None:
-        self.tasks.put((batch, weakref.ref(stages)))
+    def hand(self, batch: _Batch, prefetcher: Prefetcher) -> None:
+        self.tasks.put((batch, weakref.ref(prefetcher)))
         if self.stopped:  # meanwhile, so perhaps no thread looks any more
             self.stop()
 
@@ -208,18 +183,18 @@ def _work_once(workers: _Workers) -> bool:
         if task is None:
             return False
         batch, known = task
-        stages = known()
-        while stages is not None and not _read_once(batch, stages):
+        prefetcher = known()
+        while prefetcher is not None and not _read_once(batch, prefetcher):
             workers.waiting = batch
-            del stages  # a buffer that nothing else refers to ends meanwhile
+            del prefetcher  # a buffer that nothing else refers to ends meanwhile
             again = _waited(batch, workers)
             workers.waiting = batch.room = None
-            stages = known() if again else None
+            prefetcher = known() if again else None
         batch.was_read()
     try:
-        if stages is not None and batch.drawn and not batch.there:
+        if prefetcher is not None and batch.drawn and not batch.there:
             with batch.mode():
-                batch.finish(stages)
+                batch.finish(prefetcher)
     except BaseException as error:  # noqa: BLE001
         batch.fail(error)
     finally:
@@ -227,14 +202,14 @@ def _work_once(workers: _Workers) -> bool:
     return True
 
 
-def _read_once(batch: _Batch, stages: BatchStages) -> bool:
+def _read_once(batch: _Batch, prefetcher: Prefetcher) -> bool:
     """Read a batch. False: the limits of the store do not admit it now. Writes of this buffer do not wait for it then."""
     try:
-        batch.room = stages.room()
+        batch.room = prefetcher.room()
         with batch.mode():
-            batch.read(stages)
+            batch.read(prefetcher)
     except NotAdmitted as error:
-        batch.fail(NotAdmitted(error.rows))  # without the stages, which a traceback holds
+        batch.fail(NotAdmitted(error.rows))  # without the prefetcher, which a traceback holds
         batch.was_read()
         return False
     except BaseException as error:  # noqa: BLE001 - the call that takes the batch raises it
@@ -308,9 +283,34 @@ class Prefetcher:
     def __len__(self) -> int:
         return len(self._ahead) + len(self.turns)
 
+    # ---- the stages of a batch, which each kind of prefetching has ---------------------------------------------------
+
+    def ask(self, key: Key) -> None:
+        """Draw the random bits of the next batch, in the caller's thread."""
+
+    def read(self, key: Key) -> tuple[object, dict[str, object] | None]:
+        """Draw rows and copy them, one batch after the other: what was read, and what takes the rows back to their epoch.
+
+        Raises ``NoSampleable``, ``NotAdmitted``: not now.
+        """
+        raise NotImplementedError
+
+    def room(self) -> LimitWait | None:
+        """What the thread that is to read next sleeps on, if it is not admitted; None: there are no limits."""
+
+    def finish(self, raw: object) -> object:
+        """From what was read to what is handed out. Called by several threads at a time."""
+
+    def ended(self) -> bool:
+        """Whether an epoch ended with the last batch that was read. Said once."""
+        raise NotImplementedError
+
+    def over(self) -> None:
+        """An epoch ended with the batch that is handed out now, or that failed."""
+
     # ---- taking --------------------------------------------------------------------------------------------------------
 
-    def next(self, stages: BatchStages, deadline: float = math.inf) -> Any:
+    def next(self, deadline: float = math.inf) -> Any:
         """The next batch. An interrupt while it is waited for loses nothing.
 
         Raises:
@@ -324,7 +324,7 @@ class Prefetcher:
             with self._lock:
                 self._making = True
                 try:
-                    head, taken = self._take(stages)
+                    head, taken = self._take()
                 finally:
                     self._making = False
             if taken:
@@ -332,7 +332,7 @@ class Prefetcher:
             self._wait_for_head(head, deadline)
         self._spare.append(head.key)
         if head.last:
-            stages.over()
+            self.over()
         error, head.error = head.error, None
         if error is not None:
             try:
@@ -352,23 +352,23 @@ class Prefetcher:
             if isinstance(error, NotAdmitted):
                 raise NotAdmitted(error.rows)
 
-    def _take(self, stages: BatchStages) -> tuple[_Batch, bool]:
+    def _take(self) -> tuple[_Batch, bool]:
         """The next batch, and whether it was taken. Else a thread has it, or it is not admitted."""
         self._check_open()
         ahead = self._ahead
         fresh = not ahead
         if fresh:
-            self._begin(stages)
+            self._begin()
         if self._plain and not self._threaded:
             while len(self) <= self.depth:
-                self.turns.append(self._asked(stages))
+                self.turns.append(self._asked())
         else:
-            while len(ahead) <= self.depth and self._may_begin(ahead[-1], stages):
-                self._begin(stages)
+            while len(ahead) <= self.depth and self._may_begin(ahead[-1]):
+                self._begin()
         head = ahead[0]
         if head.making is None and not (head.there or (fresh and head.error is not None)):
             make = self._have_made if isinstance(head.error, NotAdmitted) else self._make
-            make(head, stages)
+            make(head)
         if head.making is not None or (isinstance(head.error, NotAdmitted) and not head.there):
             return head, False
         self._check_open()
@@ -394,37 +394,37 @@ class Prefetcher:
     def _is_worker(self) -> bool:
         return self._workers is not None and threading.current_thread() in self._workers.threads
 
-    def _asked(self, stages: BatchStages) -> Key:
+    def _asked(self) -> Key:
         """The key of another batch: one whose batch was dropped, or a new one."""
         if self._keys:
             return self._keys.popleft()
         key = self._spare.pop() if self._spare else Key()
-        stages.ask(key)
+        self.ask(key)
         return key
 
-    def _may_begin(self, tail: _Batch, stages: BatchStages) -> bool:
+    def _may_begin(self, tail: _Batch) -> bool:
         """Whether another batch may be read behind one: there was something to draw, and the epoch goes on."""
         if tail.reading is not None and not self._has_epochs:
             return True
         _wait_for(tail.reading)
         if tail.drawn and not tail.last:
-            tail.last = stages.ended()  # other processes may have taken the rest of it
+            tail.last = self.ended()  # other processes may have taken the rest of it
         return (tail.drawn or tail.there) and not tail.last
 
-    def _begin(self, stages: BatchStages) -> None:
+    def _begin(self) -> None:
         """Make another batch, or have it made."""
-        batch = _Batch(self.turns.popleft() if self.turns else self._asked(stages))
+        batch = _Batch(self.turns.popleft() if self.turns else self._asked())
         self._ahead.append(batch)
-        self._have_made(batch, stages)
+        self._have_made(batch)
 
-    def _have_made(self, batch: _Batch, stages: BatchStages) -> None:
+    def _have_made(self, batch: _Batch) -> None:
         workers = self._called_workers() if self._threaded else None
         if workers is None:
-            self._make(batch, stages)
+            self._make(batch)
         else:
             batch.hand_over()
             self._pending = batch
-            workers.hand(batch, stages)
+            workers.hand(batch, self)
 
     def _called_workers(self) -> _Workers | None:
         """The threads; None if there can be none."""
@@ -434,14 +434,14 @@ class Prefetcher:
             self._end = weakref.finalize(self, _leave, workers)  # before the interpreter goes, too
         return None if self._workers.stopped else self._workers
 
-    def _make(self, batch: _Batch, stages: BatchStages) -> None:
+    def _make(self, batch: _Batch) -> None:
         """By the caller. What a step raises is kept for the batch's turn."""
         self._wait_for_threads()
         batch.error = None
         start = perf_counter()
         try:
-            batch.read(stages)
-            batch.finish(stages)
+            batch.read(self)
+            batch.finish(self)
         except Exception as error:  # noqa: BLE001 - the call that takes the batch raises it
             batch.fail(error)
         self.took(perf_counter() - start)
@@ -454,7 +454,7 @@ class Prefetcher:
 
     # ---- what happens to the rows ------------------------------------------------------------------------------------
 
-    def materialize(self, stages: BatchStages) -> None:
+    def materialize(self) -> None:
         """Have everything read that was asked for: what happens to the rows next is not seen by it."""
         if self._is_at_it():
             return
@@ -463,7 +463,7 @@ class Prefetcher:
                 self._making, self.lazy = True, False
                 try:
                     while self.turns:
-                        self._begin(stages)
+                        self._begin()
                 finally:
                     self._making = False
         self._wait_for_threads()
@@ -478,7 +478,7 @@ class Prefetcher:
             if isinstance(batch.error, NotAdmitted):
                 return
 
-    def discard(self, call: str, *, keys: bool = True) -> dict[str, object] | None:
+    def drop(self, call: str, *, keys: bool = True) -> dict[str, object] | None:
         """Drop what is ahead. The random bits it was made of come again, so that all later ones are those of any other depth;
         without ``keys`` they are dropped, too. The caller makes batches again, until they prove slow.
 
@@ -524,14 +524,14 @@ class Prefetcher:
 
     # ---- copies and forks ----------------------------------------------------------------------------------------------
 
-    def saved(self, stages: BatchStages) -> dict[str, Any]:
+    def entries(self) -> dict[str, Any]:
         """What is ahead: ``batches``, of each its ``key`` and, if it is made, ``made``, ``last`` and ``before``; and the ``keys`` to
         come. With the state of the generator and of what draws, these are all batches to come. One whose making failed is made
         again. Waits for the threads.
         """
         self._check_outside("copy")
         with self._lock:
-            self.materialize(stages)
+            self.materialize()
             self.wait()
             batches = []
             for batch in self._ahead:
@@ -541,8 +541,8 @@ class Prefetcher:
                 batches.append(entry)
             return {"batches": batches, "keys": [key.value for key in self._keys]}
 
-    def restore(self, saved: dict[str, Any]) -> None:
-        """Go on with what :meth:`saved` returned, instead of what is ahead."""
+    def take_entries(self, saved: dict[str, Any]) -> None:
+        """Go on with what :meth:`entries` returned, instead of what is ahead."""
         batches = []
         for entry in saved["batches"]:
             batch = _Batch(Key.of(entry["key"]))
@@ -552,7 +552,7 @@ class Prefetcher:
             batches.append(batch)
         keys = [Key.of(bits) for bits in saved["keys"]]
         with self._lock:
-            self.discard("restore", keys=False)
+            self.drop("restore", keys=False)
             self._ahead.extend(batches)
             self._keys.extend(keys)
 

@@ -1,4 +1,4 @@
-"""Batches ahead of the caller: the read path as the stages of a prefetcher, and the state of batches that are ahead."""
+"""Batches of a buffer ahead of the caller: the stages of the read path, and the state of batches that are ahead."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engram._support.native import NotAdmitted
 from engram._support.nested import map_leaves
 from engram._support.state import Change, Loads, check_keys, copied, integer, typed
 from engram._support.tensordicts import children, is_plain_tensordict, tensordict_type
-from engram.buffer.prefetch import LEAVE_S, Prefetcher
+from engram.buffer.prefetch import Prefetcher
 from engram.errors import NoSampleable
 from engram.storages.items import pack, unpack
 from engram.store import Copied, Key
@@ -38,30 +38,30 @@ class SavedBatches(NamedTuple):
     before: dict[str, Any] | None
 
 
-class Prefetching:
-    """Draws and reads batches before they are asked for. It owns the prefetcher, whose stages it is."""
+class Prefetching(Prefetcher):
+    """Draws and reads the batches of a buffer before they are asked for."""
 
     def __init__(self, wiring: Wiring, settings: Settings, reading: ReadPath) -> None:
+        super().__init__(settings.prefetch)
         self._wiring = wiring
         self._settings = settings
         self._reading = reading
-        self.prefetcher = Prefetcher(settings.prefetch)
         self.rewired()
 
     def rewired(self) -> None:
         """The components are others, or others of their paths are open. Nothing is prefetched, or they are equal."""
         wiring = self._wiring
         plainly = wiring.draws_natively and wiring.pinning is None and not wiring.transform.reads
-        self.prefetcher.draws(plainly=plainly, has_epochs=wiring.of_sampler.has_epochs)
+        self.draws(plainly=plainly, has_epochs=wiring.of_sampler.has_epochs)
 
     def sample(self, batch_size: int, return_info: bool, timeout: float) -> object:
         """The next batch: what ``ReplayBuffer.sample`` returns."""
-        prefetcher, reading = self.prefetcher, self._reading
+        reading = self._reading
         if not reading.looked:
             reading.say_repeated(batch_size)
-        if prefetcher.lazy:
+        if self.lazy:
             try:
-                key = prefetcher.turns.popleft()
+                key = self.turns.popleft()
             except IndexError:  # more threads than turns
                 return reading.sample(batch_size, return_info, timeout)
             start = perf_counter()
@@ -75,9 +75,9 @@ class Prefetching:
                     key.draw(generator=wiring.generator)
                 if wiring.stream != 0:
                     wiring.mix(key)
-                prefetcher.turns.append(key)
-                if prefetcher.slow or perf_counter() - start > prefetcher.slow_s:
-                    prefetcher.took(perf_counter() - start)
+                self.turns.append(key)
+                if self.slow or perf_counter() - start > self.slow_s:
+                    self.took(perf_counter() - start)
         begun = perf_counter_ns()
         data, rows, info = self._next(batch_size, timeout)
         reading.waited(data, begun)
@@ -86,14 +86,14 @@ class Prefetching:
         return data, (info if rows is None else reading.info(rows, info))
 
     def _next(self, batch_size: int, timeout: float) -> Made:
-        """The next batch of the prefetcher. What waits for the limits of the store holds no lock: writers of this buffer go on."""
+        """The next batch. What waits for the limits of the store holds no lock: writers of this buffer go on."""
         deadline, waited = monotonic() + timeout, False
         gate, storage = self._wiring.gate, self._wiring.storage
         while True:
             store = gate.created(storage, batch_size, deadline)
             written = 0 if store is None else store.core.write_count
             try:
-                made: Made = self.prefetcher.next(self, deadline)
+                made: Made = self.next(deadline)
             except NotAdmitted:
                 if store is not None:
                     waited = gate.wait(store, batch_size, deadline, samples=True, counted=waited)
@@ -141,16 +141,9 @@ class Prefetching:
 
     # ---- what happens to the rows ----------------------------------------------------------------------------------------
 
-    def __len__(self) -> int:
-        return len(self.prefetcher)
-
-    def materialize(self) -> None:
-        """Read the pending batches: what happens to the rows now is not for them."""
-        self.prefetcher.materialize(self)
-
     def discard(self, call: str, *, keys: bool = True) -> None:
         """Forget prefetched batches. Their rows go back to their epoch, unless other processes draw from it, too."""
-        before = self.prefetcher.discard(call, keys=keys)
+        before = self.drop(call, keys=keys)
         if before is not None:
             self.go_back(before)
 
@@ -162,30 +155,22 @@ class Prefetching:
         """Take rows that were drawn since back to their epoch, unless other processes draw from it, too."""
         go_back(self._wiring, before)
 
-    def wait(self) -> None:
-        """Wait until threads have made the batches that they were given."""
-        self.prefetcher.wait()
-
-    def close(self, limit_s: float | None = LEAVE_S) -> None:
-        """Drop prefetched batches, and end the threads."""
-        self.prefetcher.close(limit_s)
-
     # ---- copies and states -----------------------------------------------------------------------------------------------
 
     def copy(self) -> dict[str, object]:
         """What is prefetched, for :meth:`restore` in another process."""
-        return _by_value(self.prefetcher.saved(self))  # type: ignore[no-any-return]
+        return _by_value(self.entries())  # type: ignore[no-any-return]
 
     def restore(self, copy: dict[str, object]) -> None:
         """Go on with what :meth:`copy` returned."""
-        self.prefetcher.restore(_from_value(copy))
+        self.take_entries(_from_value(copy))
 
     def saved(self, *, drop: bool = False) -> SavedBatches:
         """What is prefetched, for :func:`prepare_batches`. Draws what was asked for.
 
         ``drop``: nothing of it, as if it had never been drawn.
         """
-        ahead = self.prefetcher.saved(self)
+        ahead = self.entries()
         if drop:
             befores = [batch["before"] for batch in ahead["batches"] if batch.get("before") is not None]
             return SavedBatches(None, next(iter(befores), None))
@@ -204,10 +189,6 @@ class Prefetching:
             "keys": ahead["keys"],
         }
         return SavedBatches(state, None)
-
-    def take(self, batches: list[dict[str, Any]], keys: list[int]) -> None:
-        """Go on with batches of a state: the numbers of their rows' writes are those of the rows there."""
-        self.prefetcher.restore({"batches": batches, "keys": keys})
 
 
 def place_of(wiring: Wiring) -> dict[str, object] | None:
@@ -236,14 +217,14 @@ def prepare_batches(state: Any, prefetching: Prefetching | None, where: str) -> 
     check_keys(state, ("version", "capacity", "clock", "queue", "keys"), where)
     integer(state, "version", 1, 2, where)
     depth = integer(state, "capacity", 1, 1 << 31, where)
-    here = 0 if prefetching is None else prefetching.prefetcher.depth
+    here = 0 if prefetching is None else prefetching.depth
     if prefetching is None or depth != here:
         raise RuntimeError(f"{where}: expected a buffer with prefetch={depth}, as it was saved, got prefetch={here}.")
     queue = enumerate(typed(state, "queue", list, where))
     batches = [_checked_batch(entry, f"{where}: batch {i}") for i, entry in queue]
     keys = [_checked_key(key, f"{where}: keys") for key in typed(state, "keys", list, where)]
     integer(state, "clock", 0, 1 << 62, where)
-    return Change(prefetching.take, batches, keys)
+    return Change(prefetching.take_entries, {"batches": batches, "keys": keys})
 
 
 def _checked_batch(entry: Any, where: str) -> dict[str, object]:

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, cast, runtime_checkable
 import torch
 
 from engram._support import fork, native
-from engram.device.block import Block, Blocks
+from engram.device.pinning import Block, Blocks
 from engram.errors import PriorityError, WriterStalled
 from engram.format.files import FIXED_BYTES
-from engram.store.device.chain import Chain, Kind, signed
-from engram.store.device.columns import Batch, columns_of
+from engram.store.device.chain import Batch, Chain, Kind, columns_of, signed
 from engram.store.device.registry import REGISTRY, NotRegistered, Registry
 from engram.store.device.updates import UpdateRing
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
     from engram.store import Store
     from engram.store.device.accelerator import Accelerator
-    from engram.store.device.resident import ResidentRows
+    from engram.store.device.chain import ResidentRows
     from engram.store.priorities import PriorityIndex
 
 #: How many bytes of rows go in one block.

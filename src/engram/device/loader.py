@@ -17,11 +17,11 @@ from engram._support.closing import Closes
 from engram._support.devices import existing_device
 from engram._support.nested import map_tensors, tensors
 from engram._support.words import warn
-from engram.device.block import Blocks, Drawn
 from engram.device.direct import Changed, DirectReader, NotDirect, Queued, Readable
+from engram.device.pinning import Blocks, Drawn
 from engram.samplers import declared
 from engram.store.device.accelerator import Accelerator
-from engram.store.device.resident import NoRoom, ResidentRows
+from engram.store.device.chain import NoRoom, ResidentRows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

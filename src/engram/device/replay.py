@@ -17,7 +17,7 @@ from engram._support.words import warn
 from engram.device.direct import Changed, DeviceReadable, DirectReader, NotDirect, Readable
 from engram.errors import NoSampleable, PriorityError, WriterStalled
 from engram.store.device.accelerator import Accelerator
-from engram.store.device.resident import NoRoom, ResidentRows
+from engram.store.device.chain import NoRoom, ResidentRows
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase

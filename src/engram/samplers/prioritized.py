@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Never, cast
+from typing import TYPE_CHECKING, Any, Literal, Never
 
 import numpy as np
 import torch
@@ -277,7 +277,7 @@ class PrioritizedSampler(NativeSampler):
         index, over_batch = self.priorities(), self.normalize == "batch"
         rows, numbers, weights = index.draw(key, batch_size, leaves=over_batch)
         assert self._storage is not None  # it has priorities
-        if self._storage.memory is None or index.on_device:
+        if index.on_device:
             numbers = self._storage.tickets_of(rows)
         writes = self._storage.writes_of(rows, numbers)
         if over_batch:
@@ -377,10 +377,6 @@ class PrioritizedSampler(NativeSampler):
         own = self._attached()
         if own is None:
             raise RuntimeError("update_priority: expected rows that were written; nothing was ever written.")
-        assert self._storage is not None  # it has priorities
-        if self._storage.memory is None:  # a list: its rows' tickets are its own
-            rows = self._current(self._storage, cast("PriorityIndex", own), rows, generation)
-            generation = None
         own.update(rows, priorities, generation)
 
     def _took(self, index: Numbers, priority: Numbers, generation: object) -> bool:
@@ -415,16 +411,8 @@ class PrioritizedSampler(NativeSampler):
                 "check_priority: expected a sampler of a buffer, got one that is bound to no storage. Make the buffer first: "
                 "ReplayBuffer(storage=…, sampler=…)."
             )
-        own = self._attached() or PriorityIndex.of_list(min(self.max_size, self._storage.max_size), self._config)
+        own = self._attached() or PriorityIndex.of_no_store(min(self.max_size, self._storage.max_size), self._config)
         own.check(priorities)
-
-    def _current(self, storage: SampledStorage, own: PriorityIndex, rows: Tensor, generation: Tensor | None) -> Tensor:
-        """Rows of a list; -1 for those that hold another item than expected, or none."""
-        numbers = storage.writes_of(rows, storage.tickets_of(rows))
-        stale = (numbers < 0) if generation is None else (numbers != generation) | (numbers < 0)
-        stale &= (rows >= 0) & (rows < self.max_size)  # the others are an error, or are passed over
-        own.core.drop(int(stale.sum()))
-        return torch.where(stale, -1, rows)
 
     def _rows_of(self, index: object, call: str) -> Tensor:
         """As :func:`rows_of`; those on the device stay there, where the tree is."""

@@ -753,7 +753,7 @@ class Storage(Declared, Dumpable, Port):
 
     def __getstate__(self) -> dict[str, object]:
         self.hand_over()
-        return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_inherited", "listeners")}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_inherited", "listeners", "_rows")}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         Storage.__init__(self)

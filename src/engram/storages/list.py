@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from engram._support.devices import existing_device
 from engram._support.nested import NoRows, describe, find, is_named_tuple, map_with_paths
@@ -14,12 +15,13 @@ from engram._support.state import check_keys, integer, tensor_in, typed
 from engram._support.tensordicts import detached, is_tensor_collection, is_tensorclass
 from engram._support.unsupported import NOT_TRACED, TracingArguments, reject_unsupported, take_compilable
 from engram.errors import IncompatibleCheckpoint, RowError
+from engram.format.schema import Node, Schema
 from engram.saved.snapshot import StoragePreparation, StorageSnapshot, WholeSnapshot, named_writes
 from engram.storages._base import Count, Rows, Storage, check_count, check_plan
 from engram.storages._geometry import Geometry
 from engram.storages.items import ItemGroups, pack, unpack
 from engram.storages.tensor_state import checked_priorities, saved_priorities
-from engram.store import check_index_name
+from engram.store import Store, StoreState, check_index_name, reattach
 from engram.store.priorities import PriorityConfig, PriorityIndex
 from engram.store.row_indexes import ALL_ROWS, ConsumptionIndex, GroupRules, Groups
 from engram.types import Decompress, Extent, ItemsSource, StorageLoad, Write, WritePlan
@@ -32,8 +34,13 @@ if TYPE_CHECKING:
     from engram._support.field_paths import FieldPath
 
 
-class Void:
-    """What a list has in place of an item that was removed: the class itself."""
+#: Rows of the store of a list without a bound, and of a long one until it has more.
+_FIRST_ROWS = 1 << 24
+
+
+def _numbered_rows(capacity: int) -> Store:
+    """A store of rows without fields: it says which rows there are, and what their tickets are."""
+    return Store.private(Schema(capacity, 1, (), (), Node("dict", children={})))
 
 
 class ListStorage(Storage):
@@ -71,23 +78,30 @@ class ListStorage(Storage):
             max_size = Geometry.checked(type(self).__name__, max_size).max_size
         self._max_size = max_size
         self._device = None if device is None else existing_device(device, f"{type(self).__name__}: device")
+        #: By row; None where nothing is held.
         self._items: list[object] = []
-        self._numbers: list[int] = []
-        #: Of each item the number of its write, which an edit leaves as it is: what handles name.
-        self._writes: list[int] = []
-        #: All rows that are void, and perhaps others; and the void ones in order, if they are known.
-        self._removed: set[int] = set()
-        self._holes: Tensor | None = None
-        self._next = 1
-        self._cursor = 0
-        self._write_count = 0
-        self._priorities: dict[str, PriorityIndex] = {}
-        self._counts: dict[str, ConsumptionIndex] = {}
+        self._rows = _numbered_rows(min(self.max_size, _FIRST_ROWS))
         self._groups: dict[tuple[FieldPath, FieldPath | None, GroupRules], ItemGroups] = {}
 
     def bound(self, size: int) -> None:
-        if self._max_size is None:
-            self._max_size = size
+        with self._lock:
+            if self._max_size is None:
+                self._max_size = max(size, len(self._items))
+                self._resize(min(self._max_size, _FIRST_ROWS))
+
+    def _resize(self, capacity: int) -> None:
+        """Give the store another number of rows. Those that there are keep the numbers of their writes. The lock is held."""
+        if capacity == self._rows.capacity:
+            return
+        rows = _numbered_rows(capacity)
+        if self.next_number() > 1:
+            rows.replace(_with_capacity(self._rows.state(), capacity), lambda _: None)
+        self._rows = rows
+
+    def _all_rows(self) -> Store:
+        """The store with all rows that the list may have, as indexes need it. The lock is held."""
+        self._resize(self.max_size)
+        return self._rows
 
     @property
     def max_size(self) -> int:
@@ -117,26 +131,16 @@ class ListStorage(Storage):
 
     @property
     def write_count(self) -> int:
-        return self._write_count
+        return int(self._rows.core.write_count)
 
     def __len__(self) -> int:
-        return self.extent().size if self._removed else len(self._items)
+        return int(self._rows.core.size())
 
     def extent(self) -> Extent:
-        if not self._removed:
-            return Extent(self.max_size, (len(self._items),), (self._cursor % self.max_size,))
         with self._lock:
-            holes = self._void_rows()
-            filled, seam = len(self._items), self._cursor % self.max_size
-            return Extent(self.max_size, (filled,), (seam,), holes if len(holes) else None)
-
-    def _void_rows(self) -> Tensor:
-        """int64: the rows that are void, in order. The lock is held."""
-        if self._holes is None:
-            length = len(self._items)
-            found = sorted(row for row in self._removed if row < length and self._items[row] is Void)
-            self._holes = torch.tensor(found, dtype=torch.int64, device="cpu")
-        return self._holes
+            core = self._rows.core
+            holes = torch.from_numpy(core.holes()) if core.void_rows else None
+            return Extent(self.max_size, core.extent()[0], (core.next_position(0) % self.max_size,), holes)
 
     def prepare(
         self, data: object, call: str, *, batched: bool, ignored: Iterable[str] = (), count: Count | None = None
@@ -177,86 +181,69 @@ class ListStorage(Storage):
         self.begin_change()
         check_plan(plan, n, lanes=1)
         with self._lock:
-            if plan.rows is not None:
-                rows = plan.rows.tolist()
-                length = len(self._items)
-                for row in rows:
-                    if not 0 <= row < self.max_size:
-                        raise RowError(f"write: row {row} is outside [0, {self.max_size}).")
-                    if row > length:
-                        raise RuntimeError(
-                            f"write: row {row}: expected at most {length}, the next row: a list cannot have a gap."
-                        )
-                    length = max(length, row + 1)
-            else:
-                rows = [(self._cursor + i) % self.max_size for i in range(n)]
-            first = self._put(rows, prepared)
-            if plan.rows is None:
-                self._cursor += n
-            self._write_count += n
-            written = torch.tensor(rows, dtype=torch.int64, device="cpu")  # perhaps none
-            for index in self._priorities.values():
-                index.written(written)
-            for counts in self._counts.values():
-                counts.core.written(written, first)
-        return Write(written, first)
+            behind = (
+                self._rows.core.next_position(0) + n if plan.rows is None else self._checked_end(plan.rows.tolist())
+            )
+            if behind > self._rows.capacity:
+                self._resize(min(max(behind, 2 * self._rows.capacity), self.max_size))
+            write = self._rows.write(plan, [], n)
+            self._put(write.rows, prepared, edited=False)
+        return write
 
-    def _put(self, rows: list[int], items: list[object], *, edited: bool = False) -> int:
-        """An interrupt may end this anywhere: it is the item, not its number, that makes a row."""
-        self._holes = None
-        del self._numbers[len(self._items) :], self._writes[len(self._items) :]
-        first = self._next
-        self._next += len(items)
-        for i, (row, item) in enumerate(zip(rows, items, strict=True)):
-            if row == len(self._items):
-                self._numbers.append(first + i)
-                self._writes.append(first + i)
-                self._items.append(item)
-            else:
-                self._numbers[row] = first + i
-                self._writes[row] = self._writes[row] if edited else first + i
-                self._items[row] = item
-        for groups in self._groups.values():
-            groups.written(rows, items, edited=edited)
-        self._removed.difference_update(rows)
-        return first
+    def _checked_end(self, rows: list[int]) -> int:
+        """Where rows end that a writer has placed."""
+        length = len(self._items)
+        for row in rows:
+            if not 0 <= row < self.max_size:
+                raise RowError(f"write: row {row} is outside [0, {self.max_size}).")
+            if row > length:
+                raise RuntimeError(
+                    f"write: row {row}: expected at most {length}, the next row: a list cannot have a gap."
+                )
+            length = max(length, row + 1)
+        return length
+
+    def _put(self, rows: Tensor, items: list[object], *, edited: bool) -> None:
+        """Keep the items of rows that have new tickets. If an interrupt ends this, the rows hold nothing."""
+        numbers = rows.tolist()
+        try:
+            for row, item in zip(numbers, items, strict=True):
+                if row == len(self._items):
+                    self._items.append(item)
+                else:
+                    self._items[row] = item
+            for groups in self._groups.values():
+                groups.written(numbers, items, edited=edited)
+        except BaseException:
+            self.remove(rows, None)
+            raise
 
     def edit(self, where: Rows, prepared: list[object]) -> Write:
         self.begin_change()
         with self._lock:
-            if self._removed:
-                self._live(where.rows)  # one that was removed since it was located stays void
-            first = self._put(where.rows.tolist(), prepared, edited=True)
-            for counts in self._counts.values():
-                counts.core.edited(where.rows, first)
-            return Write(where.rows, first)
+            self._live(where.rows)  # one that was removed since it was located stays void
+            write = self._rows.edit(where.rows, (), [])
+            self._put(where.rows, prepared, edited=True)
+        return write
 
     def read(self, rows: Tensor, expected: Tensor | None = None) -> tuple[list[object], list[int]]:
-        items, wanted = self._items, rows.tolist()
-        if expected is not None:
-            return self._read_expected(wanted, expected.tolist())
-        try:
-            found = [items[row] for row in wanted]
-        except IndexError as error:
-            raise RowError(f"read: expected rows in [0, {len(items)}), got {max(wanted)}.") from error
-        if wanted and min(wanted) < 0:
-            raise RowError(f"read: expected rows in [0, {len(items)}), got {min(wanted)}.")
-        return found, [i for i, item in enumerate(found) if item is Void]
+        with self._lock:
+            items, wanted = self._items, rows.tolist()
+            end = len(items) if expected is None else self.max_size
+            if wanted and not 0 <= min(wanted) <= max(wanted) < end:
+                outside = next(row for row in wanted if not 0 <= row < end)
+                raise RowError(f"read: expected rows in [0, {len(items)}), got {outside}.")
+            if expected is None and not self._rows.core.void_rows:
+                return [items[row] for row in wanted], []
+            tickets = self.tickets_of(rows)  # before the items: one written meanwhile has moved
+            found = [items[row] if row < len(items) else None for row in wanted]
+            gone = tickets < 0 if expected is None else (tickets < 0) | (tickets != expected)
+            return found, gone.nonzero().flatten().tolist()
 
     def __getitem__(self, index: object) -> object:
         with self._lock:  # no item is removed between the two looks
             found: object = super().__getitem__(index)
             return found
-
-    def _read_expected(self, rows: list[int], expected: list[int]) -> tuple[list[object], list[int]]:
-        with self._lock:
-            items, numbers = self._items, self._numbers
-            live = [0 <= row < len(items) and items[row] is not Void for row in rows]
-            moved = [i for i, row in enumerate(rows) if not live[i] or numbers[row] != expected[i]]
-            for row in rows:
-                if not 0 <= row < self.max_size:
-                    raise RowError(f"read: expected rows in [0, {len(items)}), got {row}.")
-            return [items[row] if live[i] else None for i, row in enumerate(rows)], moved
 
     def patch(self, columns: list[object], places: list[int], fresh: list[object]) -> None:
         for place, item in zip(places, fresh, strict=True):
@@ -278,48 +265,21 @@ class ListStorage(Storage):
     def remove(self, rows: Tensor, expected: Tensor | None) -> int:
         self.begin_change()
         with self._lock:
-            named = rows.tolist()
-            wanted = [None] * len(named) if expected is None else expected.tolist()
-            gone = {
-                row
-                for row, number in zip(named, wanted, strict=True)
-                if self._holds(row) and number in (None, self._writes[row])
-            }
-            if not gone:
-                return 0
-            self._removed |= gone  # first: an interrupt may end this anywhere
-            self._holes = None
-            self._next += len(gone)
-            for row in gone:
-                self._items[row] = Void
-            self._tell_void(torch.tensor(sorted(gone), dtype=torch.int64, device="cpu"))
-        return len(gone)
-
-    def _holds(self, row: int) -> bool:
-        """Whether there is an item. The lock is held."""
-        return 0 <= row < len(self._items) and self._items[row] is not Void
-
-    def _tell_void(self, rows: Tensor) -> None:
-        """Void rows are not drawn. The lock is held."""
-        for index in self._followers():
-            index.lost(rows)
-
-    def _followers(self) -> list[PriorityIndex | ConsumptionIndex | ItemGroups]:
-        return [*self._priorities.values(), *self._counts.values(), *self._groups.values()]
+            wanted = 0 if expected is None else expected.data_ptr()
+            removed: int = self._rows.core.remove(rows.data_ptr(), len(rows), wanted)
+            gone = rows[(rows >= 0) & (rows < len(self._items)) & (self.tickets_of(rows) < 0)]
+            for row in gone.tolist():
+                self._items[row] = None
+            for groups in self._groups.values():
+                groups.lost(gone)
+        return removed
 
     def empty(self, *, keep_write_count: bool) -> None:
         with self._lock:
-            self._cursor = 0  # first: an interrupt may end this anywhere
-            self._next += 1
+            self._rows.empty(keep_write_count=keep_write_count)
             self._items.clear()
-            self._numbers.clear()
-            self._writes.clear()
-            self._removed.clear()
-            self._holes = None
-            if not keep_write_count:
-                self._write_count = 0
-            for index in self._followers():
-                index.emptied()
+            for groups in self._groups.values():
+                groups.emptied()
 
     def priorities(
         self, name: str, config: PriorityConfig, rows: int, device: torch.device | None = None
@@ -327,25 +287,20 @@ class ListStorage(Storage):
         check_index_name(name)
         self.bound(rows)
         with self._lock:
-            known = self._priorities.get(name)
-            if known is not None:
-                return known, False
-            index = self._priorities[name] = PriorityIndex.of_list(self.max_size, config)
-            index.written(torch.arange(len(self._items), device="cpu"))
-            index.lost(self._void_rows())
-            return index, True
+            known = self._priorities().get(name)
+            return (known, False) if known is not None else PriorityIndex.of_store(self._all_rows(), name, config)
+
+    def _priorities(self) -> dict[str, PriorityIndex]:
+        indexes = self._rows.indexes
+        return {name: indexes[name, kind] for name, kind in indexes if kind == PriorityIndex.kind}
 
     def consumption(self, name: str, most: int) -> ConsumptionIndex | None:
-        check_index_name(name)
         if self._max_size is None:
             raise ValueError(
                 "ConsumingSampler: expected a storage with a bound, got a list without. Use ListStorage(max_size=…)."
             )
         with self._lock:
-            if name not in self._counts:
-                self._counts[name] = ConsumptionIndex.of_list(self.max_size, most)
-                self._tell_counts()
-            return self._counts[name].checked(name, most)
+            return ConsumptionIndex.of_store(self._all_rows(), name, most)
 
     def groups(
         self, name: str, key: FieldPath, reward: FieldPath | None, rules: GroupRules = ALL_ROWS
@@ -357,20 +312,17 @@ class ListStorage(Storage):
         )
 
     def _tell_groups(self, groups: ItemGroups) -> None:
-        """In the order in which the items were written, of which draws are made. The lock is held."""
-        by_age = [row for row in sorted(range(len(self._items)), key=self._numbers.__getitem__) if self._holds(row)]
+        """Groups that know of no rows hear of all. The lock is held."""
+        tickets = self.tickets_of(torch.arange(len(self._items), device="cpu"))
+        by_age = [row for row in tickets.argsort().tolist() if tickets[row] >= 0]
         groups.written(by_age, [self._items[row] for row in by_age])
-        groups.lost(self._void_rows())
-
-    def _tell_counts(self) -> None:
-        """Each item was not drawn yet. The lock is held."""
-        for row, number in enumerate(self._numbers[: len(self._items)]):
-            for counts in self._counts.values():
-                counts.core.written(torch.tensor([row], device="cpu"), number)
-        self._tell_void(self._void_rows())
+        groups.lost((tickets < 0).nonzero().flatten())
 
     def __getstate__(self) -> dict[str, object]:
-        return {**super().__getstate__(), "_groups": {}}  # they follow from the items
+        return {**super().__getstate__(), "_rows": self._rows.detached(), "_groups": {}}  # these follow from the items
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "_rows": reattach(state["_rows"])})
 
     # ---- state ---------------------------------------------------------------------------------------------------------
 
@@ -390,22 +342,23 @@ class ListStorage(Storage):
         2
         """
         with self._lock:
-            there = np.array([item is not Void for item in self._items], bool)
-            numbers, writes = (np.array(of, np.int64)[: len(there)] * there for of in (self._numbers, self._writes))
+            core, lanes = self._rows.core, self._rows.lane_states()
+            numbers, writes = self._rows.numbers_before(core.next_ticket, lanes)
             return {
                 "max_size": self._max_size,
-                "cursor": self._cursor,
-                "write_count": self._write_count,
-                "clock": self._next,
+                "cursor": int(lanes[0, 0]),
+                "write_count": self.write_count,
+                "clock": int(core.next_ticket),
                 "numbers": torch.from_numpy(numbers),
                 **named_writes(numbers, writes),
                 "items": pack(self._items_to_save()),
-                "priorities": saved_priorities(self._priorities, without),
+                "priorities": saved_priorities(self._priorities(), without),
             }
 
     def _items_to_save(self) -> list[object]:
-        """The items as they are packed. The lock is held."""
-        return [item for item in self._items if item is not Void]
+        """Those of rows that hold something, as they are saved. The lock is held."""
+        live = self.tickets_of(torch.arange(len(self._items), device="cpu")) >= 0
+        return [item for item, there in zip(self._items, live.tolist(), strict=True) if there]
 
     def _items_of(self, saved: list[object], where: str) -> list[object]:
         """The items of a state, as they are kept. Raises ``ValueError``: they are none."""
@@ -429,6 +382,10 @@ class ListStorage(Storage):
         n = len(numbers)
         if n > rows:
             raise ValueError(f"{where}: numbers: expected at most {rows} items, got {n}.")
+        if n < min(rows, state_dict["cursor"]):
+            raise ValueError(
+                f"{where}: numbers: expected one for each of {state_dict['cursor']} rows up to the cursor, got {n}."
+            )
         tickets = numbers[numbers != 0]
         if n and not (
             int(numbers.min()) >= 0 and int(numbers.max()) < clock and len(torch.unique(tickets)) == len(tickets)
@@ -443,7 +400,7 @@ class ListStorage(Storage):
         items = self._items_of(items, f"{where}: items")
         if len(items) != len(tickets):
             raise ValueError(f"{where}: items: expected {len(tickets)}, one per ticket, got {len(items)}.")
-        priorities = checked_priorities(state_dict["priorities"], self._priorities, rows, f"{where}: priorities")
+        priorities = checked_priorities(state_dict["priorities"], self._priorities(), rows, f"{where}: priorities")
         return _ItemsLoad(self, rows, bound, state_dict, items, priorities)
 
     #: Reads what another library compressed; None: zlib and Zstandard do.
@@ -464,8 +421,13 @@ class ListStorage(Storage):
                 f"{source.name}: expected at most {bound} items, as here, got {n}. Make the storage with a max_size of at least {n}."
             )
         # Such as no write here had; the oldest row has the smallest.
-        said = (torch.arange(n, device="cpu") - source.position) % max(n, 1) + self._next
-        state = {"numbers": said, "clock": n + self._next, "cursor": source.position, "write_count": source.write_count}
+        said = (torch.arange(n, device="cpu") - source.position) % max(n, 1) + self.next_number()
+        state = {
+            "numbers": said,
+            "clock": n + self.next_number(),
+            "cursor": source.position,
+            "write_count": source.write_count,
+        }
         items = [
             kept
             for item in source.read(self._decompress, whole=self._keeps_whole)
@@ -482,27 +444,21 @@ class ListStorage(Storage):
         return _ItemsPreparation(self, without)
 
     def counters(self) -> dict[str, float]:
-        dropped = sum(int(index.core.dropped) for index in self._priorities.values())
-        void = len(self._items) - len(self)
-        return {**super().counters(), "void_rows": void, "priority_updates_dropped": dropped}
+        counted = self._rows.counters()
+        return {**super().counters(), **{name: counted[name] for name in ("void_rows", "priority_updates_dropped")}}
 
     def tickets_of(self, rows: Tensor) -> Tensor:
-        with self._lock:
-            found = [self._numbers[row] if self._holds(row) else -1 for row in rows.tolist()]
-        return torch.tensor(found, dtype=torch.int64, device="cpu")
+        return self._rows.tickets_of(rows)
 
     def writes_of(self, rows: Tensor, tickets: Tensor) -> Tensor:
-        with self._lock:
-            held = [self._writes[row] if self._holds(row) else -1 for row in rows.tolist()]
-        writes = torch.tensor(held, dtype=torch.int64, device="cpu").reshape(rows.shape)
-        return torch.where((writes >= 0) & (writes <= tickets), writes, tickets)
+        return self._rows.writes_of(rows, tickets)
 
     def next_number(self) -> int:
-        return self._next
+        return int(self._rows.core.next_ticket)
 
     def settled(self) -> int | None:
         with self._lock:
-            return self._next
+            return self.next_number()
 
     def field(self, key: tuple[str, ...], rows: Tensor, expected: Tensor) -> tuple[list[object], list[int]]:
         items, moved = self.read(rows, expected)
@@ -549,24 +505,26 @@ class _ItemsLoad(NamedTuple):
         storage, state = self.storage, self.state
         with storage._lock:
             storage._max_size = self.bound
-            for name, (config, _) in self.priorities.items():
-                storage.priorities(name, config, self.capacity)
             storage.empty(keep_write_count=False)
-            shift = storage._next
-            numbers, items = (state["numbers"] + shift).tolist(), iter(self.items)
-            storage._writes = state.get("writes", state["numbers"]).tolist()
-            storage._removed = {row for row, number in enumerate(numbers) if number == shift}
-            storage._numbers = numbers
-            storage._items = [Void if number == shift else next(items) for number in numbers]
-            storage._cursor, storage._write_count = state["cursor"], state["write_count"]
-            storage._next = state["clock"] + shift
-            for index in storage._priorities.values():
-                index.written(torch.arange(len(numbers), device="cpu"))
-            for name, (_, entries) in self.priorities.items():
-                storage._priorities[name].restore(entries)
-            storage._tell_counts()  # and what is void
+            numbers, writes, items = state["numbers"], state.get("writes", state["numbers"]), iter(self.items)
+            storage._resize(min(storage.max_size, max(_FIRST_ROWS, storage._rows.capacity, len(numbers))))
+            lanes = torch.tensor([[state["cursor"], len(numbers), 0, 0]], device="cpu")
+            rows = StoreState(lanes, numbers, state["clock"], state["write_count"], writes)
+            storage._rows.replace(_with_capacity(rows, storage._rows.capacity), lambda _: None)
+            storage._items = [next(items) if number else None for number in numbers.tolist()]
+            for name, (config, entries) in self.priorities.items():
+                index = storage.priorities(name, config, self.capacity)
+                assert index is not None  # a list has some
+                index[0].restore(entries)
             for groups in storage._groups.values():
                 storage._tell_groups(groups)
+
+
+def _with_capacity(state: StoreState, capacity: int) -> StoreState:
+    """The state of a store of other rows, in one that has so many. None beyond holds anything."""
+    assert state.writes is not None  # as lists have them
+    numbers, writes = (pad(of, (0, capacity - len(of))) for of in (state.numbers, state.writes))
+    return state._replace(numbers=numbers, writes=writes)
 
 
 def _with_entries(item: object, entries: dict[str, Tensor]) -> object:

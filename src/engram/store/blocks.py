@@ -5,7 +5,7 @@ each one begins.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 
@@ -189,7 +189,40 @@ class BlockLayout:
         return hash(self.fields)
 
 
-class DrawingInto:
+class DrawingPart:
+    """A context: what is drawn on this thread is a part of a batch of which other stores draw the rest.
+
+    Of windows whose first step is drawn by priority, fewer may come: where none begins at a step that was drawn, the store of that
+    window is to be chosen again, so that the windows of all stores together are drawn in proportion.
+
+    >>> import torch
+    >>> from engram import LazyTensorStorage, ReplayBuffer
+    >>> from engram.store import Key
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+    >>> _ = rb.extend({"a": torch.arange(4)})
+    >>> with DrawingPart() as part:
+    ...     _ = rb.storage.store.sample_uniform(Key.of(1), 8, with_rows=False)
+    >>> part.masses
+    Masses(total=4.0, least=1.0, live=4)
+    """
+
+    def __init__(self) -> None:
+        self._native = native.OutputBlock(None)
+
+    def __enter__(self) -> Self:
+        self._native.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._native.__exit__(kind, error, at)
+
+    @property
+    def masses(self) -> Masses:
+        """Of the last draw that says them: uniform ones, those by priority, and epochs; all zero where none does."""
+        return Masses(*self._native.masses)
+
+
+class DrawingInto(DrawingPart):
     """A context: what the native core draws on this thread goes into a block, one column behind the other.
 
     The tensors that samplers return are then views of the block, at the offsets of a :class:`BlockLayout` of the fields and of what
@@ -221,55 +254,10 @@ class DrawingInto:
     def __init__(self, block: object) -> None:
         self._native = native.OutputBlock(block)
 
-    def __enter__(self) -> DrawingInto:
-        self._native.__enter__()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._native.__exit__(kind, error, at)
-
     @property
     def used(self) -> int:
         """Bytes that were drawn into so far: where the next batch begins."""
         return self._native.used
-
-    @property
-    def masses(self) -> Masses:
-        """Of the last draw that says them: uniform ones, those by priority, and epochs."""
-        return Masses(*self._native.masses)
-
-
-class DrawingPart:
-    """A context: what is drawn on this thread is a part of a batch of which other stores draw the rest.
-
-    Of windows whose first step is drawn by priority, fewer may come: where none begins at a step that was drawn, the store of that
-    window is to be chosen again, so that the windows of all stores together are drawn in proportion.
-
-    >>> import torch
-    >>> from engram import LazyTensorStorage, ReplayBuffer
-    >>> from engram.store import Key
-    >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
-    >>> _ = rb.extend({"a": torch.arange(4)})
-    >>> with DrawingPart() as part:
-    ...     _ = rb.storage.store.sample_uniform(Key.of(1), 8, with_rows=False)
-    >>> part.masses
-    Masses(total=4.0, least=1.0, live=4)
-    """
-
-    def __init__(self) -> None:
-        self._native = native.OutputBlock(None)
-
-    def __enter__(self) -> DrawingPart:
-        self._native.__enter__()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._native.__exit__(kind, error, at)
-
-    @property
-    def masses(self) -> Masses:
-        """Of the last draw that says them; all zero where none does."""
-        return Masses(*self._native.masses)
 
 
 def _aligned(nbytes: int) -> int:

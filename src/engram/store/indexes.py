@@ -10,8 +10,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
-import torch
-
 from engram._support import fork, progress
 from engram.errors import IncompatibleStore
 from engram.format import files, layout
@@ -21,8 +19,6 @@ from engram.store.memory import Block, file_block, private_block
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import numpy as np
-    from numpy.typing import NDArray
     from torch import Tensor
 
     from engram._support import native
@@ -169,13 +165,6 @@ class TicketIndex(LockedIndex[K]):
     def put_in_order(self) -> None:
         """After a recovery of the rows: rows that hold nothing lose what it has of them. O(rows)."""
         self.core.put_in_order()
-
-    def __getstate__(self) -> NDArray[np.uint8]:
-        """The memory of a list's index, copied. (That of a store is copied with the store.)"""
-        return self.block.tensor.numpy().copy()  # by value: a tensor would be gone before a spawned process looks
-
-    def __setstate__(self, memory: NDArray[np.uint8]) -> None:
-        self.__init__(self.copied(torch.from_numpy(memory)), None)  # type: ignore[misc]
 
 
 @contextlib.contextmanager

@@ -104,7 +104,7 @@ def with_parameters(state: dict[str, Any], alpha: float, eps: float) -> dict[str
 
 
 class PriorityIndex(TicketIndex[native.Priorities]):
-    """The priorities of the rows of one store, or of a list. Made by :meth:`of_store` and :meth:`of_list`."""
+    """The priorities of the rows of one store. Made by :meth:`of_store`."""
 
     kind = "priorities"
     make_core = native.Priorities
@@ -139,8 +139,8 @@ class PriorityIndex(TicketIndex[native.Priorities]):
         return index, made
 
     @classmethod
-    def of_list(cls, rows: int, config: PriorityConfig) -> PriorityIndex:
-        """Priorities of a list's items. The caller compares their tickets."""
+    def of_no_store(cls, rows: int, config: PriorityConfig) -> PriorityIndex:
+        """Priorities in private memory, of rows that are in no store."""
         return cls.alone(native.priority_bytes(rows, config.within_buffer), rows, *config)
 
     def draw(self, key: int, n: int, *, leaves: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -260,20 +260,6 @@ class PriorityIndex(TicketIndex[native.Priorities]):
         self.core.beta, self.core.highest = state["beta"], state["highest"]
         self.core.restore(leaves, state["alpha"])
 
-    # ---- what a list calls, which has no native write path ------------------------------------------------------------
-
-    def written(self, rows: Tensor) -> None:
-        """Rows of a list hold new items."""
-        self.core.written(rows)
-
-    def lost(self, rows: Tensor) -> None:
-        """Rows of a list hold nothing."""
-        self.core.lost(rows)
-
-    def emptied(self) -> None:
-        """A list was emptied."""
-        self.core.emptied()
-
 
 class DeviceIndex(DevicePriorities):
     """The priorities of the rows of a store on an accelerator, which lie there. Made by :meth:`of_device_store`.
@@ -342,8 +328,8 @@ class DeviceIndex(DevicePriorities):
     @property
     def block(self) -> Block:
         """Memory of an index on the host with these priorities: what copies of the store get."""
-        index = PriorityIndex.of_list(self.rows, self.config)
-        index.written(torch.arange(self.rows, device="cpu"))
+        index = PriorityIndex.of_no_store(self.rows, self.config)
+        index.core.written(torch.arange(self.rows, device="cpu"))
         index.restore(self.state())
         return index.block
 

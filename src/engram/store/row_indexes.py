@@ -47,7 +47,7 @@ READY_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 class ConsumptionIndex(TicketIndex[native.Consumption]):
-    """How often each row of one store, or of a list, was drawn. Made by :meth:`of_store` and :meth:`of_list`."""
+    """How often each row of one store was drawn. Made by :meth:`of_store`."""
 
     kind = "draws"
     make_core = native.Consumption
@@ -71,11 +71,6 @@ class ConsumptionIndex(TicketIndex[native.Consumption]):
         nbytes = native.consumption_bytes(store.capacity)
         return cls.of_name(store.indexes, name, nbytes, store.capacity, most)[0].checked(name, most)
 
-    @classmethod
-    def of_list(cls, rows: int, most: int) -> ConsumptionIndex:
-        """Counts of a list's items, which are live as long as the index knows a ticket of theirs."""
-        return cls.alone(native.consumption_bytes(rows), rows, most)
-
     def checked(self, name: str, most: int) -> ConsumptionIndex:
         """The index itself. Raises ``IncompatibleStore``: its rows are drawn another number of times."""
         if self.core.most != most:
@@ -95,14 +90,6 @@ class ConsumptionIndex(TicketIndex[native.Consumption]):
         out = torch.empty(n, dtype=torch.int32, device="cpu")
         self.core.counts(out)
         return out
-
-    def lost(self, rows: Tensor) -> None:
-        """Rows of a list hold nothing."""
-        self.core.lost(rows)
-
-    def emptied(self) -> None:
-        """A list was emptied."""
-        self.core.emptied()
 
 
 class UsageIndex(LockedIndex[native.Usage]):

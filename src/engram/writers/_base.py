@@ -27,7 +27,14 @@ class NativeWriter(Component):
     #: Whether rows lie in the order in which they came.
     keeps_order = True
 
-    def __init__(self) -> None:
+    def __init__(
+        self, compilable: bool = False, *, track_generations: bool = False, **unknown: Unpack[NoArguments]
+    ) -> None:
+        given = {"compilable": compilable, **unknown}
+        reject_unsupported(type(self).__name__, given, NOT_TRACED, type(self))
+        take_compilable(self, given)
+        if track_generations:
+            self.traits = self.traits._replace(tracks_tickets=True)
         self._storage: Any = None
 
     @property
@@ -313,16 +320,6 @@ class RoundRobinWriter(NativeWriter):
 
     traits = Traits(appends=True)
 
-    def __init__(
-        self, compilable: bool = False, *, track_generations: bool = False, **unknown: Unpack[NoArguments]
-    ) -> None:
-        given = {"compilable": compilable, **unknown}
-        reject_unsupported(type(self).__name__, given, NOT_TRACED, type(self))
-        take_compilable(self, given)
-        super().__init__()
-        if track_generations:
-            self.traits = self.traits._replace(tracks_tickets=True)
-
     def place(self, extent: Extent, n: int, lane: int | Tensor, data: object) -> WritePlan:
         return WritePlan(lane=lane)
 
@@ -387,10 +384,7 @@ class ImmutableDatasetWriter(NativeWriter):
     traits = Traits(read_only=True)
 
     def __init__(self, compilable: bool = False, **unknown: Unpack[NoArguments]) -> None:
-        given = {"compilable": compilable, **unknown}
-        reject_unsupported("ImmutableDatasetWriter", given, NOT_TRACED, type(self))
-        take_compilable(self, given)
-        super().__init__()
+        super().__init__(compilable, **unknown)
 
     @property
     def write_count(self) -> int:

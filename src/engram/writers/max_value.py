@@ -15,7 +15,7 @@ from engram._support.field_paths import checked_path, public
 from engram._support.nested import find, has_entries
 from engram._support.state import Loads, check_keys
 from engram._support.tensordicts import is_tensorclass
-from engram._support.unsupported import NOT_TRACED, TracingArguments, reject_unsupported, take_compilable
+from engram._support.unsupported import TracingArguments
 from engram.errors import IncompatibleCheckpoint
 from engram.types import Commit, Extent, Ranking, Traits, Write, WritePlan
 from engram.writers._base import NativeWriter, free_rows
@@ -108,9 +108,7 @@ class TensorDictMaxValueWriter(NativeWriter):
         track_generations: bool = False,
         **later: Unpack[TracingArguments],
     ) -> None:
-        reject_unsupported(type(self).__name__, later, NOT_TRACED, type(self))
-        take_compilable(self, later)
-        super().__init__()
+        super().__init__(track_generations=track_generations, **later)  # type: ignore[arg-type]
         if reduction not in _REDUCTIONS:
             raise NotImplementedError(
                 f"{type(self).__name__}: reduction: expected one of {list(_REDUCTIONS)}, got {reduction!r}."
@@ -118,8 +116,6 @@ class TensorDictMaxValueWriter(NativeWriter):
         who = f"{type(self).__name__}: rank_key"
         self._rank_key = ("next", "reward") if rank_key is None else checked_path(rank_key, who)
         self._reduction = reduction
-        if track_generations:
-            self.traits = self.traits._replace(tracks_tickets=True)
         self._stored: _Stored | None = None
 
     @property
@@ -429,14 +425,12 @@ class RemovingWriter(NativeWriter):
     keeps_order = False
 
     def __init__(self, remover: Remover, *, track_generations: bool = False) -> None:
-        super().__init__()
+        super().__init__(track_generations=track_generations)
         if isinstance(remover, type) or not isinstance(remover, Remover):
             raise TypeError(
                 f"remover: expected a component with the method choose(storage, n), such as Lifo(), got {remover!r:.80}."
             )
         self.remover = remover
-        if track_generations:
-            self.traits = self.traits._replace(tracks_tickets=True)
 
     def register_storage(self, storage: Any) -> None:
         """As for every writer. Raises ``ValueError`` for a storage without fields, with ``ndim > 1`` or several lanes.

@@ -91,14 +91,15 @@ class _Ranked:
     The storage is the truth: its tickets say which rows changed, and an index of the store which of them to look at.
     """
 
-    def __init__(self) -> None:
-        self._store: Store | None = None
-        self._ranking: native.Ranking
-        #: Tickets of the rows when they were ranked; -1: it is to be ranked again.
-        self._numbers: NDArray[np.int64]
-        self._changes: ChangesIndex
-        #: The number of the last look at the changes; 0: all rows count as changed.
-        self._since = 0
+    _store: Store | None = None
+    _changes: ChangesIndex
+    #: The number of the last look at the changes; 0: all rows count as changed.
+    _since = 0
+    #: Whether a sample of a row is a change.
+    _by_samples = False
+    _ranking: native.Ranking
+    #: Tickets of the rows when they were ranked; -1: it is to be ranked again.
+    _numbers: NDArray[np.int64]
 
     def _ranks(self, storage: Removable, rows: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.float64]:
         """float64 ``[n]`` of rows that have these tickets; infinity for one that has another one by now."""
@@ -108,20 +109,24 @@ class _Ranked:
         """The ``n`` rows that go, the first of them first."""
         store = _written(storage, self)
         if store is not self._store:
-            capacity = storage.extent().capacity
-            self._changes, self._since = ChangesIndex.of_store(store), 0
-            self._ranking, self._numbers = native.Ranking(capacity), np.full(capacity, -1)
+            self._changes, self._since = ChangesIndex.of_store(store, samples=self._by_samples), 0
+            self._begin(storage.extent().capacity)
             self._store = store
-        self._catch_up(storage)
-        rows, _ = self._ranking.place(np.full(n, np.inf), np.empty(0, np.int64))  # forgotten by the next call
+        since, changed = self._changes.look(self._since)
+        self._catch_up(storage, changed)
+        self._since = since
+        rows = self._first(n)
         if len(rows) < n:
             raise RuntimeError(
                 f"{type(self).__name__}: expected {n} rows that can go, got {len(rows)}: others are just being written."
             )
         return torch.from_numpy(rows)
 
-    def _catch_up(self, storage: Removable) -> None:
-        since, rows = self._changes.look(self._since)
+    def _begin(self, capacity: int) -> None:
+        self._ranking, self._numbers = native.Ranking(capacity), np.full(capacity, -1)
+
+    def _catch_up(self, storage: Removable, rows: NDArray[np.int64]) -> None:
+        """Rank the rows that may have changed."""
         numbers = storage.tickets_of(torch.from_numpy(rows)).numpy()
         changed = numbers != self._numbers[rows]
         rows, numbers = rows[changed], numbers[changed]
@@ -132,17 +137,17 @@ class _Ranked:
                 ranks[live] = self._ranks(storage, rows[live], numbers[live])
             self._ranking.set(rows, ranks)
             self._numbers[rows] = np.where(np.isinf(ranks), -1, numbers)
-        self._since = since
+
+    def _first(self, n: int) -> NDArray[np.int64]:
+        """The ``n`` rows that go first, or fewer if there are not as many."""
+        rows, _ = self._ranking.place(np.full(n, np.inf), np.empty(0, np.int64))  # forgotten by the next call
+        return rows
 
     def __getstate__(self) -> dict[str, object]:
-        return {
-            name: value
-            for name, value in vars(self).items()
-            if name not in ("_store", "_ranking", "_numbers", "_changes", "_since")
-        }
+        found = ("_store", "_changes", "_since", "_ranking", "_numbers", "_counts", "_ages")
+        return {name: value for name, value in vars(self).items() if name not in found}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        _Ranked.__init__(self)
         self.__dict__.update(state)
 
 
@@ -215,7 +220,6 @@ class StalestFirst(_Ranked):
     """
 
     def __init__(self, version_key: str | tuple[str, ...] = "policy_version") -> None:
-        super().__init__()
         self._key = checked_path(version_key, "StalestFirst: version_key")
 
     @property
@@ -241,7 +245,7 @@ class StalestFirst(_Ranked):
         return f"StalestFirst({self.version_key!r})"
 
 
-class MaxTimesSampled:
+class MaxTimesSampled(_Ranked):
     """The rows that were sampled most often go; of equal ones the older. An edit of a row makes it newer, and it keeps its count.
 
     Asks the counts of the store, of the samples of all processes: call :meth:`ReplayBuffer.count_usage` before the store is full. Exact:
@@ -265,12 +269,9 @@ class MaxTimesSampled:
     0
     """
 
-    def __init__(self) -> None:
-        self._store: Store | None = None
-        self._ages: _Ages
-        self._changes: ChangesIndex
-        #: The number of the last look at the changes; 0: all rows count as changed.
-        self._since = 0
+    _by_samples = True
+    _counts: UsageIndex
+    _ages: _Ages
 
     def choose(self, storage: Removable, n: int) -> Tensor:
         """The ``n`` rows that were sampled most often, the first of them first.
@@ -295,26 +296,18 @@ class MaxTimesSampled:
                 "Call rb.count_usage() before you save."
             )
             counts = UsageIndex.of_store(store)
-        if store is not self._store:
-            self._changes, self._since = ChangesIndex.of_store(store, samples=True), 0
-            self._ages = _Ages(storage.extent().capacity)
-            self._store = store
-        since, among = self._changes.look(self._since)
-        rows = torch.from_numpy(among)
-        self._ages.set(among, storage.tickets_of(rows).numpy(), counts.counts(rows).numpy())
-        self._since = since
-        chosen = self._ages.first(n)
-        if len(chosen) < n:
-            raise RuntimeError(
-                f"MaxTimesSampled: expected {n} rows that can go, got {len(chosen)}: others are just being written."
-            )
-        return torch.from_numpy(chosen)
+        self._counts = counts
+        return super().choose(storage, n)
 
-    def __getstate__(self) -> dict[str, object]:
-        return {}
+    def _begin(self, capacity: int) -> None:
+        self._ages = _Ages(capacity)
 
-    def __setstate__(self, state: dict[str, object]) -> None:
-        MaxTimesSampled.__init__(self)
+    def _catch_up(self, storage: Removable, rows: NDArray[np.int64]) -> None:
+        asked = torch.from_numpy(rows)
+        self._ages.set(rows, storage.tickets_of(asked).numpy(), self._counts.counts(asked).numpy())
+
+    def _first(self, n: int) -> NDArray[np.int64]:
+        return self._ages.first(n)
 
     def __repr__(self) -> str:
         return "MaxTimesSampled()"

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from engram.store.device.chain import Chain
-from engram.store.device.columns import Layout, columns_of, tree_at
+from engram.store.device.chain import Chain, Layout, columns_of, tree_at
 from engram.types import WritePlan
 from tests import stress
 from tests.store.device.stores import (

@@ -7,8 +7,7 @@ import torch
 
 from engram import LazyMemmapStorage, ReplayBuffer
 from engram.format.schema import DTYPES
-from engram.store.device.chain import Chain, chunk_table
-from engram.store.device.columns import Column, Columns, Layout, columns_of
+from engram.store.device.chain import Chain, Column, Columns, Layout, chunk_table, columns_of
 from tests.store.device.stores import as_bytes, assert_as_uniform, filled
 from tests.store.device.twin import Twin
 

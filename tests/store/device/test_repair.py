@@ -7,8 +7,7 @@ import threading
 import pytest
 import torch
 
-from engram.store.device.chain import Chain
-from engram.store.device.columns import columns_of
+from engram.store.device.chain import Chain, columns_of
 from engram.types import WritePlan
 from tests import stress
 from tests.store.device.stores import as_bytes, assert_as_uniform, assert_whole, content, filled, prioritized, remove

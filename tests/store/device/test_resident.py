@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from engram.store.device.chain import Chain
-from engram.store.device.columns import columns_of
-from engram.store.device.resident import NoRoom, ResidentRows
+from engram.store.device.chain import Chain, NoRoom, ResidentRows, columns_of
 from engram.types import WritePlan
 from tests.device.imitation import Imitation
 from tests.store.device.stores import (

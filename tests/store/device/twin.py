@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engram.store.device.chain import signed
-from engram.store.device.columns import FANOUT, Layout, columns_of
+from engram.store.device.chain import FANOUT, Layout, columns_of, signed
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engram.store.device.chain import Kind
-    from engram.store.device.columns import Batch
+    from engram.store.device.chain import Batch, Kind
     from engram.store.indexes import Index
     from engram.store.store import Store
 

@@ -18,8 +18,8 @@ from engram.store.device.row_operations import Drawing, RowOperations
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from engram.store.device.followed import Followed
     from engram.store.device.priorities import DevicePriorities
+    from engram.store.device.row_operations import Followed
     from engram.store.device.rows import DeviceRows
 
 #: Children of a node of a sum tree.
