@@ -198,7 +198,7 @@ def test_a_board_answers_its_own_job_alone(monkeypatch):
         """Calls at once what an actor would be asked for."""
 
         def __init__(self, board):
-            self.board, self.look = self._call(board.do), self._call(board.look)
+            self.board = self._call(board.do)
 
         @staticmethod
         def _call(method):
@@ -230,4 +230,4 @@ def test_a_board_answers_its_own_job_alone(monkeypatch):
     with pytest.raises(RankFailed, match="rank 1 is gone"):
         ranks[0].get("b")
     with pytest.raises(RankFailed, match="started again"):
-        shard.Board("").do("now", "get", "b", None)
+        shard.Board("").do("now", "get", "b")

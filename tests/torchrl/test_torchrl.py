@@ -11,7 +11,7 @@ from engram import IncompatibleCheckpoint
 from engram.format.schema import Field, Node, Schema
 from engram.storages._structure import Structure
 from engram.store import Store
-from engram.torchrl.dumps import is_torchrl_dump
+from engram.torchrl.dumps import recognises
 from tests.torchrl.torchrl_dumps import ENTRIES, columns_of, make_dump, oldest_first, quietly_read, raw
 
 pytestmark = [
@@ -89,11 +89,11 @@ def test_tensordicts(tmp_path, torchrl, kind, writes, scratch):
         rb.extend(data)
         first += n
     rb.dumps(tmp_path / "dump")
-    assert is_torchrl_dump(tmp_path / "dump")
+    assert recognises(tmp_path / "dump")
     dump = quietly_read(tmp_path / "dump")
     assert (dump.capacity, dump.length, dump.columns) == (10, len(rb), ())
     assert (dump.position, dump.write_count, dump.batch_size) == (first, first, 5)
-    assert (dump.priorities, dump.drop_last, dump.ranks, dump.rng_state) == (None, None, None, None)
+    assert (dump.priorities, dump.rng_state) == (None, None)
     rows = rows_of(dump)
     assert same(rows.exclude("index"), rb[:].exclude("index"))
     assert oldest_first(dump, rows["number"]) == list(range(first - len(rb), first))
@@ -226,10 +226,10 @@ def test_samplers_and_writers(tmp_path, torchrl):
 
     from torchrl.data.replay_buffers import samplers
 
-    assert dumped("random", sampler=samplers.RandomSampler()).drop_last is None
-    for last in (False, True):
-        dump = dumped(f"without {last}", sampler=samplers.SamplerWithoutReplacement(drop_last=last))
-        assert dump.drop_last is last
+    for sampler in (samplers.RandomSampler(), samplers.SamplerWithoutReplacement(drop_last=True)):
+        dump = dumped(type(sampler).__name__, sampler=sampler)
+        assert dump.priorities is None
+        assert [name.partition(" ")[0] for name in dump.left_out] == ["prefetch.pkl"]
     generator = torch.Generator().manual_seed(7)
     dump = dumped("generator", generator=generator)
     assert torch.equal(dump.rng_state, generator.get_state())
@@ -237,17 +237,16 @@ def test_samplers_and_writers(tmp_path, torchrl):
         dumped("slices", sampler=samplers.SliceSampler(slice_len=2, traj_key="number", strict_length=False)).priorities
         is None
     )
-    assert dumped("round robin", writer=torchrl.TensorDictRoundRobinWriter()).ranks is None
     dump = dumped("max", writer=torchrl.TensorDictMaxValueWriter(rank_key=("next", "deep", "reward")))
-    assert dump.ranks.rank_key == ("next", "deep", "reward")
-    assert dump.ranks.ranks.tolist() == list(range(8))
+    assert dump.length == 8
+    assert [name.partition(" ")[0] for name in dump.left_out] == ["prefetch.pkl"]
     assert (
         dumped("consuming", sampler=samplers.ConsumingSampler(2)).left_out[1].startswith("sampler/consuming_sampler.pt")
     )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.float64])
-def test_ranks_of_a_full_buffer(tmp_path, torchrl, dtype):
+def test_the_best_rows_of_a_full_buffer(tmp_path, torchrl, dtype):
     rb = torchrl.TensorDictReplayBuffer(
         storage=torchrl.LazyTensorStorage(5), writer=torchrl.TensorDictMaxValueWriter(rank_key="r")
     )
@@ -256,7 +255,6 @@ def test_ranks_of_a_full_buffer(tmp_path, torchrl, dtype):
     dump = quietly_read(tmp_path / "dump")
     (column,) = [c for c, f in zip(columns_of(dump), dump.fields, strict=True) if f.key == ("r",)]
     assert sorted(column.tolist()) == [5, 6, 7, 8, 9]
-    assert dump.ranks.ranks.tolist() == column.tolist(), "each row's own rank"
     assert dump.length == 5
     assert dump.position % 5 == 0
 
@@ -299,7 +297,7 @@ def test_priorities_of_torchrl(tmp_path, torchrl):
     torch.testing.assert_close(
         priorities.leaves, (torch.tensor([1.0, 0.0, 3.0, 2.0]).double() + 1e-8) ** 0.6, rtol=1e-6, atol=1e-6
     )
-    assert (priorities.max_priority, priorities.max_row) == (3.0, 2)
+    assert priorities.max_priority == 3.0
 
 
 def test_folders_by_hand_are_as_torchrl_makes_them(tmp_path, torchrl):

@@ -211,7 +211,7 @@ def test_dumps_without_a_list_of_empty_members(dump):
 def test_as_it_is_read(dump):
     found = quietly(read_ensemble, dump, [1, 1, 1])
     assert [type(member).__name__ for member in found.members] == ["TorchRLDump", "EmptyMember", "TorchRLItems"]
-    assert (found.members[0].length, found.members[0].position, found.members[0].drop_last) == (5, 7, False)
+    assert (found.members[0].length, found.members[0].position) == (5, 7)
     assert isinstance(found.members[1], EmptyMember)
     assert found.batch_size == 6
 

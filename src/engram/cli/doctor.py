@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from engram._support.memory import available_memory, missing_share
 from engram._support.version import __version__
@@ -307,7 +307,7 @@ def disk_speed(directory: Path, seconds: float = 2.0) -> list[Finding]:
         OSError: no folder, no permission, no space, or a file system whose files cannot be read past memory.
     """
     schema = read_store(directory)[0] if layout.is_store(directory) else None
-    lanes = cast("dict[str, int]", describe(directory)["lanes"]) if schema is not None else {}
+    lanes = describe(directory)["lanes"] if schema is not None else {}
     nbytes = 0 if schema is None else schema.nbytes
     needed = 0 if schema is None else resident_bytes(directory, schema.capacity)
     with contextlib.ExitStack() as stack:

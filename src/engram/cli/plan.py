@@ -14,7 +14,7 @@ import msgspec
 
 from engram._support.memory import available_memory, missing_share
 from engram._support.words import count, format_share, format_size
-from engram.cli.show import Misuse, Refusal, echo, plain, table, told
+from engram.cli.show import Misuse, Refusal, echo, field_of, plain, table, told
 from engram.format import files, layout, schema
 from engram.format.schema import DTYPES, Field, RaggedItems
 from engram.format.sizes import DevicePlan, ShownField, priority_bytes
@@ -198,15 +198,12 @@ def _of_ours(path: Path) -> Iterator[Field]:
     if found["kind"] == "store":
         fields = found.get("fields")
     else:
-        parts = (part for shard in _list(found.get("shards")) for part in _dict(_dict(shard).get("parts")).values())
-        fields = next((_dict(part)["fields"] for part in parts if "fields" in _dict(part)), None)
+        parts = (part for shard in found.get("shards", ()) for part in shard.get("parts", {}).values())
+        fields = next((part["fields"] for part in parts if "fields" in part), None)
     if not fields:
         raise Misuse(f"{path}: expected a store, a dump or a checkpoint with rows, got a {found['kind']} without.")
-    lanes = msgspec.convert(_dict(found.get("lanes")).get("count", 1), int)
-    for it in _list(fields):
-        entry = _dict(it)
-        known = {name: entry[name] for name in ("key", "dtype", "shape", "ragged") if name in entry}
-        field = msgspec.convert(known, Field)
+    lanes = found.get("lanes", {}).get("count", 1)
+    for field in map(field_of, fields):
         if (items := field.ragged) is not None:  # the plan is of one lane
             field = msgspec.structs.replace(field, ragged=msgspec.structs.replace(items, items=items.items * lanes))
         yield field
@@ -276,11 +273,3 @@ def _size(text: str) -> int:
     if match is None or not float(match["number"]):
         raise Misuse(f"--memory {text!r}: expected a size such as 16GB or 500MB.")
     return round(float(match["number"]) * _UNITS[match["unit"].lower()])
-
-
-def _list(value: object) -> list[object]:
-    return value if isinstance(value, list) else []
-
-
-def _dict(value: object) -> dict[str, object]:
-    return value if isinstance(value, dict) else {}

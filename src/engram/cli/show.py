@@ -14,15 +14,16 @@ import shutil
 import sys
 import textwrap
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Literal
+from typing import IO, TYPE_CHECKING
 
 import click
 import msgspec
 
 from engram._support.words import count, format_number, format_share, format_size
 from engram.errors import EngramError
-from engram.format.schema import Field, RaggedItems
+from engram.format.schema import Field
 from engram.format.sizes import ShownField
+from engram.saved.description import KINDS
 from engram.saved.documents import Problem
 from engram.saved.inspection import Histogram, Report
 
@@ -30,8 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from engram.cli.doctor import Finding
-
-    Entries = Mapping[str, object]
+    from engram.saved.inspection import Entries
 
 REFUSED, MISUSED, INTERRUPTED, UNREAD = 1, 2, 130, 141
 #: A space that lines are not broken at.
@@ -218,48 +218,7 @@ _SHORT = 60
 _MOST_RANKS = 16
 
 
-class _Row(msgspec.Struct):
-    """A checkpoint of a series, or an attempt at one."""
-
-    name: str
-    status: str
-    world: int = 0
-    """0: it is none."""
-    steps: int = 0
-    episodes: int = 0
-    bytes: int = 0
-    bytes_linked: int = 0
-    age_s: float = 0.0
-
-
-class _Vote(msgspec.Struct):
-    rank: int
-    vote: Literal["yes", "no", "none"]
-
-
-class _Count(msgspec.Struct):
-    steps: int
-    episodes: int
-
-
-class _Attempt(msgspec.Struct):
-    """An attempt that is no checkpoint."""
-
-    name: str
-    status: str
-    votes: list[_Vote]
-    totals: _Count
-
-
-class _Said(msgspec.Struct):
-    """An entry of ``problems`` or ``notes``."""
-
-    file: str
-    offset: int | None
-    what: str
-
-
-def show_description(found: dict[str, object]) -> None:
+def show_description(found: Entries) -> None:
     """Print all that ``describe`` found."""
     entries = {key: value for key, value in found.items() if key not in ("problems", "notes", "checkpoints")}
     lines = [*_block(entries)]
@@ -305,13 +264,12 @@ def show_findings(found: Sequence[Finding]) -> None:
             echo([f"     {'':<{width}}  {plain(it.advice)}"])
 
 
-def show_problems(found: dict[str, object]) -> None:
+def show_problems(found: Entries) -> None:
     """Print what is damaged, and notes, but for what the lines above say already."""
     problems, notes = told(found, "problems"), told(found, "notes")
     known: set[str] = set()
     if found["kind"] == "series":
-        rows = msgspec.convert(found["checkpoints"], list[_Row])
-        known |= {f"{found['path']}/{row.name}: {row.status}." for row in rows}
+        known |= {f"{found['path']}/{row['name']}: {row['status']}." for row in found["checkpoints"]}
     if "votes" in found:
         no_checkpoint = (
             f"{found['path']}: undecided",
@@ -329,9 +287,9 @@ def show_report(report: Report) -> None:
         echo([f"ok  {report.kind} {plain(report.path)} ({report.level})"])
 
 
-def told(found: Mapping[str, object], entry: str) -> list[Problem]:
+def told(found: Entries, entry: str) -> list[Problem]:
     """The ``problems`` or ``notes`` of a description."""
-    return [Problem(Path(it.file), it.what, it.offset) for it in msgspec.convert(found[entry], list[_Said])]
+    return [Problem(Path(it["file"]), it["what"], it["offset"]) for it in found[entry]]
 
 
 def _say(notes: Iterable[object] = (), problems: Iterable[object] = ()) -> None:
@@ -339,24 +297,27 @@ def _say(notes: Iterable[object] = (), problems: Iterable[object] = ()) -> None:
     echo((f"DAMAGED {plain(problem)}" for problem in problems), damaged=True)
 
 
-def checkpoint_lines(found: Mapping[str, object]) -> Iterator[str]:
+def checkpoint_lines(found: Entries) -> Iterator[str]:
     """A line for each checkpoint of a series: its name, and what it holds, or why it is no checkpoint."""
     lines: list[Sequence[object]] = [("checkpoint", "ranks", "steps", "episodes", "bytes", "linked", "age")]
-    for row in msgspec.convert(found["checkpoints"], list[_Row]):
-        counts = map(format_number, (row.world, row.steps, row.episodes))
-        sizes = map(format_size, (row.bytes, row.bytes_linked))
-        status = row.status if row.status.startswith(("undecided", "aborted")) else f"damaged: {row.status}"
-        lines.append((row.name, *counts, *sizes, format_age(row.age_s)) if row.world else (row.name, plain(status)))
+    for row in found["checkpoints"]:
+        name, status = row["name"], row["status"]
+        if status == "complete":
+            counts = (format_number(row[it]) for it in ("world", "steps", "episodes"))
+            sizes = (format_size(row[it]) for it in ("bytes", "bytes_linked"))
+            lines.append((name, *counts, *sizes, format_age(row.get("age_s", 0.0))))
+        else:
+            of_attempt = status.startswith(("undecided", "aborted"))
+            lines.append((name, plain(status if of_attempt else f"damaged: {status}")))
     yield from table(lines, right=range(1, 7), headed=True)
 
 
-def what_to_do(found: Mapping[str, object]) -> Iterator[str]:
+def what_to_do(found: Entries) -> Iterator[str]:
     """What can be done with an attempt that is no checkpoint."""
-    attempt = msgspec.convert(found, _Attempt)
     by_vote: dict[str, list[int]] = {"yes": [], "no": [], "none": []}
-    for vote in attempt.votes:
-        by_vote[vote.vote].append(vote.rank)
-    if attempt.status != "undecided":
+    for vote in found["votes"]:
+        by_vote[vote["vote"]].append(vote["rank"])
+    if found["status"] != "undecided":
         yield "This is no checkpoint: the ranks gave it up."
     elif by_vote["no"]:
         yield f"This is no checkpoint: {_ranks(by_vote['no'])} voted against it."
@@ -365,10 +326,10 @@ def what_to_do(found: Mapping[str, object]) -> Iterator[str]:
     else:
         yield f"Missing: {_ranks(by_vote['none'])}; dead, or still writing."
         if by_vote["yes"]:
-            steps, episodes = count(attempt.totals.steps, "step"), count(attempt.totals.episodes, "episode")
+            steps, episodes = (count(found["totals"][f"{what}s"], what) for what in ("step", "episode"))
             yield (
                 f"There: {_ranks(by_vote['yes'])}, with {steps} of {episodes}. "
-                f"restore(name={attempt.name!r}, allow_partial=True) of a Checkpointer loads that."
+                f"restore(name={found['name']!r}, allow_partial=True) of a Checkpointer loads that."
             )
 
 
@@ -381,7 +342,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 # ---- values as lines -------------------------------------------------------------------------------------------------
 
 
-def _block(entries: Mapping[str, object], indent: int = 0) -> Iterator[str]:
+def _block(entries: Entries, indent: int = 0) -> Iterator[str]:
     """A line for each entry. What is too long for one line stands below its name, indented."""
     texts = {key: _short(key, value) for key, value in entries.items()}
     width = max((len(key) for key, text in texts.items() if text is not None), default=0)
@@ -394,7 +355,7 @@ def _block(entries: Mapping[str, object], indent: int = 0) -> Iterator[str]:
         if isinstance(value, dict):
             yield from (f"  {line}" for line in _block(value, indent + 2))
             continue
-        parts = msgspec.convert(value, list[dict[str, object]])
+        parts: list[Entries] = value
         if any(_short(name, part[name]) is None for part in parts for name in part):
             below: Iterable[str] = (line for part in parts for line in _marked(_block(part, indent + 4)))
         else:
@@ -408,7 +369,7 @@ def _marked(lines: Iterator[str]) -> Iterator[str]:
         yield f"{'  ' if number else '- '}{line}"
 
 
-def _table(rows: Sequence[Mapping[str, object]], columns: Sequence[str], indent: int) -> Iterator[str]:
+def _table(rows: Sequence[Entries], columns: Sequence[str], indent: int) -> Iterator[str]:
     """A line of names, and one for each row; numbers to the right."""
     cells = [[_short(column, row[column]) or "" if column in row else "" for column in columns] for row in rows]
     right = [n for n, column in enumerate(columns) if all(isinstance(row.get(column, 0), int | float) for row in rows)]
@@ -450,87 +411,9 @@ def format_age(seconds: float) -> str:
 _FIELDS = 8
 #: Characters of the longest bar.
 _BAR = 30
-_KINDS = ("complete", "open", "headless", "both", "mid", "orphan")
 
 
-class _Field(msgspec.Struct):
-    key: list[str]
-    dtype: str
-    shape: list[int]
-    row_bytes: int
-    ragged: RaggedItems | None = None
-
-    @property
-    def shown(self) -> ShownField:
-        return ShownField.of(Field(tuple(self.key), self.dtype, tuple(self.shape), self.ragged), 1)
-
-
-class _Priorities(msgspec.Struct):
-    drawable: int = 0
-    alpha: float | None = None
-    beta: float | None = None
-    max_priority: float | None = None
-    histogram: Histogram | None = None
-    name: str = ""
-
-
-class _Lanes(msgspec.Struct):
-    fewest_rows: int
-    most_rows: int
-    count: int = 0
-
-
-class _Store(msgspec.Struct):
-    capacity: int
-    rows: int
-    row_bytes: int
-    bytes: int
-    clean: bool
-    lanes: _Lanes
-    fields: list[_Field]
-    indexes: list[_Priorities]
-    processes: list[int]
-    created: str = ""
-    written: str = ""
-    age_s: float = 0.0
-
-
-class _Geometry(msgspec.Struct):
-    capacity: int
-
-
-class _Trajectories(msgspec.Struct):
-    lengths: Histogram
-
-
-class _Part(msgspec.Struct):
-    type: str
-    rows: int = 0
-    geometry: _Geometry | None = None
-    lanes: _Lanes | None = None
-    fields: list[_Field] = []
-    trajectories: _Trajectories | None = None
-    priorities: _Priorities | None = None
-    indexes: list[_Priorities] = []
-
-
-class _Shard(msgspec.Struct):
-    parts: dict[str, _Part] = {}
-
-
-class _Checkpoint(msgspec.Struct):
-    step: int
-    world: int
-    trigger: str
-    parent: object
-    user: dict[str, object]
-    totals: dict[str, object]
-    shards: list[_Shard]
-    saved: str = ""
-    age_s: float = 0.0
-
-
-def show_short(found: dict[str, object]) -> None:
+def show_short(found: Entries) -> None:
     """Print the main facts of what ``describe`` found."""
     kind = found["kind"]
     if (
@@ -544,11 +427,11 @@ def show_short(found: dict[str, object]) -> None:
         return
     lines = [f"{kind} {plain(found['path'])}"]
     if kind == "store":
-        lines += _store(msgspec.convert(found, _Store))
+        lines += _store(found)
     elif kind == "series":
         lines += ["", *checkpoint_lines(found)]
     else:
-        lines += _checkpoint(msgspec.convert(found, _Checkpoint))
+        lines += _checkpoint(found)
     echo(lines)
     show_problems(found)
 
@@ -556,88 +439,86 @@ def show_short(found: dict[str, object]) -> None:
 _SAVED = ("checkpoint", "dump")
 
 
-def _store(store: _Store) -> Iterator[str]:
-    if store.clean:
+def _store(store: Entries) -> Iterator[str]:
+    if store["clean"]:
         state = "no process has it open"
     else:
-        named = ", ".join(map(str, store.processes[:8])) or "none is noted"
+        named = ", ".join(map(str, store["processes"][:8])) or "none is noted"
         state = f"open, or not closed in order; processes: {named}"
-    share = f" ({format_share(store.rows / store.capacity)})"
-    lanes = f", {store.lanes.count} lanes of {store.lanes.fewest_rows:,} to {store.lanes.most_rows:,}"
+    rows, capacity, lanes = store["rows"], store["capacity"], store["lanes"]
+    of_lanes = f", {lanes['count']} lanes of {lanes['fewest_rows']:,} to {lanes['most_rows']:,}" * (lanes["count"] > 1)
     yield from table(
         [
-            ("created", store.created or "–"),
-            ("written", f"{store.written}, {format_age(store.age_s)} ago" if store.written else "–"),
+            ("created", store.get("created", "–")),
+            ("written", _ago(store, "written")),
             ("state", state),
-            ("rows", f"{store.rows:,} of {store.capacity:,}{share}{lanes if store.lanes.count > 1 else ''}"),
-            ("size", f"{format_size(store.bytes)}, {format_size(store.row_bytes)} a row"),
+            ("rows", f"{rows:,} of {capacity:,} ({format_share(rows / capacity)}){of_lanes}"),
+            ("size", f"{format_size(store['bytes'])}, {format_size(store['row_bytes'])} a row"),
         ]
     )
-    yield from _fields(store.fields)
-    for index in store.indexes:
+    yield from _fields(store["fields"])
+    for index in store["indexes"]:
         yield from _priorities(index)
 
 
-def _checkpoint(found: _Checkpoint) -> Iterator[str]:
-    totals = found.totals
-    kinds = ((kind, totals.get(kind)) for kind in _KINDS)
-    episodes = ", ".join(f"{it['episodes']:,} {kind}" for kind, it in kinds if isinstance(it, dict) and it["episodes"])
-    size, linked = (format_size(_whole(totals, f"bytes_{which}")) for which in ("logical", "linked"))
+def _ago(found: Entries, name: str) -> str:
+    """A moment, and how long ago it was."""
+    return f"{found[name]}, {format_age(found['age_s'])} ago" if name in found else "–"
+
+
+def _checkpoint(found: Entries) -> Iterator[str]:
+    totals = found["totals"]
+    episodes = ", ".join(f"{totals[kind]['episodes']:,} {kind}" for kind in KINDS if totals[kind]["episodes"])
+    size, linked = format_size(totals["bytes_logical"]), format_size(totals["bytes_linked"])
     facts = [
-        ("saved", f"{found.saved}, {format_age(found.age_s)} ago" if found.saved else "–"),
-        ("step", f"{found.step:,} ({plain(found.trigger)}), {count(found.world, 'rank')}"),
-        ("rows", f"{_whole(totals, 'steps'):,} in {count(_whole(totals, 'episodes'), 'episode')}"),
+        ("saved", _ago(found, "saved")),
+        ("step", f"{found['step']:,} ({plain(found['trigger'])}), {count(found['world'], 'rank')}"),
+        ("rows", f"{totals['steps']:,} in {count(totals['episodes'], 'episode')}"),
         ("episodes", episodes or "–"),
         ("size", f"{size} in all, {linked} of it also the parent's"),
     ]
-    if found.parent:
-        facts.append(("parent", plain(found.parent["name"] if isinstance(found.parent, dict) else found.parent)))
-    if found.user:
-        facts.append(("user", plain(found.user)))
+    facts += [(name, plain(found[name])) for name in ("parent", "user") if found[name]]
     yield from table(facts)
-    parts = found.shards[0].parts if found.shards else {}
-    of = "" if found.world == 1 else " of rank 0"
-    for part in parts.values():
-        if part.geometry is not None:
-            yield from _fields(part.fields)
-    for part in parts.values():
-        for index in ([] if part.priorities is None else [part.priorities]) + part.indexes:
+    parts = found["shards"][0].get("parts", {}).values()
+    of = "" if found["world"] == 1 else " of rank 0"
+    for part in parts:
+        if "geometry" in part:
+            yield from _fields(part.get("fields", []))
+    for part in parts:
+        for index in ([part["priorities"]] if "priorities" in part else []) + part.get("indexes", []):
             yield from _priorities(index, of)
-        if part.trajectories is not None and part.trajectories.lengths["counts"]:
-            yield from _lengths(part.trajectories.lengths, of)
+        lengths = part.get("trajectories", {}).get("lengths")
+        if lengths and lengths["counts"]:
+            yield ""
+            yield f"lengths of {count(sum(lengths['counts']), 'whole trajectory')}{of}"
+            yield from _bars(lengths, whole=True)
 
 
-def _whole(totals: Entries, name: str) -> int:
-    value = totals.get(name)
-    return value if isinstance(value, int) else 0
-
-
-def _fields(fields: list[_Field]) -> Iterator[str]:
+def _fields(fields: Sequence[Entries]) -> Iterator[str]:
     yield ""
-    listed = [(plain(".".join(it.key)), it.shown) for it in fields[:_FIELDS]]
-    rows = [(name, it.dtype, it.shape, it.row) for name, it in listed]
+    shown = [ShownField.of(field_of(it), 1) for it in fields[:_FIELDS]]
+    names = [plain(".".join(it["key"])) for it in fields]
+    rows = [(name, it.dtype, it.shape, it.row) for name, it in zip(names, shown, strict=False)]
     yield from table([("field", "dtype", "shape", "a row"), *rows], right=[3], headed=True)
     if len(fields) > _FIELDS:
         yield f"and {len(fields) - _FIELDS} more: --all lists them"
 
 
-def _priorities(index: _Priorities, of: str = "") -> Iterator[str]:
+def field_of(described: Entries) -> Field:
+    """The field that an entry of ``fields`` describes."""
+    known = ("key", "dtype", "shape", "ragged")
+    return msgspec.convert({name: described[name] for name in known if name in described}, Field)
+
+
+def _priorities(index: Entries, of: str = "") -> Iterator[str]:
     """Of an index that has priorities."""
-    if index.histogram is None:
+    if "histogram" not in index:
         return
-    parameters = [
-        f"{name} {value:g}" for name, value in (("alpha", index.alpha), ("beta", index.beta)) if value is not None
-    ]
-    name = f" {plain(index.name)}" if index.name else ""
+    parameters = [f"{name} {index[name]:g}" for name in ("alpha", "beta") if name in index]
+    name = f" {plain(index['name'])}" if "name" in index else ""
     yield ""
-    yield f"priorities{name}{of}: {', '.join([*parameters, count(index.drawable, 'row')])} can be drawn"
-    yield from _bars(index.histogram)
-
-
-def _lengths(lengths: Histogram, of: str) -> Iterator[str]:
-    yield ""
-    yield f"lengths of {count(sum(lengths['counts']), 'whole trajectory')}{of}"
-    yield from _bars(lengths, whole=True)
+    yield f"priorities{name}{of}: {', '.join([*parameters, count(index['drawable'], 'row')])} can be drawn"
+    yield from _bars(index["histogram"])
 
 
 def _bars(histogram: Histogram, *, whole: bool = False) -> Iterator[str]:

@@ -14,17 +14,16 @@ from engram._support.words import count, format_share
 from engram.around import Expander, SliceSampler
 from engram.errors import RowError
 from engram.format import layout
-from engram.inspect.plots import Ends, Scan, Watched, looked_at
+from engram.inspect.plots import Ends, Scan, Watched, check_here, effective, index_of, looked_at, values_of
 from engram.samplers import PrioritizedSampler
 from engram.samplers._base import DeclaredSampler
 from engram.store import Store, read_block, shared_memory
-from engram.store.priorities import Priorities, PriorityConfig, PriorityIndex
+from engram.store.priorities import Priorities, PriorityIndex
 from engram.store.row_indexes import UsageIndex
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from numpy.typing import NDArray
     from torch import Tensor
 
     from engram.format.schema import Field
@@ -85,8 +84,7 @@ def effective_size(storage: Storage) -> float | None:
 
 def priorities_of(storage: Storage, sampler: object) -> Priorities | None:
     """The priorities that a sampler draws by, if there are any."""
-    names = sampler.own_indexes if isinstance(sampler, DeclaredSampler) else ()
-    name = next((name for name, kind in names if kind == PriorityIndex.kind), None)
+    name = index_of(sampler, PriorityIndex.kind)
     if name is None:
         return None
     if storage.memory is not None:
@@ -105,22 +103,6 @@ def is_over_batch(sampler: object) -> bool:
     """Whether weights are over the largest of each batch."""
     by = drawing_by(sampler)
     return isinstance(by, PrioritizedSampler) and by.normalize == "batch"
-
-
-def values_of(leaves: NDArray[np.float64], config: PriorityConfig) -> NDArray[np.float64]:
-    """The priorities of leaves. With ``alpha=0`` leaves do not tell them: all are 1."""
-    if not config.alpha:
-        return np.ones_like(leaves)
-    with np.errstate(over="ignore"):
-        return np.clip(leaves ** (1 / config.alpha) - config.eps, 0, np.finfo(np.float64).max)
-
-
-def effective(leaves: NDArray[np.float64]) -> float:
-    """The number of equally likely rows that draws in proportion to these are as diverse as."""
-    largest = leaves.max(initial=0.0)
-    shares = leaves / largest if largest else leaves  # squares of large ones would overflow
-    squares = float((shares**2).sum())
-    return float(shares.sum()) ** 2 / squares if squares else 0.0
 
 
 def _stored_priorities(index: Priorities, rows: Tensor, size: int) -> dict[str, float]:
@@ -232,10 +214,7 @@ def explain(self: Watched, row: int | tuple[int, ...]) -> Explanation:
     (1, 1, False, 0.2)
     """
     storage = self.storage
-    if storage.traits.is_remote:
-        raise RuntimeError(
-            "explain: expected the rows in this process, the buffer is a connection. Call it where the store is."
-        )
+    check_here(storage, "explain")
     where = storage.locate(row)
     if not where.single:
         raise TypeError(f"explain: expected one row, got {type(row).__name__}. Ask for one after the other.")
@@ -353,10 +332,7 @@ def count_usage(self: Watched) -> None:
     True
     """
     storage = self.storage
-    if storage.traits.is_remote:
-        raise RuntimeError(
-            "count_usage: expected the rows in this process, the buffer is a connection. Call it where the store is."
-        )
+    check_here(storage, "count_usage")
     if not storage.traits.has_fields:
         raise TypeError(
             f"count_usage: expected a tensor storage, got a {type(storage).__name__}. Use LazyTensorStorage or LazyMemmapStorage."

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from engram.format.schema import Field
     from engram.storages import Storage
+    from engram.store.priorities import PriorityConfig
     from engram.types import Extent
 
     Moment = tuple[float, dict[str, float]]
@@ -63,17 +64,30 @@ class Priorities(NamedTuple):
 
     @property
     def values(self) -> Floats:
-        """The priorities themselves. With ``alpha=0`` leaves do not tell them: all are 1."""
-        if self.alpha == 0:
-            return np.ones_like(self.leaves)
-        values: Floats = np.maximum(self.leaves ** (1 / self.alpha) - self.eps, 0)
-        return values
+        """The priorities themselves."""
+        return values_of(self.leaves, self)
 
     @property
     def weights(self) -> Floats:
         """Importance weights, of rows that can be drawn."""
         weights: Floats = (self.leaves[self.leaves > 0] / self.smallest) ** -self.beta
         return weights
+
+
+def values_of(leaves: Floats, parameters: Priorities | PriorityConfig) -> Floats:
+    """The priorities of leaves. With ``alpha=0`` leaves do not tell them: all are 1."""
+    if not parameters.alpha:
+        return np.ones_like(leaves)
+    with np.errstate(over="ignore"):
+        return np.clip(leaves ** (1 / parameters.alpha) - parameters.eps, 0, np.finfo(np.float64).max)
+
+
+def effective(leaves: Floats) -> float:
+    """The number of equally likely rows that draws in proportion to these are as diverse as."""
+    largest = leaves.max(initial=0.0)
+    shares = leaves / largest if largest else leaves  # squares of large ones would overflow
+    squares = float((shares**2).sum())
+    return float(shares.sum()) ** 2 / squares if squares else 0.0
 
 
 class Trajectories(NamedTuple):
@@ -83,6 +97,20 @@ class Trajectories(NamedTuple):
     lengths: Ints
     ends: Ints
     """Writes that came after the last step."""
+
+
+def check_here(storage: Storage, call: str, where: str = ".") -> None:
+    """Raise ``RuntimeError``: the rows are a server's. ``where``: how the message ends."""
+    if storage.traits.is_remote:
+        raise RuntimeError(
+            f"{call}: expected the rows in this process, the buffer is a connection. Call it where the store is{where}"
+        )
+
+
+def index_of(sampler: object, kind: str) -> str | None:
+    """The name of a sampler's index of that kind."""
+    indexes = sampler.own_indexes if isinstance(sampler, DeclaredSampler) else ()
+    return next((name for name, found in indexes if found == kind), None)
 
 
 def looked_at(storage: Storage, extent: Extent, most: int) -> tuple[Tensor, Tensor]:
@@ -107,11 +135,7 @@ class Scan:
 
     def __init__(self, buffer: Watched, call: str, most: int = MOST) -> None:
         self._storage, self._call = buffer.storage, call
-        if self._storage.traits.is_remote:
-            raise RuntimeError(
-                f"{call}: expected the rows in this process, the buffer is a connection. Call it where the store is"
-                f"{': engram plot DIR.' if call.startswith('plot.') else '.'}"
-            )
+        check_here(self._storage, call, ": engram plot DIR." if call.startswith("plot.") else ".")
         extent = self._storage.extent()
         if not extent.size:
             before = "drawing it" if call.startswith("plot.") else "asking"
@@ -139,13 +163,13 @@ class Scan:
     @property
     def has_priorities(self) -> bool:
         """Whether :meth:`priorities` has something to say."""
-        return self._index(PriorityIndex.kind) is not None
+        return index_of(self._sampler, PriorityIndex.kind) is not None
 
     def priorities(self) -> Priorities:
         """Raises ``RuntimeError``: the sampler has none. Copies 8 bytes a row."""
         state: Mapping[str, object] | None = None
         sampler = self._sampler
-        name = self._index(PriorityIndex.kind)
+        name = index_of(sampler, PriorityIndex.kind)
         if name is not None:
             state = self._storage.priorities_in_use(name)
             if state is None and isinstance(sampler, PrioritizedSampler):  # of a list
@@ -160,7 +184,7 @@ class Scan:
 
     def counts(self) -> tuple[Ints, int]:
         """How often each row was drawn, and how often at most. Raises ``RuntimeError``: nothing counts. Copies 4 bytes a row."""
-        name, sampler, index = self._index(ConsumptionIndex.kind), self._sampler, None
+        name, sampler, index = index_of(self._sampler, ConsumptionIndex.kind), self._sampler, None
         usage = None if self._storage.memory is None else UsageIndex.in_use(self._storage.memory)
         if usage is not None and name is None:
             often: Ints = usage.counts(self.rows).numpy()
@@ -173,11 +197,6 @@ class Scan:
                 f"{self._call}: expected draws to be counted, got {type(sampler).__name__} without. Call rb.count_usage() before."
             )
         return index.counts(self.extent.capacity).numpy()[self.rows.numpy()].astype(np.int64), most
-
-    def _index(self, kind: str) -> str | None:
-        """The name of the sampler's index of that kind."""
-        indexes = self._sampler.own_indexes if isinstance(self._sampler, DeclaredSampler) else ()
-        return next((name for name, found in indexes if found == kind), None)
 
     # ---- trajectories ------------------------------------------------------------------------------------------------
 
@@ -321,7 +340,7 @@ class Plots:
         """
         scan = Scan(self._buffer, "plot.priority")
         found = scan.priorities()
-        rows = f"{_effective(found.leaves) * scan.scale:,.0f} of {count(scan.extent.size, 'row')}"
+        rows = f"{effective(found.leaves) * scan.scale:,.0f} of {count(scan.extent.size, 'row')}"
         axes = _axes(ax)
         _histogram(axes, found.values, found.leaves, scan.scale)
         axes.set(
@@ -570,12 +589,6 @@ def _axes(ax: Axes | None) -> Axes:
             f'plots need {error.name}: pip install "engram-replay[plot]"', name=error.name
         ) from error
     return plt.subplots(figsize=(7, 4), layout="constrained")[1]
-
-
-def _effective(leaves: Floats) -> float:
-    """The effective number of rows that are drawn in proportion to these."""
-    squares = float((leaves**2).sum())
-    return float(leaves.sum()) ** 2 / squares if squares else 0.0
 
 
 def _histogram(axes: Axes, values: Floats | Ints, leaves: Floats | None, scale: float, *, powers: bool = False) -> None:

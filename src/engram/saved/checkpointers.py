@@ -11,7 +11,7 @@ import inspect
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 
 import msgspec
 import torch
@@ -149,6 +149,14 @@ def fields_of(store: Store, ring: Ring) -> dict[Key, Tensor]:
     }
 
 
+def slots_of(store: Store, ring: Ring) -> TensorDict:
+    """The fields of a store, ``[T, *columns]``. Views."""
+    data = tensordict_type()(batch_size=(ring.slots, *ring.columns))
+    for key, tensor in fields_of(store, ring).items():
+        data.set(key, tensor.view(ring.slots, *ring.columns, *tensor.shape[2:]))
+    return data
+
+
 @runtime_checkable
 class HasCursor(Protocol):
     """A snapshot in a layout that TorchRL reads, too."""
@@ -244,8 +252,6 @@ class DumpedPriorities(NamedTuple):
     """float64 ``[length]``, CPU: ``(priority + eps) ** alpha`` of each row; finite, at least 0."""
     max_priority: float | None
     """The largest priority so far, not raised to ``alpha``; None before the first."""
-    max_row: int | None
-    """The row that has it, if that is known."""
 
 
 class ForeignDump(Protocol):
@@ -274,7 +280,7 @@ class ForeignEnsemble(Protocol):
 
 
 class ForeignFormat(Protocol):
-    """A format of another library: its folders, states and layouts."""
+    """A format of another library: its folders, states and layouts. A module of functions."""
 
     @property
     def library(self) -> str: ...
@@ -303,8 +309,7 @@ class ForeignFormat(Protocol):
 
 def torchrl() -> ForeignFormat:
     """What reads TorchRL's files and states."""
-    found: ForeignFormat = importlib.import_module("engram.torchrl.dumps").FORMAT
-    return found
+    return cast("ForeignFormat", importlib.import_module("engram.torchrl.dumps"))
 
 
 def foreign_format(path: Path) -> ForeignFormat | None:
@@ -389,23 +394,10 @@ class _Timed(Protocol):
     is_full: bool | None
 
 
-class LayoutSnapshot(Protocol):
-    """A storage that is saved in a layout."""
-
-    state: dict[str, object]
-    nbytes: int
-    needs_pause: bool
-
-    def save(self, folder: Path, progress: Callable[[int], None] | None = None) -> SavedRows: ...
-
-
 class Layout(Protocol):
     """Files that hold each observation once."""
 
-    @property
-    def kind(self) -> str: ...
-
-    def snapshot(self, storage: SavedStorage, without: Collection[tuple[str, str]]) -> LayoutSnapshot: ...
+    def snapshot(self, storage: SavedStorage, without: Collection[tuple[str, str]]) -> SlotsSnapshot: ...
 
     def load(self, storage: SavedStorage, folder: Path) -> StorageLoad:
         """Check such files, which engram did not write, for a storage."""
@@ -418,22 +410,51 @@ class LayoutHook(Protocol):
     def layout(self, who: str) -> Layout | None: ...
 
 
-class HookedSnapshot:
-    """A storage that hooks change when it is saved. It must not change until then.
+class SlotsSnapshot(abc.ABC):
+    """A storage that is saved slot by slot, in another form than its own. It must not change until then.
 
-    Raises ``RuntimeError``: nothing was ever written. ``ValueError``: fields are ragged.
+    Args:
+        storage: which; its writers are paused.
+        who: what messages begin with.
+        without: names and kinds of indexes that others save.
+
+    Raises:
+        RuntimeError: nothing was ever written. TypeError: it has no fields. ValueError: fields are ragged.
     """
 
     #: Whether writers must wait until it is saved.
     needs_pause = True
 
+    def __init__(self, storage: SavedStorage, who: str, without: Collection[tuple[str, str]] = ()) -> None:
+        self._store, self._who = store_of_columns(storage, who), who
+        self.state = storage.state_without_rows(without=without)
+        self._ring = ring_of(self._store, who)
+        self._rows = self._ring.live * self._ring.width
+        self.nbytes = self._rows * self._store.schema.row_bytes
+
+    @abc.abstractmethod
+    def save(self, folder: Path, progress: Callable[[int], None] | None = None) -> SavedRows:
+        """Write it into a new folder, as a part of a dump. Raises ``OSError``: no space, or an I/O error."""
+
+    def _finished(
+        self, part: PartWriter, noted: Mapping[str, object], progress: Callable[[int], None] | None
+    ) -> SavedRows:
+        """Complete the part. ``noted``: of the files that lie beside it."""
+        info = part.finish(described_state(part, {**self.state, ENTRY: noted}, "storage"))
+        if progress is not None:
+            progress(self.nbytes)
+        cut, totals = Cut(typed(self.state, "clock", int, "storage")), Totals(steps=self._rows, episodes=0)
+        return SavedRows(info, ShardRows(cut, totals, NO_SCHEMA))
+
+
+class HookedSnapshot(SlotsSnapshot):
+    """A storage that hooks change when it is saved."""
+
     def __init__(
         self, storage: SavedStorage, hooks: Sequence[SaveHook], who: str, without: Collection[tuple[str, str]] = ()
     ) -> None:
-        self._store, self._hooks, self._who = store_of_columns(storage, who), hooks, who
-        self.state = storage.state_without_rows(without=without)
-        self._ring = ring_of(self._store, who)
-        self.nbytes = self._ring.live * self._ring.width * self._store.schema.row_bytes
+        super().__init__(storage, who, without)
+        self._hooks = hooks
 
     def save(self, folder: Path, progress: Callable[[int], None] | None = None) -> SavedRows:
         """Write it into a new folder, as a part of a dump.
@@ -444,10 +465,7 @@ class HookedSnapshot:
             OSError: no space, or an I/O error.
         """
         ring = self._ring
-        part = PartWriter(folder, "storage", HOOKED)
-        data = tensordict_type()(batch_size=(ring.slots, *ring.columns))
-        for key, tensor in fields_of(self._store, ring).items():
-            data.set(key, tensor.view(ring.slots, *ring.columns, *tensor.shape[2:]))
+        part, data = PartWriter(folder, "storage", HOOKED), slots_of(self._store, ring)
         holds = _has_elements(data)
         for hook in self._hooks:
             if isinstance(hook, _Timed):
@@ -460,8 +478,7 @@ class HookedSnapshot:
                 "rows would be lost. Return from them what is to be saved."
             )
         data.memmap(folder, copy_existing=True)
-        live = ring.live * ring.width
-        disk.put(folder / METADATA, msgspec.json.encode({"metadata": {}, "is_pytree": False, "len": live}))
+        disk.put(folder / METADATA, msgspec.json.encode({"metadata": {}, "is_pytree": False, "len": self._rows}))
         files = _files(folder)
         if strange := [name for name in files if not name.endswith((".memmap", ".json"))]:
             raise TypeError(
@@ -469,12 +486,7 @@ class HookedSnapshot:
             )
         for name in files:
             disk.finish(Descriptor.open(folder / name, os.O_RDWR))
-        info = part.finish(described_state(part, {**self.state, ENTRY: summed(folder, files)}, "storage"))
-        if progress is not None:
-            progress(self.nbytes)
-        return SavedRows(
-            info, ShardRows(Cut(typed(self.state, "clock", int, "storage")), Totals(steps=live, episodes=0), NO_SCHEMA)
-        )
+        return self._finished(part, summed(folder, files), progress)
 
 
 def _has_elements(data: TensorDict) -> bool:
@@ -579,12 +591,8 @@ class _HookedRows(NamedTuple):
     length: int
 
     def fill(self, tensors: RowsTarget) -> None:
-        for number, (tensor, column) in enumerate(zip(tensors, self.columns, strict=True)):
-            rows = column[: self.length]
-            if tensors.put is not None:
-                tensors.put(number, 0, rows.cpu().contiguous())
-            else:
-                tensor[: self.length] = rows
+        for number, column in enumerate(self.columns):
+            tensors.write(number, 0, column[: self.length])
 
 
 def _others(data: TensorDict) -> dict[Key, object]:
@@ -623,7 +631,7 @@ class LayoutPreparation(NamedTuple):
     storage: SavedStorage
     without: Collection[tuple[str, str]]
 
-    def take(self) -> LayoutSnapshot | HookedSnapshot:
+    def take(self) -> SlotsSnapshot:
         """The snapshot. Writers wait until it is saved."""
         return self.checkpointer.snapshot(self.storage, self.without)
 
@@ -810,9 +818,7 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
     def is_plain(self) -> bool:
         return not self._save_hooks and not self._load_hooks
 
-    def snapshot(
-        self, storage: SavedStorage, without: Collection[tuple[str, str]] = ()
-    ) -> LayoutSnapshot | HookedSnapshot:
+    def snapshot(self, storage: SavedStorage, without: Collection[tuple[str, str]] = ()) -> SlotsSnapshot:
         """What is saved, once writers wait. Raises as :meth:`dumps`.
 
         >>> import tempfile

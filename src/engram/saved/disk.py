@@ -260,7 +260,7 @@ def sync_folder(path: StrPath) -> None:
         raise
 
 
-def put(path: StrPath, raw: bytes, *, now: bool = False) -> None:
+def put(path: StrPath, raw: Buffer, *, now: bool = False) -> None:
     """Make a small file that is complete when this returns. Its name is not on disk yet.
 
     Args:

@@ -12,7 +12,7 @@ import sys
 from array import array
 from collections import Counter
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 import msgspec
 
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    Entries = dict[str, object]
 
 __all__ = ["Kind", "Report", "is_aborted", "kind_of", "read_store", "store_header", "verify"]
 
+#: A description in JSON values, or a part of one.
+Entries: TypeAlias = dict[str, Any]
 Kind = Literal["store", "dump", "checkpoint", "attempt", "part", "series"]
 
 #: What is raised of something that is damaged, or of a newer engram.

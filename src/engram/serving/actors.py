@@ -27,7 +27,7 @@ from engram.errors import CorruptCheckpoint, RankFailed
 from engram.format.schema import decode
 from engram.remote.connection import Found
 from engram.remote.protocol import Address
-from engram.remote.shards import Call, Described, Handle, answer_of
+from engram.remote.shards import Described, Handle, answer_of
 from engram.saved import attempts
 from engram.serving.server import Server
 from engram.serving.service import Service, served_by, why_alone
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from engram.checkpoint.save import SaveHandle
 
 
-BoardCall: TypeAlias = Literal["set", "get", "claim", "add", "forget"]
+BoardCall: TypeAlias = Literal["set", "get", "claim", "add", "forget", "_look"]
 #: For how long the actor that holds the board may take to answer.
 _BOARD_TIMEOUT_S = 60.0
 _OTHER_JOB = "the shard was started again, or another Checkpointer saves it now."
@@ -53,38 +53,16 @@ class Board:
 
     def __init__(self, key: str) -> None:
         self.key = key
-        self._values: dict[str, bytes] = {}
-        self._counters: dict[str, int] = {}
+        self._told = Ranks.local()
         #: Why nothing is told any more.
         self.broken = ""
 
-    def _check(self, key: str) -> None:
+    def do(self, key: str, what: BoardCall, *arguments: object) -> object:
+        """What :class:`Ranks` calls by these names. Raises ``RankFailed``: this is the board of another job, or the job was broken off."""
         if key != self.key or self.broken:
             raise RankFailed(self.broken or _OTHER_JOB)
-
-    def do(self, key: str, what: BoardCall, name: str, value: bytes | int | None) -> bytes | int | None:
-        """What :class:`Ranks` calls by these names. Raises ``RankFailed``: this is the board of another job, or the job was broken off."""
-        self._check(key)
-        values, counters = self._values, self._counters
-        match what, value:
-            case "set", bytes():
-                values[name] = value
-            case "get", None:
-                return values.get(name)
-            case "claim", bytes():
-                return values.setdefault(name, value)
-            case "add", int():
-                counters[name] = counters.get(name, 0) + value
-                return counters[name]
-            case "forget", None:
-                values.pop(name, None)
-                counters.pop(name, None)
-        return None
-
-    def look(self, key: str, names: Sequence[str]) -> dict[str, bytes]:
-        """What is set of some names. Raises as :meth:`do`."""
-        self._check(key)
-        return {name: self._values[name] for name in names if name in self._values}
+        found: object = getattr(self._told, what)(*arguments)
+        return found
 
     def break_off(self, key: str, why: str) -> None:
         """Whatever is asked for from now on fails, for this reason."""
@@ -105,34 +83,35 @@ class RanksOnRay(Ranks):
         super().__init__(rank, world)
         self._holder, self._key = holder, key
 
-    def _answer(self, method: Call, *arguments: object) -> Any:
+    def _answer(self, what: BoardCall, *arguments: object) -> Any:
         """What the holder answers. Raises ``RankFailed``: it does not."""
-        call = method.options(max_task_retries=0, concurrency_group="board").remote(self._key, *arguments)
+        board = self._holder.board.options(max_task_retries=0, concurrency_group="board")
+        call = board.remote(self._key, what, *arguments)
         try:
             return answer_of(call, _BOARD_TIMEOUT_S, "rank 0, which holds the board of this job")
         except ConnectionError as error:
             raise RankFailed(str(error)) from error
 
     def set(self, key: str, value: bytes) -> None:
-        self._answer(self._holder.board, "set", key, value)
+        self._answer("set", key, value)
 
     def get(self, key: str) -> bytes | None:
-        found: bytes | None = self._answer(self._holder.board, "get", key, None)
+        found: bytes | None = self._answer("get", key)
         return found
 
     def _look(self, keys: Sequence[str]) -> dict[str, bytes]:
-        found: dict[str, bytes] = self._answer(self._holder.look, [*keys])
+        found: dict[str, bytes] = self._answer("_look", [*keys])
         return found
 
     def claim(self, key: str, value: bytes) -> bytes:
-        there: bytes = self._answer(self._holder.board, "claim", key, value)
+        there: bytes = self._answer("claim", key, value)
         return there
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._answer(self._holder.board, "add", key, amount))
+        return int(self._answer("add", key, amount))
 
     def forget(self, key: str) -> None:
-        self._answer(self._holder.board, "forget", key, None)
+        self._answer("forget", key)
 
 
 class ShardSaver:
@@ -296,13 +275,9 @@ class ShardActor:
         """Call a method of its :class:`ShardSaver`."""
         return getattr(self._saver, name)(*arguments)
 
-    def board(self, key: str, what: BoardCall, name: str, value: bytes | int | None) -> bytes | int | None:
+    def board(self, key: str, what: BoardCall, *arguments: object) -> object:
         """What ranks tell each other."""
-        return self._saver.board.do(key, what, name, value)
-
-    def look(self, key: str, names: Sequence[str]) -> dict[str, bytes]:
-        """What they said under some names."""
-        return self._saver.board.look(key, names)
+        return self._saver.board.do(key, what, *arguments)
 
 
 def storage_of(given: object, place: Place) -> tuple[TensorStorage, bool]:

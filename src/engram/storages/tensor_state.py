@@ -385,13 +385,9 @@ class KeptRows(NamedTuple):
             self.items.append(KeptItems.checked(state, self.columns, schema, where))
 
     def fill(self, tensors: RowsTarget) -> None:
-        for number, (to, column) in enumerate(zip(tensors, self.columns, strict=True)):
-            if self.items and number in self.items[0].schema.ragged:
-                continue
-            if tensors.put is None:
-                to[: len(column)] = column
-            else:
-                tensors.put(number, 0, column.cpu().contiguous())
+        for number, column in enumerate(self.columns):
+            if not (self.items and number in self.items[0].schema.ragged):
+                tensors.write(number, 0, column)
         for items in self.items:
             fill_rings(tensors, items)
 

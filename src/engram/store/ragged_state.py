@@ -142,10 +142,7 @@ class RingsTarget:
         for number, group in enumerate(groups):
             spans = saved.spans[number]
             spans = Spans(spans.offsets + shifts[saved.lane_of, number], spans.lengths)
-            if columns.put is None:
-                columns[group.leader][: len(spans.lengths)] = spans.column
-            else:
-                columns.put(group.leader, 0, spans.column)
+            columns.write(group.leader, 0, spans.column)
             for piece in saved.pieces(number):
                 self._put(group, number, piece)
 

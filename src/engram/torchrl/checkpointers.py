@@ -18,13 +18,13 @@ from engram.saved.checkpointers import (
     StorageCheckpointerBase,
     TensorStorageCheckpointer,
     check_storage,
-    fields_of,
     prepare_rows_of,
     ring_of,
+    slots_of,
     store_of_columns,
 )
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
-from engram.torchrl.layouts import FULL, SHAPE, SHIFT, Keys, LayoutDump, LayoutLeaf, RowsWriter, Steps, as_key
+from engram.torchrl.layouts import FULL, SHAPE, SHIFT, Keys, LayoutDump, LayoutLeaf, RowsWriter, Steps, Write, as_key
 from engram.torchrl.parts import Layout
 
 if TYPE_CHECKING:
@@ -254,22 +254,18 @@ class _TensorDictSink:
             self.out.memmap_(self._path)
 
     @contextlib.contextmanager
-    def column(self, key: Key, shape: torch.Size, dtype: torch.dtype, *, expanded: bool) -> Iterator[_Values]:
+    def column(self, key: Key, shape: torch.Size, dtype: torch.dtype, *, expanded: bool) -> Iterator[Write]:
         n = self._steps.observations if expanded else self._ring.slots * self._ring.width
         if self._path is None:
             values = torch.zeros((n, *shape), dtype=dtype)
             self.out.set(key, values)
         else:
             values = self.out.make_memmap(key, shape=torch.Size((n, *shape)), dtype=dtype)
-        yield _Values(values)
 
+        def write(at: int, some: Tensor) -> None:
+            values[at : at + len(some)] = some
 
-class _Values:
-    def __init__(self, values: Tensor) -> None:
-        self._values = values
-
-    def write(self, at: int, values: Tensor) -> None:
-        self._values[at : at + len(values)] = values
+        yield write
 
 
 class _TensorDictLeaves:
@@ -473,10 +469,9 @@ class H5StorageCheckpointer(StorageCheckpointerBase):
         with storage.paused:
             store = store_of_columns(storage, who)
             ring = ring_of(store, who)
-            data = tensordict_type()(batch_size=(ring.slots, *ring.columns))
-            for key, tensor in fields_of(store, ring).items():
-                data.set(key, tensor.view(ring.slots, *ring.columns, *tensor.shape[2:]))
-            self._theirs.dumps(_Slots(data, ring.live * ring.width, ring.shift, full=ring.full), Path(path))
+            self._theirs.dumps(
+                _Slots(slots_of(store, ring), ring.live * ring.width, ring.shift, full=ring.full), Path(path)
+            )
 
     def loads(self, storage: Storage, path: str | os.PathLike[str]) -> None:
         """Replace the rows of a storage by those of a file, the oldest first. Raises what TorchRL and h5py raise.
@@ -494,7 +489,7 @@ class H5StorageCheckpointer(StorageCheckpointerBase):
         storage.notify(None, None)
 
 
-def wrapped(theirs: object) -> H5StorageCheckpointer:
+def checkpointer(theirs: object) -> H5StorageCheckpointer:
     """A checkpointer of TorchRL's."""
     made = object.__new__(H5StorageCheckpointer)
     StorageCheckpointerBase.__init__(made)

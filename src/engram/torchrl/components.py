@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import sys
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self
 
 import msgspec
@@ -305,16 +304,6 @@ class _Priorities(msgspec.Struct):
     schema_version: Count = msgspec.field(name="_schema_version", default=0)
 
 
-@dataclass(frozen=True)
-class DumpedRanks:
-    """What a max-value writer saved."""
-
-    rank_key: str | tuple[str, ...]
-    ranks: Tensor | None
-    """float64 ``[length]``, CPU: the rank of each row, mostly with the precision of float32; None if they must be computed
-    from the rows, since TorchRL's numbers of rows were rounded or do not name every row once."""
-
-
 # ---- writer --------------------------------------------------------------------------------------------------------------
 
 
@@ -324,28 +313,28 @@ def described_writer(folder: Folder, parts: Parts) -> WriterState | None:
     return folder.described(WriterState, file) if file[-1] in folder.names(parts) else None
 
 
-def read_writer(folder: Folder, place: Parts, storage: DumpedStorage) -> tuple[int, int, DumpedRanks | None]:
-    """Position and rows ever written, and what a max-value writer saved."""
+def read_writer(folder: Folder, place: Parts, storage: DumpedStorage) -> tuple[int, int]:
+    """Position and rows ever written."""
     width = math.prod(storage.columns)
     live = storage.length // width
     parts = (*place, "metadata.json")
     writer = described_writer(folder, place)
     if writer is None:
-        return storage.length, storage.length, None
+        return storage.length, storage.length
     if writer.cursor >= storage.slots or (live < storage.slots and writer.cursor != live):
         expected = f"{live}, as many as are live" if live < storage.slots else f"less than {storage.slots}"
         raise CorruptCheckpoint(f"{folder.name(parts)}: expected a cursor of {expected}, got {writer.cursor}.")
-    ranks = None
     if writer.rank_key is not None:
-        ranks = DumpedRanks(writer.rank_key, _read_ranks(folder, place, writer, storage))
+        _check_ranks(folder, place, writer, storage)
     # The smallest number of writes that is large enough and leaves the cursor where it is.
     count = writer.write_count or 0
     least = max(count, live)
     position = least + (writer.cursor - least) % storage.slots
-    return position * width, (position if writer.write_count is None else count) * width, ranks
+    return position * width, (position if writer.write_count is None else count) * width
 
 
-def _read_ranks(folder: Folder, place: Parts, writer: WriterState, storage: DumpedStorage) -> Tensor | None:
+def _check_ranks(folder: Folder, place: Parts, writer: WriterState, storage: DumpedStorage) -> None:
+    """Of a max-value writer. They follow from the rows; but what is damaged is not loaded."""
     name = folder.name((*place, "metadata.json"))
     dtype = writer.dtype.removeprefix("torch.")
     if dtype not in DTYPES or dtype == "bool" or dtype.startswith("complex"):
@@ -354,43 +343,31 @@ def _read_ranks(folder: Folder, place: Parts, writer: WriterState, storage: Dump
         raise CorruptCheckpoint(
             f"{name}: expected at most {storage.slots} ranks with a row each, got shape {list(writer.shape)}."
         )
-    if writer.shape[0] == 0:
-        return torch.empty(0, dtype=torch.float64, device="cpu") if storage.length == 0 else None
-    file = (*place, "current_top_values.memmap")
-    values = read_tensor(folder, file, Leaf(writer.dtype, writer.shape))
-    if values.is_floating_point() and storage.length > 2 / torch.finfo(values.dtype).eps:
-        return None  # numbers of rows were rounded
-    pairs = values.to(torch.float64)
-    rows = pairs[:, 1]
-    if not bool(((rows == rows.floor()) & (rows >= 0) & (rows < storage.slots)).all()):
-        raise CorruptCheckpoint(f"{folder.name(file)}: expected rows of [0, {storage.slots}), got others.")
-    at = rows.to(torch.int64)
-    if not torch.equal(at.sort().values, torch.arange(storage.length, device="cpu")):
-        return None
-    ranks = torch.empty(storage.length, dtype=torch.float64, device="cpu")
-    ranks[at] = pairs[:, 0]
-    return ranks
+    if writer.shape[0]:
+        file = (*place, "current_top_values.memmap")
+        rows = read_tensor(folder, file, Leaf(writer.dtype, writer.shape)).to(torch.float64)[:, 1]
+        if not bool(((rows == rows.floor()) & (rows >= 0) & (rows < storage.slots)).all()):
+            raise CorruptCheckpoint(f"{folder.name(file)}: expected rows of [0, {storage.slots}), got others.")
 
 
 # ---- sampler, generator, pickles -----------------------------------------------------------------------------------------
 
 
-def read_sampler(
-    folder: Folder, parts: Parts, length: int, left_out: list[str]
-) -> tuple[DumpedPriorities | None, bool | None]:
-    """What a prioritized sampler saved, and ``drop_last`` of one without replacement. Notes what is not read."""
+def read_sampler(folder: Folder, parts: Parts, length: int, left_out: list[str]) -> DumpedPriorities | None:
+    """What a prioritized sampler saved; None: another one. Notes what is not read."""
     names = folder.names(parts)
     if "sampler_metadata.json" in names:
-        return _read_priorities(folder, parts, length), None
+        return _read_priorities(folder, parts, length)
     if "meta.json" not in names:  # random and slice samplers save nothing
-        return None, None
+        return None
     meta = folder.json((*parts, "meta.json"))
-    if "drop_last" in meta:
-        return None, bool(_entry_of(folder, parts, meta, "drop_last", "bool", 1))
+    if "drop_last" in meta:  # of one without replacement, whose pass begins anew
+        _entry_of(folder, parts, meta, "drop_last", "bool", 1)
+        return None
     known = sorted(entry for entry, value in meta.items() if isinstance(value, dict))
     where = f" in {'/'.join(parts)}" if len(parts) > 1 else ""
     left_out.append(f"the sampler's state{where} ({', '.join(known)})")
-    return None, None
+    return None
 
 
 def _entry_of(folder: Folder, parts: Parts, meta: dict[str, object], entry: str, dtype: str, limit: int) -> Tensor:
@@ -436,7 +413,7 @@ def _read_priorities(folder: Folder, parts: Parts, length: int) -> DumpedPriorit
             value = max(float(leaf ** (1 / state.alpha)) - state.eps, 0.0)
     if value is not None and not math.isfinite(value):
         raise CorruptCheckpoint(f"{folder.name(described)}: expected a largest priority that is finite, got {value}.")
-    return DumpedPriorities(state.alpha, state.beta, state.eps, leaves, value, row)
+    return DumpedPriorities(state.alpha, state.beta, state.eps, leaves, value)
 
 
 def read_rng(folder: Folder) -> Tensor | None:

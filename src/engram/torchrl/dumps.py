@@ -4,6 +4,8 @@
 What it returns is fit to be loaded; rows and items are read out of the folder afterwards. Nothing in the folder is
 written, created or mapped, nothing is opened through a link, and no pickle is opened at all. TorchRL keeps no sums: of the
 rows only the number of bytes can be checked.
+
+The module is a :class:`engram.saved.checkpointers.ForeignFormat`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from engram._support.words import warn
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format.schema import Schema
 from engram.saved.folder import Folder
-from engram.torchrl.checkpointers import H5StorageCheckpointer, wrapped
+from engram.torchrl.checkpointers import checkpointer
 from engram.torchrl.components import (
     Buffer,
     DumpedStorage,
@@ -34,7 +36,7 @@ from engram.torchrl.components import (
 from engram.torchrl.items import CompressedItems, TorchRLDump, TorchRLItems, TorchRLSteps, is_compressed, validate
 from engram.torchrl.layouts import Count, Keys
 from engram.torchrl.parts import Layout, prepare_layout
-from engram.torchrl.states import is_torchrl_state, read_state
+from engram.torchrl.states import read_state
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -42,9 +44,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.saved.checkpointers import DumpedPriorities, SavedStorage
-    from engram.saved.part_reader import PartReader
     from engram.types import StorageLoad
 
+__all__ = ["checkpointer", "layout", "library", "prepare_layout", "read", "read_ensemble", "read_state", "recognises"]
+
+library = "TorchRL"
 _MARK = "buffer_metadata.json"
 _OURS = "manifest.json"
 
@@ -79,7 +83,7 @@ class TorchRLEnsemble(NamedTuple):
     """What is in the folder and not here, each with its reason."""
 
 
-def is_torchrl_dump(path: str | os.PathLike[str]) -> bool:
+def recognises(path: str | os.PathLike[str]) -> bool:
     """Whether a folder looks like one that TorchRL's ``dumps`` wrote, and not like one of ours. Nothing is opened."""
     folder = Path(path)
     try:
@@ -147,7 +151,7 @@ def read_ensemble(
         places = Places.of_member(number)
         left_out += find_pickles(folder, places[1:])
         if number in empty:
-            members.append(EmptyMember(folder.path, read_sampler(folder, places.sampler, 0, left_out)[0]))
+            members.append(EmptyMember(folder.path, read_sampler(folder, places.sampler, 0, left_out)))
             continue
         if _is_ensemble(folder, places.storage):
             raise IncompatibleCheckpoint(
@@ -190,8 +194,8 @@ def _read_buffer(
         raise IncompatibleCheckpoint(
             f"{folder.path}: expected at most {max_bytes} bytes, got {whole.capacity} rows of {whole.row_bytes} bytes. Raise max_bytes."
         )
-    position, count, ranks = read_writer(folder, places.writer, storage)
-    priorities, drop_last = read_sampler(folder, places.sampler, storage.length, storage.left_out)
+    position, count = read_writer(folder, places.writer, storage)
+    priorities = read_sampler(folder, places.sampler, storage.length, storage.left_out)
     left_out += storage.left_out
     found = {} if storage.layout is None else {"_layout": storage.layout}
     return (TorchRLDump if storage.layout is None else TorchRLSteps)(
@@ -205,8 +209,6 @@ def _read_buffer(
         structure=storage.structure,
         batch_size=batch_size,
         priorities=priorities,
-        drop_last=drop_last,
-        ranks=ranks,
         rng_state=rng_state,
         left_out=tuple(left_out),
         _files=storage.files,
@@ -224,8 +226,8 @@ def _read_items(folder: Folder, places: Places, max_bytes: int | None, left_out:
         raise CorruptCheckpoint(
             f"{name}: expected a cursor of at most {len(items)}, as many as are live, got {cursor}."
         )
-    priorities, drop_last = read_sampler(folder, places.sampler, len(items), left_out)
-    return TorchRLItems(folder.path, items, cursor, count, None, priorities, drop_last, None, tuple(left_out))
+    priorities = read_sampler(folder, places.sampler, len(items), left_out)
+    return TorchRLItems(folder.path, items, cursor, count, None, priorities, None, tuple(left_out))
 
 
 def _is_ensemble(folder: Folder, parts: tuple[str, ...] = ("storage",)) -> bool:
@@ -260,31 +262,6 @@ def _said(numbers: Collection[int]) -> str:
     return f"{sorted(numbers)[:8]}{'…' if len(numbers) > 8 else ''}"
 
 
-class _TorchRL:
-    """As :class:`engram.persist.foreign.ForeignFormat` says."""
-
-    library = "TorchRL"
-
-    def recognises(self, path: Path) -> bool:
-        return is_torchrl_dump(path)
-
-    def read(self, path: Path, *, ndim: int, max_bytes: int) -> TorchRLDump | TorchRLItems:
-        return read(path, ndim=ndim, max_bytes=max_bytes)
-
-    def read_ensemble(self, path: Path, ndims: Sequence[int], *, max_bytes: int) -> TorchRLEnsemble:
-        return read_ensemble(path, ndims, max_bytes=max_bytes)
-
-    def read_state(self, state: dict[str, object], ndim: int) -> TorchRLDump | TorchRLItems | None:
-        return read_state(state, ndim=ndim) if is_torchrl_state(state) else None
-
-    def layout(self, who: str) -> Layout:
-        return Layout("flat", Keys(), who)
-
-    def prepare_layout(self, storage: SavedStorage, reader: PartReader, without: Sequence[str]) -> StorageLoad:
-        return prepare_layout(storage, reader, without)
-
-    def checkpointer(self, theirs: object) -> H5StorageCheckpointer:
-        return wrapped(theirs)
-
-
-FORMAT = _TorchRL()
+def layout(who: str) -> Layout:
+    """The layout of the usual keys. ``who``: what messages begin with."""
+    return Layout("flat", Keys(), who)

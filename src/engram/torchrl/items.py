@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from engram.torchrl.components import DumpedRanks
     from engram.torchrl.layouts import LayoutDump, Parts
     from engram.types import Decompress, RowsSource, RowsTarget, StorageLoad
 
@@ -56,10 +55,6 @@ class TorchRLDump:
     batch_size: int | None
     priorities: DumpedPriorities | None
     """None without a prioritized sampler."""
-    drop_last: bool | None
-    """None without a sampler without replacement."""
-    ranks: DumpedRanks | None
-    """None without a max-value writer."""
     rng_state: Tensor | None
     """uint8 ``[n]``, CPU: state of the generator that was given to the buffer; None if there was none."""
     left_out: tuple[str, ...]
@@ -192,10 +187,8 @@ class DumpedRows(NamedTuple):
                 direct = rows.is_cpu and rows.is_contiguous() and tensors.put is None
                 piece = rows if direct else torch.empty(rows.shape, dtype=rows.dtype, device="cpu")
                 self.dump.read_rows(field.key, piece, first)
-                if tensors.put is not None:
-                    tensors.put(number, first, piece)
-                elif piece is not rows:
-                    rows.copy_(piece)
+                if not direct:
+                    tensors.write(number, first, piece)
 
 
 def validate(schema: Schema, path: Path) -> None:
@@ -489,8 +482,6 @@ class TorchRLItems(NamedTuple):
     batch_size: int | None
     priorities: DumpedPriorities | None
     """None without a prioritized sampler."""
-    drop_last: bool | None
-    """None without a sampler without replacement."""
     rng_state: Tensor | None
     """uint8 ``[n]``, CPU: state of the generator that was given to the buffer; None if there was none."""
     left_out: tuple[str, ...]

@@ -11,12 +11,13 @@ import torch
 
 from engram._support.field_paths import DEFAULT_DONE_KEYS
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from engram.format.schema import DTYPES, MAX_DIMS, Field, Node, Schema, validate_key
+from engram.format.schema import DTYPES, MAX_DIMS, Field, Node, Schema, put_leaf, validate_key
 from engram.saved.checkpointers import Key, Ring, rows_state
 from engram.saved.snapshot import bytes_of
 from engram.store.memory import DTYPE_OF
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from torch import Tensor
@@ -345,10 +346,7 @@ class LayoutDump:
         """TensorDicts with the fields."""
         root = Node("tensordict", children={})
         for number, field in enumerate(self.fields):
-            node = root
-            for part in field.key[:-1]:
-                node = node.children.setdefault(part, Node("tensordict", children={}))
-            node.children[field.key[-1]] = Node("leaf", field=number)
+            put_leaf(root, field.key, number)
         return root
 
     def schema(self, like: Schema | None, without: Collection[str] = ()) -> Schema:
@@ -444,25 +442,18 @@ class LayoutRows(NamedTuple):
     def fill(self, tensors: RowsTarget) -> None:
         """Read them into the fields of a store, ``[capacity, *shape]`` each."""
         ring = self.dump.ring
-        for number, (field, tensor) in enumerate(zip(self.schema.fields, tensors, strict=True)):
+        for number, field in enumerate(self.schema.fields):
             origin, dtype = self.dump.origin(field.key), DTYPE_OF[field.dtype]
             for time, slot, n in ring.pieces(max(1, _PIECE // max(1, field.row_bytes * ring.width))):
                 rows = self.dump.rows(origin, field.shape, dtype, (time, n)).flatten(0, 1)
-                first = slot * ring.width
-                if tensors.put is not None:
-                    tensors.put(number, first, rows)
-                else:
-                    tensor[first : first + len(rows)] = rows
+                tensors.write(number, slot * ring.width, rows)
 
 
 #: Bytes of rows that are brought into order at a time.
 
 
-class Column(Protocol):
-    """Takes the values of one entry, those that lie together at a time. What is not written is zero."""
-
-    def write(self, at: int, values: Tensor) -> None:
-        """Values ``[n, *shape]``, contiguous on the CPU, from the ``at``-th on."""
+#: Takes values ``[n, *shape]`` of one entry, contiguous on the CPU, from the ``at``-th on: ``(at, values)``. What is not written is zero.
+Write: TypeAlias = "Callable[[int, Tensor], None]"
 
 
 class Sink(Protocol):
@@ -473,7 +464,7 @@ class Sink(Protocol):
 
     def column(
         self, key: Key, shape: torch.Size, dtype: torch.dtype, *, expanded: bool
-    ) -> AbstractContextManager[Column]:
+    ) -> AbstractContextManager[Write]:
         """Begin an entry. ``expanded``: it has next observations."""
 
 
@@ -538,20 +529,20 @@ class RowsWriter:
         sink.begin(self._ring, self.steps, self._keys)
         for entry in self._entries:
             like = self._fields[entry.root or entry.after or self._keys.done]
-            with sink.column(entry.key, like.shape[2:], like.dtype, expanded=entry.expanded) as column:
-                (self._write_observations if entry.expanded else self._write_steps)(entry, column)
+            with sink.column(entry.key, like.shape[2:], like.dtype, expanded=entry.expanded) as write:
+                (self._write_observations if entry.expanded else self._write_steps)(entry, write)
 
     def _most(self, tensor: Tensor) -> int:
         return max(1, _PIECE // max(1, tensor[:1, :1].nbytes))
 
-    def _write_steps(self, entry: Entry, column: Column) -> None:
+    def _write_steps(self, entry: Entry, write: Write) -> None:
         tensor = self._fields[entry.root or entry.after or self._keys.done]
         most = self._most(tensor)
         for number in range(self._ring.width):
             for time, slot, n in self._ring.pieces(most):
-                column.write(number * self._ring.slots + time, _copied(tensor[slot : slot + n, number]))
+                write(number * self._ring.slots + time, _copied(tensor[slot : slot + n, number]))
 
-    def _write_observations(self, entry: Entry, column: Column) -> None:
+    def _write_observations(self, entry: Entry, write: Write) -> None:
         assert entry.root is not None
         assert entry.after is not None
         root, after = self._fields[entry.root], self._fields[entry.after]
@@ -569,7 +560,7 @@ class RowsWriter:
                     values = here.new_empty((n + int(ends.sum()), *here.shape[1:]))
                     values[places - first] = here
                     values[places[ends] - first + 1] = beyond[ends]
-                column.write(first, values)
+                write(first, values)
 
     def _check_continued(
         self, entry: Entry, here: Tensor, beyond: Tensor, piece: tuple[int, int, int], ends: Tensor

@@ -19,13 +19,11 @@ from engram.format import layout
 from engram.format import schema as schemas
 from engram.format.schema import DTYPES, MAX_DEPTH, MAX_DIMS
 from engram.saved import disk
-from engram.saved.checkpointers import LAYOUTS, METADATA, Ring, check_sums, fields_of, ring_of, store_of_columns, summed
-from engram.saved.description import NO_SCHEMA
-from engram.saved.documents import Cut, ShardRows, Totals
+from engram.saved.checkpointers import LAYOUTS, METADATA, Ring, SlotsSnapshot, check_sums, fields_of, summed
 from engram.saved.folder import ENTRY, Folder, convert
 from engram.saved.part_writer import PartWriter
-from engram.saved.parts import described_state, read_state
-from engram.saved.snapshot import SavedRows, bytes_of
+from engram.saved.parts import read_state
+from engram.saved.snapshot import bytes_of
 from engram.store.memory import DTYPE_OF
 from engram.torchrl.layouts import (
     FULL,
@@ -51,7 +49,8 @@ if TYPE_CHECKING:
 
     from engram.saved.checkpointers import Key, SavedStorage
     from engram.saved.part_reader import PartReader
-    from engram.torchrl.layouts import Keys, Steps
+    from engram.saved.snapshot import SavedRows
+    from engram.torchrl.layouts import Keys, Steps, Write
     from engram.types import StorageLoad
 
 _NON_TENSOR = "<class 'tensordict.tensorclass.NonTensorData'>"
@@ -89,7 +88,7 @@ class FolderSink:
             self._put(f"{layout.encode_key(name)}/meta.json", said)
 
     @contextlib.contextmanager
-    def column(self, key: Key, shape: torch.Size, dtype: torch.dtype, *, expanded: bool) -> Iterator[_File]:
+    def column(self, key: Key, shape: torch.Size, dtype: torch.dtype, *, expanded: bool) -> Iterator[Write]:
         rows = self._steps.observations if expanded else self._ring.slots * self._ring.width
         name = self._name(key)
         described = _Described(device="cpu", shape=[rows, *shape], dtype=str(dtype), is_nested=self._nested)
@@ -97,12 +96,12 @@ class FolderSink:
             lengths = self._lengths[expanded]
             sizes = torch.cat([lengths[:, None], torch.tensor(shape, dtype=torch.int64).repeat(len(lengths), 1)], 1)
             described["shape"] = list(sizes.shape)
-            self._write(_shape_name(name), bytes_of(sizes.contiguous()))
+            disk.put(self._made(_shape_name(name)), bytes_of(sizes.contiguous()))
         self._node(key[:-1])[key[-1]] = described
         row = shape.numel() * dtype.itemsize
         fd = disk.create(self._made(name), rows * row)
         try:
-            yield _File(fd, row)
+            yield lambda at, values: disk.write(fd, bytes_of(values), at * row)
             disk.finish(fd)
         except BaseException:
             fd.close()
@@ -156,30 +155,10 @@ class FolderSink:
     def _put(self, name: str, content: object) -> None:
         disk.put(self._made(name), json.dumps(content).encode())
 
-    def _write(self, name: str, raw: memoryview) -> None:
-        fd = disk.create(self._made(name), len(raw))
-        try:
-            disk.write(fd, raw, 0)
-            disk.finish(fd)
-        except BaseException:
-            fd.close()
-            raise
-
 
 def _shape_name(name: str) -> str:
     """The file with the sizes of trajectories, beside an entry's file."""
     return name.removesuffix(".memmap") + ".shape.memmap"
-
-
-class _File:
-    """The file of an entry."""
-
-    def __init__(self, fd: int, row_bytes: int) -> None:
-        self._fd, self._row_bytes = fd, row_bytes
-
-    def write(self, at: int, values: Tensor) -> None:
-        if values.numel():
-            disk.write(self._fd, bytes_of(values), at * self._row_bytes)
 
 
 class _Description(msgspec.Struct):
@@ -374,28 +353,12 @@ def _hdf5(folder: str) -> IncompatibleCheckpoint:
     )
 
 
-class LayoutSnapshot:
-    """A storage that is saved in a layout. It must not change until then.
-
-    Args:
-        storage: which; its writers are paused.
-        layout: the layout.
-        without: names and kinds of indexes that others save.
-
-    Raises:
-        RuntimeError: nothing was ever written. TypeError: it has no fields.
-    """
-
-    #: Whether writers must wait until it is saved.
-    needs_pause = True
+class LayoutSnapshot(SlotsSnapshot):
+    """A storage that is saved in a layout."""
 
     def __init__(self, storage: SavedStorage, laid: Layout, without: Collection[tuple[str, str]] = ()) -> None:
-        self._store = store_of_columns(storage, laid.who)
-        self._layout = laid
-        self.state = storage.state_without_rows(without=without)
-        self._ring = ring_of(self._store, laid.who)
-        self.nbytes = self._ring.live * self._ring.width * self._store.schema.row_bytes
-        self._moment = self._now()
+        super().__init__(storage, laid.who, without)
+        self._layout, self._moment = laid, self._now()
 
     def save(self, folder: Path, progress: Callable[[int], None] | None = None) -> SavedRows:
         """Write it into a new folder, as a part of a dump.
@@ -409,16 +372,10 @@ class LayoutSnapshot:
         written = laid.write(folder, fields_of(self._store, self._ring), self._ring)
         if self._now() != self._moment:
             raise RuntimeError(f"{laid.who}: dumps: expected no writes meanwhile, got some. Save it again.")
-        noted = {"file": "checkpoint.h5", "keys": _noted(laid.keys), **summed(folder, written)}
-        info = part.finish(described_state(part, {**self.state, ENTRY: noted}, "storage"))
         for below in sorted({(folder / name).parent for name in written} - {folder / layout.FOLDER}):
             disk.sync_folder(below)
-        if progress is not None:
-            progress(self.nbytes)
-        steps = self._ring.live * self._ring.width
-        return SavedRows(
-            info, ShardRows(Cut(typed(self.state, "clock", int, "storage")), Totals(steps=steps, episodes=0), NO_SCHEMA)
-        )
+        noted = {"file": "checkpoint.h5", "keys": _noted(laid.keys), **summed(folder, written)}
+        return self._finished(part, noted, progress)
 
     @property
     def cursor(self) -> dict[str, int]:

@@ -227,11 +227,6 @@ class TorchRLState(TorchRLDump):
         out.copy_(self._tensors[key][first : first + len(out)])
 
 
-def is_torchrl_state(state: object) -> bool:
-    """Whether a state looks like one that a buffer of TorchRL's returned, or an ensemble of such, which is refused by name."""
-    return isinstance(state, dict) and (_is_storage(state.get("_storage")) or _is_ensemble(state))
-
-
 def _is_storage(state: object) -> bool:
     return isinstance(state, dict) and "_storage" in state
 
@@ -243,8 +238,8 @@ def _is_ensemble(state: Mapping[str, object]) -> bool:
     )
 
 
-def read_state(state: Mapping[str, object], *, ndim: int) -> TorchRLState | TorchRLItems:
-    """Describe and check a state. Warns once, naming what of it is left out.
+def read_state(state: Mapping[str, object], ndim: int) -> TorchRLState | TorchRLItems | None:
+    """Describe and check a state; None: no buffer of TorchRL's returned it. Warns once, naming what of it is left out.
 
     Args:
         state: what ``ReplayBuffer.state_dict()`` of TorchRL returned, of a storage of tensors or of a list.
@@ -254,6 +249,8 @@ def read_state(state: Mapping[str, object], *, ndim: int) -> TorchRLState | Torc
         IncompatibleCheckpoint: no rows of tensors, an ensemble, what cannot be stored, or another ``ndim``.
         KeyError, TypeError, ValueError: an entry that is missing, of another type or out of range.
     """
+    if not (_is_storage(state.get("_storage")) or _is_ensemble(state)):
+        return None
     if not _is_storage(state["_storage"]):
         raise IncompatibleCheckpoint(f"{_WHERE}: expected that of one buffer, got that of an ensemble. {_DUMP_IT}")
     batch_size, rng_state, left_out = _of_the_buffer(state)
@@ -321,8 +318,6 @@ def _read_buffer(state: Mapping[str, object], ndim: int, left_out: list[str]) ->
         structure=_structure(list(tensors)),
         batch_size=None,
         priorities=_priorities(sampler, length, where),
-        drop_last=None,
-        ranks=None,
         rng_state=None,
         left_out=(),
         _files={},
@@ -344,7 +339,7 @@ def _read_items(
     left_out += made.left_out
     cursor, writes = _written(writer, len(items), len(items), where)
     return TorchRLItems(
-        _PATH, made, cursor, writes, None, _priorities(sampler, len(items), where), None, None, tuple(made.left_out)
+        _PATH, made, cursor, writes, None, _priorities(sampler, len(items), where), None, tuple(made.left_out)
     )
 
 
@@ -398,8 +393,8 @@ def _priorities(state: Mapping[str, object], length: int, where: str) -> DumpedP
     leaves = torch.as_tensor(cast("_Tree", state["_sum_tree"])[torch.arange(length)], dtype=torch.float64).reshape(-1)
     if leaves.numel() != length or not bool((leaves.isfinite() & (leaves >= 0)).all()):
         raise ValueError(f"{where}: _sum_tree: expected {length} priorities that are finite and at least 0.")
-    value, row = typed(state, "_max_priority", tuple, where)
+    value, _ = typed(state, "_max_priority", tuple, where)
     highest = None if value is None else float(value)
     if highest is not None and not math.isfinite(highest):
         raise ValueError(f"{where}: _max_priority: expected a finite one, got {highest}.")
-    return DumpedPriorities(alpha, beta, eps, leaves, highest, None if row is None else int(row))
+    return DumpedPriorities(alpha, beta, eps, leaves, highest)

@@ -502,11 +502,7 @@ def copy_rows(
     def fill(rows: RowsTarget) -> None:
         for number, tensor in enumerate(source.tensors):
             for first in range(0, n, step):
-                some = take(tensor[first : min(first + step, n)]).to(target.device)
-                if rows.put is None:
-                    rows[number][first : first + len(some)] = some
-                else:
-                    rows.put(number, first, some)
+                rows.write(number, first, take(tensor[first : min(first + step, n)]).to(target.device))
         then()
 
     target.replace(state, fill)
