@@ -30,40 +30,20 @@ ConsumptionHeader* header_in(std::span<std::byte> memory) {
 
 }  // namespace
 
-class Consumption::Lock {
- public:
-  /// `news`: 1 if the next holder of the mutex must look at all rows in case this one waits in vain.
-  explicit Lock(Consumption& self, std::uint64_t news = 0) try : lock_(self.header_->mutex, [] {}) {
-    const bool missed = self.header_->missed.load(std::memory_order_acquire) != 0;
-    if (!missed && self.header_->redo.load(std::memory_order_relaxed) == 0) [[likely]] return;
-    let_go();
-    missed ? self.look_at_all() : self.make_sets();  // who wrote what is not known yet will tell it, but for those who could not
-  } catch (const Stalled&) {
-    self.header_->missed.fetch_or(news, std::memory_order_acq_rel);
-  }
-
- private:
-  SharedLock lock_;
-};
-
-// A killed process leaves what it executed, in program order.
 class Consumption::Change {
  public:
-  explicit Change(Consumption& self) : self_(self) {
-#ifndef ENGRAM_WITHOUT_REDO  // the tests of death must fail then: make negative-controls
-    self_.header_->redo.store(1, std::memory_order_relaxed);
-#endif
-    std::atomic_signal_fence(std::memory_order_seq_cst);
-  }
-  void done() {
-    std::atomic_signal_fence(std::memory_order_seq_cst);
-    self_.header_->drawable.store(self_.drawable_.size(), std::memory_order_release);
-    self_.header_->used.store(self_.used_.size(), std::memory_order_release);
-    self_.header_->redo.store(0, std::memory_order_relaxed);
+  explicit Change(Consumption& self) : self_(self), before_(self.in_flight()), change_(self.redo_) {}
+  /// `more`: rows that were to become ones that can be drawn.
+  void done(std::uint64_t more = 0) {
+    self_.note_sizes();
+    change_.done();
+    self_.tell_limits(before_ + more);
   }
 
  private:
   Consumption& self_;
+  const std::uint64_t before_;
+  RedoChange change_;
 };
 
 std::uint64_t Consumption::bytes(std::uint64_t rows) {
@@ -93,6 +73,7 @@ void Consumption::copy(std::span<std::byte> from, std::span<std::byte> to) {
 
 Consumption::Consumption(std::span<std::byte> memory, const Control* tickets)
     : header_(header_in(memory)),
+      redo_(RedoWords::of(*header_)),
       rows_(copied(header_->rows)),
       most_(copied(header_->most)),
       numbers_(reinterpret_cast<std::uint64_t*>(memory.data() + kPage)),
@@ -159,36 +140,41 @@ void Consumption::look_at(std::uint64_t row) {
   numbers_[row] = number;
 }
 
+void Consumption::note_sizes() {
+  header_->drawable.store(drawable_.size(), std::memory_order_release);
+  header_->used.store(used_.size(), std::memory_order_release);
+}
+
 void Consumption::make_sets() {
-  Change change(*this);
+  RedoChange change(redo_);
   for (std::uint64_t row = 0; row < rows_; ++row) {
     if ((counts_[row] & kReaders) != 0) counts_[row] &= ~kReaders;
   }
   drawable_.assign([this](std::uint64_t row) { return numbers_[row] != 0 && count_of(row) < most_; });
   used_.assign([this](std::uint64_t row) { return numbers_[row] != 0 && count_of(row) >= most_; });
   const std::uint64_t left = header_->reading.exchange(0, std::memory_order_relaxed);  // by readers that died
+  note_sizes();
   change.done();
   tell_limits(in_flight() + left);
 }
 
 void Consumption::look_at_all() {
-  Change change(*this);
+  RedoChange change(redo_);
   header_->missed.store(0, std::memory_order_relaxed);
   for (std::uint64_t row = 0; row < rows_; ++row) look_at(row);
   make_sets();
 }
 
 void Consumption::put_in_order() {
-  const Lock guard(*this);
+  const RedoLock guard = lock();
   look_at_all();
   if (tickets_ != nullptr) Limits(*tickets_).count_again([this] { return in_flight(); });
 }
 
 std::uint64_t Consumption::claim(std::uint64_t key, std::uint64_t n, std::int64_t* rows, std::int64_t* numbers) {
   const Random random(key);
-  const Lock guard(*this);
+  const RedoLock guard = lock();
   Change change(*this);
-  const std::uint64_t before = in_flight();
   looked_at_.clear();
   std::uint64_t taken = 0;
   for (std::uint64_t i = 0, left = drawable_.size(); taken < n && left > 0; ++i, --left) {
@@ -210,15 +196,13 @@ std::uint64_t Consumption::claim(std::uint64_t key, std::uint64_t n, std::int64_
     }
   }
   change.done();
-  tell_limits(before);
   return taken;
 }
 
 void Consumption::were_read(const std::int64_t* rows, const std::int64_t* numbers, std::uint64_t n) {
   const OwnRows own(rows, n, rows_);
-  const Lock guard(*this);
+  const RedoLock guard = lock();
   Change change(*this);
-  const std::uint64_t before = in_flight();
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
     if (!is_of(row, copied(numbers[i]))) continue;
@@ -228,14 +212,12 @@ void Consumption::were_read(const std::int64_t* rows, const std::int64_t* number
     place(row);
   }
   change.done();
-  tell_limits(before);
 }
 
 void Consumption::take_back(const std::int64_t* rows, const std::int64_t* numbers, std::uint64_t n) {
   const OwnRows own(rows, n, rows_);
-  const Lock guard(*this);
+  const RedoLock guard = lock();
   Change change(*this);
-  const std::uint64_t before = in_flight();
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
     if (!is_of(row, copied(numbers[i])) || count_of(row) == 0) continue;
@@ -245,11 +227,10 @@ void Consumption::take_back(const std::int64_t* rows, const std::int64_t* number
     place(row);
   }
   change.done();
-  tell_limits(before);
 }
 
 std::uint64_t Consumption::used_rows(std::uint64_t n, std::int64_t* rows) {
-  const Lock guard(*this);
+  const RedoLock guard = lock();
   std::uint64_t found = 0;
   for (std::uint64_t i = 0, size = used_.size(); i < size && found < n; ++i) {
     const std::uint64_t row = used_.at(i);
@@ -260,14 +241,14 @@ std::uint64_t Consumption::used_rows(std::uint64_t n, std::int64_t* rows) {
 
 void Consumption::copy_counts(std::int32_t* out, std::uint64_t n) {
   check(n <= rows_, "more counts than there are rows");
-  const Lock guard(*this);
+  const RedoLock guard = lock();
   for (std::uint64_t row = 0; row < n; ++row) out[row] = is_known(row, word_of(row)) ? static_cast<std::int32_t>(count_of(row)) : 0;
 }
 
 void Consumption::restore(const std::int32_t* counts, std::uint64_t n) {
   check(n <= rows_, "more counts than there are rows");
-  const Lock guard(*this);
-  Change change(*this);
+  const RedoLock guard = lock();
+  RedoChange change(redo_);
   for (std::uint64_t row = 0; row < rows_; ++row) {
     look_at(row);
     if (numbers_[row] != 0) counts_[row] = row < n ? static_cast<std::uint32_t>(counts[row]) & kCount : 0;
@@ -278,34 +259,32 @@ void Consumption::restore(const std::int32_t* counts, std::uint64_t n) {
 
 void Consumption::reset(const std::int64_t* rows, std::uint64_t n) {
   const OwnRowsOrNone own(rows, n, rows_);
-  const Lock guard(*this);
+  const RedoLock guard = lock();
   Change change(*this);
-  const std::uint64_t before = in_flight();
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
     if (rows[i] != -1 && is_known(row, word_of(row))) note(row, numbers_[row], 0);
   }
   change.done();
-  tell_limits(before);
 }
 
 void Consumption::scan(std::uint64_t begin, std::uint64_t end) {
   if (begin > end || end > rows_) throw std::out_of_range("a scan of rows that there are not");
-  const Lock guard(*this);
-  Change change(*this);
+  const RedoLock guard = lock();
+  RedoChange change(redo_);
   for (std::uint64_t row = begin; row < end; ++row) {
     look_at(row);
     if (!is_being_read(row)) place(row);
   }
+  note_sizes();
   change.done();
 }
 
 // A row that holds another write already, or is in the hands of another writer: that one tells of it, too, before this call or after it.
 void Consumption::written(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) {
   const OwnRows own(rows, n, rows_);
-  const Lock guard(*this, 1);
+  const RedoLock guard = lock(1);
   Change change(*this);
-  const std::uint64_t before = in_flight();
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
     const std::uint64_t number = t0 + i;
@@ -318,8 +297,7 @@ void Consumption::written(const std::int64_t* rows, std::uint64_t n, std::uint64
     const bool held = Control::holds_write(word);
     if (held ? !is_known(row, word) : state_of(word) != State::writing) note(row, held ? write_of(row, word) : 0, 0);
   }
-  change.done();
-  tell_limits(before + n);  // each was to become one that can be drawn; those that it replaced could be
+  change.done(n);  // each was to become one that can be drawn; those that it replaced could be
 }
 
 // Rows are used up, or gone: as many more may be inserted, where the store limits them. Or they may be drawn again.
@@ -333,7 +311,7 @@ void Consumption::tell_limits(std::uint64_t before) const {
 void Consumption::count_again(bool died) try {
   if (tickets_ == nullptr) return;
   if (died) header_->deaths.fetch_add(1, std::memory_order_relaxed);
-  const Lock guard(*this);
+  const RedoLock guard = lock();
   if (header_->deaths.load(std::memory_order_relaxed) != ended_) end_reading();
   Limits(*tickets_).count_again([this] { return in_flight(); });
 } catch (const Stalled&) {
@@ -352,7 +330,6 @@ void Consumption::end_reading() {
   }
   if (!read_.empty() && now - read_at_ < kReading) return;
   Change change(*this);
-  const std::uint64_t before = in_flight();
   for (const auto [row, number] : read_) {
     if (numbers_[row] != number || !is_being_read(row)) continue;
     counts_[row] &= ~kReaders;
@@ -360,16 +337,14 @@ void Consumption::end_reading() {
     place(row);
   }
   change.done();
-  tell_limits(before);
   ended_ = deaths;
 }
 
 // The writer of a row that is edited may tell of it only now, or have found it in the hands of the one who edits it.
 void Consumption::edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0, std::span<const std::uint64_t>, std::uint64_t) {
   const OwnRows own(rows, n, rows_);
-  const Lock guard(*this, 1);
+  const RedoLock guard = lock(1);
   Change change(*this);
-  const std::uint64_t before = in_flight();
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
     if (tickets_ == nullptr && numbers_[row] != 0) of_list_[row] = t0 + i;
@@ -377,32 +352,25 @@ void Consumption::edited(const std::int64_t* rows, std::uint64_t n, std::uint64_
     if (!is_being_read(row)) place(row);
   }
   change.done();
-  tell_limits(before);
 }
 
 void Consumption::lost(const std::int64_t* rows, std::uint64_t n) {
   const OwnRows own(rows, n, rows_);
-  const Lock guard(*this, 1);
+  const RedoLock guard = lock(1);
   Change change(*this);
-  const std::uint64_t before = in_flight();
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
     const std::uint64_t word = word_of(row);
     if (tickets_ == nullptr || (!is_committed(word) && state_of(word) != State::writing)) note(row, 0, 0);
   }
   change.done();
-  tell_limits(before);
 }
 
 // But for rows that others have written since: their call may have come before.
 void Consumption::emptied() {
-  const Lock guard(*this, 1);
+  const RedoLock guard = lock(1);
   if (tickets_ == nullptr) std::fill_n(numbers_, rows_, 0);
   look_at_all();
-}
-
-void Consumption::after_fork() {
-  if (header_->mutex.held()) header_->mutex.format();  // its owner does not exist here
 }
 
 }  // namespace engram

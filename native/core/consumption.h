@@ -17,6 +17,7 @@
 
 #include "control.h"
 #include "index.h"
+#include "redo_lock.h"
 #include "row_set.h"
 #include "shared_mutex.h"
 
@@ -95,12 +96,14 @@ class Consumption : public Index {
   void emptied() override;
   void count_again(bool died) override;
 
-  void after_fork();
+  void after_fork() { redo_.after_fork(); }
 
  private:
-  /// Held for every look at the sets; puts in order what a dead holder left half done.
-  class Lock;
-  /// Around every change, noted in the memory.
+  /// `news`: 1 if the next holder of the mutex must look at all rows in case this one waits in vain.
+  RedoLock lock(std::uint64_t news = 0) {  // who wrote what is not known yet will tell it, but for those who could not
+    return RedoLock(redo_, [this](std::uint64_t, std::uint64_t missed) { missed != 0 ? look_at_all() : make_sets(); }, news);
+  }
+  /// Around every change, noted in the memory; the limits of the store are told of it.
   class Change;
 
   // Beside a count, which the lower 24 bits are: how many readers have the row, in 7 bits. (Earlier versions set the highest bit.)
@@ -120,9 +123,11 @@ class Consumption : public Index {
   void no_longer_read(std::uint64_t row);
   std::uint64_t in_flight() const { return drawable_.size() + header_->reading.load(std::memory_order_relaxed); }
   void tell_limits(std::uint64_t before) const;
+  void note_sizes();
   void make_sets();
 
   ConsumptionHeader* header_;
+  const RedoWords redo_;
   std::uint64_t rows_, most_;  // copies: the memory may be shared
   std::uint64_t* numbers_;     // of writes; 0: the row holds nothing
   std::uint32_t* counts_;
