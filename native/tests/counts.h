@@ -7,33 +7,22 @@
 #include <span>
 #include <vector>
 
-#include "blocks.h"
+#include "beside.h"
 #include "core/consumption.h"
 #include "core/store.h"
 #include "expect.h"
 
 /// A store of one lane with rows of a word, and the counts of their draws.
-class Counted {
- public:
-  Counted(std::uint64_t rows, std::uint64_t most)
-      : pages_((8 << 20) + engram::Consumption::bytes(rows)), layout_(pages_.data(), geometry(1, rows), {8}) {
-    format_without_curve(layout_);
-    counts_ = {pages_.data() + (layout_.all.size() + 4095) / 4096 * 4096, engram::Consumption::bytes(rows)};
-    engram::Consumption::format(counts_, rows, most);
+struct Counted : Beside {
+  Counted(std::uint64_t rows, std::uint64_t most) : Beside(rows, {8}, engram::Consumption::bytes(rows)) {
+    engram::Consumption::format(index(), rows, most);
   }
-  const Blocks& blocks() const { return layout_; }
-  std::span<std::byte> counts() const { return counts_; }
-
- private:
-  SharedPages pages_;
-  Layout layout_;
-  std::span<std::byte> counts_;
 };
 
 /// A process that uses both.
 struct Consumer {
   explicit Consumer(const Counted& shared, std::uint64_t participant = 0)
-      : store(shared.blocks().open(participant)), control(shared.blocks().view()), index(shared.counts(), &control) {
+      : store(shared.blocks().open(participant)), control(shared.blocks().view()), index(shared.index(), &control) {
     store.attach(index);
   }
   std::vector<std::int64_t> claim(std::uint64_t key, std::uint64_t n) {
