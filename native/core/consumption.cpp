@@ -1,11 +1,13 @@
 #include "consumption.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <new>
 #include <stdexcept>
 
 #include "check.h"
+#include "fence.h"
 #include "random.h"
 #include "row_limits.h"
 #include "wait.h"
@@ -13,19 +15,32 @@
 namespace engram {
 namespace {
 
-constexpr char kMagic[8] = {'e', 'n', 'g', 'c', 'o', 'n', 's', '\1'};
+constexpr char kMagic[8] = {'e', 'n', 'g', 'c', 'o', 'n', 's', '\1'}, kRuled[8] = {'e', 'n', 'g', 'c', 'o', 'n', 's', '\2'};
 constexpr std::uint64_t kMostRows = std::uint64_t{1} << 32;
 constexpr auto kReading = std::chrono::seconds(1);  // that a draw may take longer than the look for a death
 constexpr std::uint64_t kMostDraws = std::uint64_t{1} << 24;
 
 std::uint64_t sets_at(std::uint64_t rows) { return kPage + (rows * sizeof(std::uint64_t) + 63) / 64 * 64; }
 
-ConsumptionHeader* header_in(std::span<std::byte> memory) {
+std::uint64_t heap_at(std::uint64_t rows) { return (sets_at(rows) + 2 * RowSet::bytes(rows) + rows * sizeof(std::uint32_t) + 7) / 8 * 8; }
+
+bool is_ruled(const ConsumptionHeader& header) { return std::memcmp(header.magic, kRuled, sizeof kRuled) == 0; }
+
+ConsumptionHeader* begin_of(std::span<std::byte> memory) {
   check(memory.size() >= kPage, "counts of draws in memory too small for their header");
   auto* header = reinterpret_cast<ConsumptionHeader*>(memory.data());
-  check(std::memcmp(header->magic, kMagic, sizeof kMagic) == 0, "no counts of draws, or of another format");
-  check(memory.size() == Consumption::bytes(copied(header->rows)), "counts of draws in memory of another size");
+  check(std::memcmp(header->magic, kMagic, sizeof kMagic) == 0 || is_ruled(*header), "no counts of draws, or of another format");
   return header;
+}
+
+ConsumptionHeader* header_in(std::span<std::byte> memory) {
+  ConsumptionHeader* header = begin_of(memory);
+  check(memory.size() == Consumption::bytes(copied(header->rows), Consumption::rules_of(memory)), "counts of draws in memory of another size");
+  return header;
+}
+
+void check_most(std::uint64_t most, const RowRules& rules) {
+  check((most > 0 || rules.any()) && most < kMostDraws, "counts of draws: expected 1 to 2^24 - 1 draws of a row");
 }
 
 }  // namespace
@@ -46,19 +61,37 @@ class Consumption::Change {
   RedoChange change_;
 };
 
-std::uint64_t Consumption::bytes(std::uint64_t rows) {
+std::uint64_t Consumption::bytes(std::uint64_t rows, const RowRules& rules) {
   check(rows > 0 && rows < kMostRows, "counts of draws: expected a store of 1 to 2^32 - 1 rows");
-  return sets_at(rows) + 2 * RowSet::bytes(rows) + rows * sizeof(std::uint32_t);
+  rules.check();
+  return rules.any() ? heap_at(rows) + VersionHeap::bytes(rows) : sets_at(rows) + 2 * RowSet::bytes(rows) + rows * sizeof(std::uint32_t);
 }
 
-void Consumption::format(std::span<std::byte> memory, std::uint64_t rows, std::uint64_t most) {
-  check(memory.size() == bytes(rows), "counts of draws in memory of another size");
-  check(most > 0 && most < kMostDraws, "counts of draws: expected 1 to 2^24 - 1 draws of a row");
+void Consumption::format(std::span<std::byte> memory, std::uint64_t rows, std::uint64_t most, const RowRules& rules) {
+  check(memory.size() == bytes(rows, rules), "counts of draws in memory of another size");
+  check_most(most, rules);
   auto* header = new (memory.data()) ConsumptionHeader{};
   header->rows = rows;
   header->most = most;
+  header->ready_fields = rules.ready.size();
+  std::copy(rules.ready.begin(), rules.ready.end(), header->ready);
+  header->dated = rules.dated ? 1 : 0;
+  header->version = rules.version;
+  if (rules.any()) header->floor = -std::numeric_limits<double>::infinity();
   header->mutex.format();
-  std::memcpy(header->magic, kMagic, sizeof kMagic);
+  std::memcpy(header->magic, rules.any() ? kRuled : kMagic, sizeof kMagic);
+}
+
+RowRules Consumption::rules_of(std::span<std::byte> memory) {
+  const ConsumptionHeader* header = begin_of(memory);
+  RowRules rules;
+  if (!is_ruled(*header)) return rules;
+  const std::uint64_t ready = copied(header->ready_fields);
+  check(ready <= RowRules::kReady, "rules of rows: expected at most 16 fields that are to be ready");
+  rules.ready.assign(header->ready, header->ready + ready);
+  rules.dated = copied(header->dated) != 0;
+  if (rules.dated) rules.version = header->version;
+  return rules;
 }
 
 void Consumption::reset_mutex(std::span<std::byte> memory) { header_in(memory)->mutex.format(); }
@@ -71,7 +104,7 @@ void Consumption::copy(std::span<std::byte> from, std::span<std::byte> to) {
   header_in(to)->redo.store(1, std::memory_order_relaxed);
 }
 
-Consumption::Consumption(std::span<std::byte> memory, const Control* tickets)
+Consumption::Consumption(std::span<std::byte> memory, const Control* tickets, std::span<const Field> fields)
     : header_(header_in(memory)),
       redo_(RedoWords::of(*header_)),
       rows_(copied(header_->rows)),
@@ -80,9 +113,15 @@ Consumption::Consumption(std::span<std::byte> memory, const Control* tickets)
       counts_(reinterpret_cast<std::uint32_t*>(memory.data() + sets_at(rows_) + 2 * RowSet::bytes(rows_))),
       drawable_(memory.data() + sets_at(rows_), rows_),
       used_(memory.data() + sets_at(rows_) + RowSet::bytes(rows_), rows_),
+      rules_(rules_of(memory)),
+      reader_(rules_, fields),
       tickets_(tickets),
       of_list_(tickets == nullptr ? std::vector<std::uint64_t>(numbers_, numbers_ + rows_) : std::vector<std::uint64_t>()) {
-  check(most_ > 0 && most_ < kMostDraws, "counts of draws: expected 1 to 2^24 - 1 draws of a row");
+  check_most(most_, rules_);
+  if (rules_.any()) {
+    check(tickets != nullptr, "rules of rows that are no fields");
+    following_ = VersionHeap(memory.data() + heap_at(rows_), rows_, header_->following);
+  }
   check(tickets == nullptr || tickets->capacity() == rows_, "counts of draws of a store of another capacity");
 }
 
@@ -107,24 +146,48 @@ bool Consumption::is_of(std::uint64_t row, std::int64_t drawn) const {
   return numbers_[row] != 0 && numbers_[row] <= number && (numbers_[row] == number || is_known(row, word_of(row)));
 }
 
+// Before its number changes.
+void Consumption::count_evicted(std::uint64_t row, std::uint64_t number) {
+  if (rules_.any() && number != 0 && numbers_[row] != 0 && numbers_[row] != number && most_ > 0 && has_draws_left(row)) {
+    header_->evicted.fetch_add(1, std::memory_order_relaxed);
+  }
+}
+
 // Before its number or count changes, or it is placed.
 void Consumption::no_longer_read(std::uint64_t row) {
   if (is_being_read(row)) header_->reading.fetch_sub(1, std::memory_order_relaxed);
 }
 
+// Whether it follows the rules. One that is being written or edited does not: whoever does so tells of it when the row is whole.
+void Consumption::judge(std::uint64_t row) {
+  if (!rules_.any()) return;
+  if (following_.has(row)) following_.erase(row);
+  while (numbers_[row] != 0) {
+    const std::uint64_t word = tickets_->word(row).load(std::memory_order_acquire);
+    if (!is_committed(word)) return;
+    const double version = reader_.read(row);
+    fence(std::memory_order_acquire);
+    if (tickets_->word(row).load(std::memory_order_relaxed) != word) continue;
+    if (version >= copied(header_->floor)) following_.insert(row, version);  // NaN is not
+    return;
+  }
+}
+
 // The row belongs into one set, or into none.
 void Consumption::place(std::uint64_t row) {
-  const bool live = numbers_[row] != 0, left = count_of(row) < most_;
-  live && left ? drawable_.insert(row) : drawable_.erase(row);
+  const bool live = numbers_[row] != 0, left = has_draws_left(row);
+  live && left && (!rules_.any() || following_.has(row)) ? drawable_.insert(row) : drawable_.erase(row);
   live && !left ? used_.insert(row) : used_.erase(row);
 }
 
 // The count first: if the process dies behind it, the row is not known, and its news come again.
 void Consumption::note(std::uint64_t row, std::uint64_t number, std::uint32_t count) {
+  count_evicted(row, number);
   no_longer_read(row);
   counts_[row] = count;
   std::atomic_signal_fence(std::memory_order_seq_cst);
   numbers_[row] = number;
+  judge(row);
   place(row);
 }
 
@@ -134,6 +197,7 @@ void Consumption::look_at(std::uint64_t row) {
   const bool holds = Control::holds_write(word), gone = !holds && state_of(word) != State::writing;
   const std::uint64_t number = holds ? write_of(row, word) : 0;
   if (holds ? numbers_[row] == number : !gone || numbers_[row] == 0) return;
+  count_evicted(row, number);
   no_longer_read(row);
   counts_[row] = 0;
   std::atomic_signal_fence(std::memory_order_seq_cst);
@@ -150,8 +214,12 @@ void Consumption::make_sets() {
   for (std::uint64_t row = 0; row < rows_; ++row) {
     if ((counts_[row] & kReaders) != 0) counts_[row] &= ~kReaders;
   }
-  drawable_.assign([this](std::uint64_t row) { return numbers_[row] != 0 && count_of(row) < most_; });
-  used_.assign([this](std::uint64_t row) { return numbers_[row] != 0 && count_of(row) >= most_; });
+  if (rules_.any()) following_.clear();
+  for (std::uint64_t row = 0; rules_.any() && row < rows_; ++row) judge(row);
+  drawable_.assign([this](std::uint64_t row) {
+    return numbers_[row] != 0 && has_draws_left(row) && (!rules_.any() || following_.has(row));
+  });
+  used_.assign([this](std::uint64_t row) { return numbers_[row] != 0 && !has_draws_left(row); });
   const std::uint64_t left = header_->reading.exchange(0, std::memory_order_relaxed);  // by readers that died
   note_sizes();
   change.done();
@@ -185,8 +253,7 @@ std::uint64_t Consumption::claim(std::uint64_t key, std::uint64_t n, std::int64_
     if (!is_known(row, word)) continue;
     rows[taken] = static_cast<std::int64_t>(row);
     numbers[taken++] = static_cast<std::int64_t>(number_of(word));
-    ++counts_[row];
-    if ((counts_[row] & kReaders) != kReaders) counts_[row] += kReader;
+    count(row);
   }
   for (const std::uint64_t row : looked_at_) {
     if (is_being_read(row) && is_known(row, word_of(row))) {
@@ -197,6 +264,73 @@ std::uint64_t Consumption::claim(std::uint64_t key, std::uint64_t n, std::int64_
   }
   change.done();
   return taken;
+}
+
+// It is drawn once more.
+void Consumption::count(std::uint64_t row) {
+  if (most_ == 0) return;
+  ++counts_[row];
+  if ((counts_[row] & kReaders) != kReaders) counts_[row] += kReader;
+  if (rules_.any() && count_of(row) >= most_) header_->used_up.fetch_add(1, std::memory_order_relaxed);
+}
+
+void Consumption::admit(const std::int64_t* rows, const std::int64_t* numbers, std::uint64_t n, std::uint64_t each, std::uint64_t most,
+                        bool* taken) {
+  check(each > 0 && n % each == 0, "expected whole units of rows");
+  const OwnRows own(rows, n, rows_);
+  const RedoLock guard = lock();
+  Change change(*this);
+  for (std::uint64_t begin = 0; begin < n; begin += each) {
+    bool all = most > 0;
+    for (std::uint64_t i = begin; all && i < begin + each; ++i) {
+      const auto row = static_cast<std::uint64_t>(rows[i]);
+      const std::uint64_t word = word_of(row);
+      all = drawable_.has(row) && is_known(row, word) && static_cast<std::int64_t>(number_of(word)) == copied(numbers[i]);
+    }
+    taken[begin / each] = all;
+    if (!all) continue;
+    --most;
+    for (std::uint64_t i = begin; i < begin + each; ++i) {
+      const auto row = static_cast<std::uint64_t>(rows[i]);
+      count(row);
+      if (has_draws_left(row) || !drawable_.has(row)) continue;
+      drawable_.erase(row);
+      header_->reading.fetch_add(1, std::memory_order_relaxed);
+    }
+  }
+  change.done();
+}
+
+std::vector<std::int64_t> Consumption::drawable_rows() {
+  const RedoLock guard = lock();
+  std::vector<std::int64_t> rows;
+  rows.reserve(drawable_.size());
+  drawable_.each([&](std::uint64_t row) { rows.push_back(static_cast<std::int64_t>(row)); });
+  return rows;
+}
+
+void Consumption::set_floor(double floor) {
+  const RedoLock guard = lock();
+  const double before = copied(header_->floor);
+  if (!rules_.dated || std::isnan(floor) || floor == before) return;
+  Change change(*this);
+  header_->floor = floor;
+  const auto moved = [this](std::uint64_t row) {
+    if (!is_being_read(row)) place(row);
+  };
+  for (std::uint64_t row = 0; floor < before && row < rows_; ++row) judge(row), moved(row);
+  while (const auto oldest = following_.below(floor)) {
+    following_.erase(*oldest);
+    if (drawable_.has(*oldest)) header_->expired.fetch_add(1, std::memory_order_relaxed);
+    moved(*oldest);
+  }
+  change.done();
+}
+
+Consumption::Totals Consumption::totals() const {
+  if (!rules_.any()) return {};
+  const auto of = [](const Word& word) { return word.load(std::memory_order_relaxed); };
+  return {of(header_->used_up), of(header_->expired), of(header_->evicted), of(header_->starved)};
 }
 
 void Consumption::were_read(const std::int64_t* rows, const std::int64_t* numbers, std::uint64_t n) {
@@ -222,6 +356,7 @@ void Consumption::take_back(const std::int64_t* rows, const std::int64_t* number
     const auto row = static_cast<std::uint64_t>(rows[i]);
     if (!is_of(row, copied(numbers[i])) || count_of(row) == 0) continue;
     no_longer_read(row);
+    if (rules_.any() && !has_draws_left(row)) header_->used_up.fetch_sub(1, std::memory_order_relaxed);
     --counts_[row];
     if ((counts_[row] & kReaders) != 0) counts_[row] -= kReader;
     place(row);
@@ -274,6 +409,7 @@ void Consumption::scan(std::uint64_t begin, std::uint64_t end) {
   RedoChange change(redo_);
   for (std::uint64_t row = begin; row < end; ++row) {
     look_at(row);
+    judge(row);
     if (!is_being_read(row)) place(row);
   }
   note_sizes();
@@ -349,6 +485,7 @@ void Consumption::edited(const std::int64_t* rows, std::uint64_t n, std::uint64_
     const auto row = static_cast<std::uint64_t>(rows[i]);
     if (tickets_ == nullptr && numbers_[row] != 0) of_list_[row] = t0 + i;
     look_at(row);
+    judge(row);
     if (!is_being_read(row)) place(row);
   }
   change.done();

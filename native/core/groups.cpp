@@ -39,7 +39,6 @@ std::uint64_t earlier_bytes(std::uint64_t rows, std::uint64_t key_bytes) {
 
 std::uint64_t uses_bytes(std::uint64_t rows) { return rows * sizeof(std::uint64_t) + whole_words(rows * sizeof(std::uint32_t)); }
 std::uint64_t order_bytes(std::uint64_t rows) { return rows * (sizeof(std::uint64_t) + 4 * sizeof(std::uint32_t)) + whole_words(rows * sizeof(std::uint32_t)); }
-std::uint64_t versions_bytes(std::uint64_t rows) { return rows * (sizeof(double) + 2 * sizeof(std::uint32_t)); }
 
 GroupsHeader* begin_of(std::span<std::byte> memory) {
   check(memory.size() >= kPage, "groups in memory too small for their header");
@@ -55,43 +54,6 @@ GroupsHeader* header_in(std::span<std::byte> memory) {
       is_earlier(*header) ? earlier_bytes(rows, copied(header->key_bytes)) : Groups::bytes(rows, Groups::policy_of(memory));
   check(memory.size() == size, "groups in memory of another size");
   return header;
-}
-
-// Null: no numbers of which one can be NaN.
-using HasNan = bool (*)(const std::byte* row, std::uint64_t bytes);
-HasNan has_nan(const GroupsField& field) {
-  return of_reals<HasNan>(
-      field.code, field.bits,
-      []<class T>() -> HasNan {
-        if constexpr (std::is_integral_v<T>) {
-          return nullptr;
-        } else {
-          return [](const std::byte* row, std::uint64_t bytes) {
-            for (std::uint64_t i = 0; i + sizeof(T) <= bytes; i += sizeof(T)) {
-              T value;
-              std::memcpy(&value, row + i, sizeof value);
-              if (std::isnan(static_cast<double>(value))) return true;
-            }
-            return false;
-          };
-        }
-      },
-      nullptr);
-}
-
-// Null: no real numbers.
-using Number = double (*)(const std::byte* row);
-Number number_as(const GroupsField& field) {
-  return of_reals<Number>(
-      field.code, field.bits,
-      []<class T>() -> Number {
-        return [](const std::byte* row) {
-          T value;
-          std::memcpy(&value, row, sizeof value);
-          return static_cast<double>(value);
-        };
-      },
-      nullptr);
 }
 
 /// Different numbers below n, in random order. Cost: O(1) each.
@@ -129,14 +91,12 @@ class Shuffled {
 }  // namespace
 
 std::uint64_t Groups::bytes(std::uint64_t rows, const GroupsPolicy& policy) {
-  check(policy.ready.size() <= GroupsHeader::kReady, "groups: expected at most 16 fields that are to be ready");
-  for (const GroupsField& field : policy.ready) check(has_nan(field) != nullptr, "groups: expected floating numbers where NaN is not ready");
+  policy.rules().check();
   check(policy.most < kMostUses, "groups: expected fewer than 2^24 uses");
-  check(!policy.dated || number_as(policy.version) != nullptr, "groups: expected versions that are real numbers");
   check(policy.order <= GroupsOrder::spread && (policy.order == GroupsOrder::none || policy.least > 0), "groups: expected an order of groups");
   check(policy.order != GroupsOrder::spread || number_as(policy.reward) != nullptr, "groups: expected rewards that are real numbers");
   return earlier_bytes(rows, policy.key_bytes) + GroupsHeader::kComplete * RowSet::bytes(rows) + (policy.most > 0 ? uses_bytes(rows) : 0) +
-         (policy.dated ? versions_bytes(rows) : 0) + (policy.order != GroupsOrder::none ? order_bytes(rows) : 0);
+         (policy.dated ? VersionHeap::bytes(rows) : 0) + (policy.order != GroupsOrder::none ? order_bytes(rows) : 0);
 }
 
 void Groups::format(std::span<std::byte> memory, std::uint64_t rows, const GroupsPolicy& policy) {
@@ -210,15 +170,14 @@ Groups::Groups(std::span<std::byte> memory, const Control& tickets, std::vector<
       trees_{reinterpret_cast<Node*>(keys_ + rows_ * key_stride_ + RowSet::bytes(rows_)), numbers_, rows_},
       groups_(reinterpret_cast<Group*>(trees_.nodes + rows_)),
       buckets_(reinterpret_cast<Id*>(groups_ + rows_)),
-      fields_(std::move(fields)) {
+      fields_(std::move(fields)),
+      looked_at_(key_stride_) {
   const bool by_spread = policy_.order == GroupsOrder::spread;
   check(fields_.size() == 1 + policy_.ready.size() + (policy_.dated ? 1 : 0) + (by_spread ? 1 : 0), "groups with other fields than theirs");
   check(fields_[0].row_bytes == key_bytes_, "groups by a field of another size");
   for (const Field& field : fields_) check(field.data != nullptr, "groups by a field that is not there");
-  check(!policy_.dated || version_field().row_bytes * 8 == policy_.version.bits, "groups: expected one version per row");
-  std::uint64_t looked_at = key_stride_;
-  for (std::size_t i = 1; i < fields_.size(); ++i) looked_at = std::max(looked_at, key_stride_ + fields_[i].row_bytes);
-  looked_at_.resize(looked_at);
+  const RowRules rules = policy_.rules();
+  reader_ = RuleReader(rules, std::span(fields_).subspan(1, rules.fields().size()));
   if (is_earlier(*header_)) return;
   std::byte* at = memory.data() + earlier_bytes(rows_, key_bytes_);
   for (std::uint64_t i = 0; i < GroupsHeader::kComplete; ++i, at += RowSet::bytes(rows_)) complete_.emplace_back(at, rows_);
@@ -228,10 +187,8 @@ Groups::Groups(std::span<std::byte> memory, const Control& tickets, std::vector<
     at += uses_bytes(rows_);
   }
   if (policy_.dated) {
-    versions_ = reinterpret_cast<double*>(at);
-    ages_ = reinterpret_cast<Id*>(versions_ + rows_);
-    places_ = ages_ + rows_;
-    at += versions_bytes(rows_);
+    versions_ = VersionHeap(at, rows_, header_->dated_rows);
+    at += VersionHeap::bytes(rows_);
   }
   if (policy_.order != GroupsOrder::none) {
     order_ = reinterpret_cast<std::uint64_t*>(at);
@@ -391,57 +348,6 @@ RowSet& Groups::complete(std::uint64_t least) {
 
 // ---- versions --------------------------------------------------------------------------------------------------------
 
-bool Groups::is_older_version(Id a, Id b) const {
-  const double mine = versions_[a - 1], other = versions_[b - 1];
-  return mine < other || (mine == other && a < b);
-}
-
-void Groups::age_at(std::uint64_t place, Id id) {
-  ages_[place] = id;
-  places_[id - 1] = static_cast<Id>(place + 1);
-}
-
-// The row at that place goes up or down until none above it is newer.
-void Groups::sift(std::uint64_t place) {
-  const std::uint64_t n = copied(header_->dated_rows);
-  intact(n <= rows_ && place < n, Trees::kTree);
-  const Id id = copied(ages_[place]);
-  const auto in = [this](std::uint64_t at) {
-    const Id there = copied(ages_[at]);
-    intact(there > 0 && there <= rows_, Trees::kTree);
-    return there;
-  };
-  intact(id > 0 && id <= rows_, Trees::kTree);
-  for (; place > 0 && is_older_version(id, in((place - 1) / 2)); place = (place - 1) / 2) age_at(place, in((place - 1) / 2));
-  for (std::uint64_t child; (child = 2 * place + 1) < n; place = child) {
-    if (child + 1 < n && is_older_version(in(child + 1), in(child))) ++child;
-    if (!is_older_version(in(child), id)) break;
-    age_at(place, in(child));
-  }
-  age_at(place, id);
-}
-
-void Groups::date(Id id, double version) {
-  const std::uint64_t n = copied(header_->dated_rows);
-  intact(n < rows_, Trees::kTree);
-  versions_[id - 1] = version;
-  header_->dated_rows = n + 1;
-  age_at(n, id);
-  sift(n);
-}
-
-void Groups::undate(Id id) {
-  const std::uint64_t n = copied(header_->dated_rows), place = copied(places_[id - 1]);
-  intact(n > 0 && n <= rows_ && place > 0 && place <= n && copied(ages_[place - 1]) == id, Trees::kTree);
-  const Id last = copied(ages_[n - 1]);
-  intact(last > 0 && last <= rows_, Trees::kTree);
-  header_->dated_rows = n - 1;
-  places_[id - 1] = 0;
-  if (last == id) return;
-  age_at(place - 1, last);
-  sift(place - 1);
-}
-
 // Rows of versions below it leave their groups. O(log rows) for each; a lower floor than before: O(rows).
 void Groups::expire(double floor) {
   const double before = copied(header_->floor);
@@ -451,11 +357,9 @@ void Groups::expire(double floor) {
   if (floor < before) {
     for (std::uint64_t row = 0; row < rows_; ++row) look_at(row);
   }
-  while (copied(header_->dated_rows) > 0) {
-    const Id oldest = copied(ages_[0]);
-    intact(oldest > 0 && oldest <= rows_ && numbers_[oldest - 1] != 0, Trees::kTree);
-    if (!(versions_[oldest - 1] < floor)) break;
-    forget(oldest - 1);
+  while (const auto oldest = versions_.below(floor)) {
+    intact(numbers_[*oldest] != 0, Trees::kTree);
+    forget(*oldest);
     header_->expired.fetch_add(1, std::memory_order_relaxed);
   }
   change.done();
@@ -518,25 +422,15 @@ void Groups::forget(std::uint64_t row) {
   Group& from = group(of);
   set_root(from, trees_.without(from.root, id));
   if (from.root == 0) remove_group(of);
-  if (policy_.dated) undate(id);
+  if (policy_.dated) versions_.erase(row);
   numbers_[row] = 0;
 }
 
 // Notes what a row says that was whole under that word. Whether it is admitted; its ticket is to be looked at again.
 bool Groups::read(std::uint64_t row, std::uint64_t word) {
   copy_from_shared(looked_at_.data(), fields_[0].row(row), key_bytes_);
-  bool ready = true;
-  std::byte* const values = looked_at_.data() + key_stride_;
-  for (std::size_t i = 0; i < policy_.ready.size(); ++i) {
-    const Field& field = fields_[1 + i];
-    copy_from_shared(values, field.row(row), field.row_bytes);
-    ready = ready && !has_nan(policy_.ready[i])(values, field.row_bytes);
-  }
-  if (policy_.dated) {
-    copy_from_shared(values, version_field().row(row), version_field().row_bytes);
-    version_ = number_as(policy_.version)(values);
-    ready = ready && version_ >= copied(header_->floor);  // NaN is not
-  }
+  version_ = reader_.read(row);
+  const bool ready = policy_.dated ? version_ >= copied(header_->floor) : !std::isnan(version_);  // NaN is not
   if (!counts()) return ready;
   write_ = tickets_.write_of(row, word);
   return ready;
@@ -569,7 +463,7 @@ bool Groups::look_at(std::uint64_t row) {
     const Id id = static_cast<Id>(row + 1), of = find_or_make(looked_at_.data());
     Group& to = group(of);
     numbers_[row] = number;
-    if (policy_.dated) date(id, version_);
+    if (policy_.dated) versions_.insert(row, version_);
     node(id) = {of, 0, 0, 1};
     set_root(to, trees_.with(to.root, id));
     return true;

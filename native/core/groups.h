@@ -28,24 +28,20 @@
 #include "control.h"
 #include "gather.h"
 #include "random.h"
+#include "row_rules.h"
 #include "row_set.h"
 #include "row_trees.h"
 #include "shared_mutex.h"
 
 namespace engram {
 
-/// A field of numbers, and their dtype, as DLPack names it.
-struct GroupsField {
-  std::uint32_t number;
-  std::uint8_t code, bits;
-  std::uint16_t unused;
-};
+using GroupsField = RuleField;
 
 /// By which groups are in order: by when their newest row was written or edited, or by the variance of their rewards.
 enum class GroupsOrder : std::uint64_t { none, age, spread };
 
 struct GroupsHeader {
-  static constexpr std::uint64_t kReady = 16, kComplete = 4;
+  static constexpr std::uint64_t kReady = RowRules::kReady, kComplete = 4;
 
   char magic[8];  // "enggrou\2"; of earlier versions, which end behind the mutex and the buckets, \1
   std::uint64_t rows;
@@ -75,7 +71,7 @@ struct GroupsHeader {
   GroupsField reward;           // that the order is by
   std::uint64_t first;          // root of the tree of groups in order
 };
-static_assert(sizeof(GroupsHeader) <= kPage && sizeof(GroupsField) == 8);
+static_assert(sizeof(GroupsHeader) <= kPage);
 
 /// Which rows are in groups, and which field says in which one.
 struct GroupsPolicy {
@@ -88,6 +84,8 @@ struct GroupsPolicy {
   GroupsOrder order = GroupsOrder::none;
   std::uint64_t least = 0;       // rows of each group that is in order
   GroupsField reward = {};       // that the spread is of
+
+  RowRules rules() const { return {ready, dated, version}; }
 };
 
 class Groups : public ContentIndex {
@@ -218,11 +216,6 @@ class Groups : public ContentIndex {
   void forget_all() override;
   void forget(std::uint64_t row);
 
-  bool is_older_version(Id a, Id b) const;
-  void age_at(std::uint64_t place, Id id);
-  void sift(std::uint64_t place);
-  void date(Id id, double version);
-  void undate(Id id);
   void expire(double floor);
 
   std::vector<Id> choose(const Random& random, const Asked& asked, bool& repeated);
@@ -231,7 +224,6 @@ class Groups : public ContentIndex {
   void count(std::vector<Id> roots);
   void end_counting();
   bool counts() const { return policy_.most > 0; }
-  const Field& version_field() const { return fields_[1 + policy_.ready.size()]; }
 
   GroupsHeader* header_;
   GroupsPolicy policy_;                     // a copy, as are the next: the memory may be shared
@@ -245,13 +237,13 @@ class Groups : public ContentIndex {
   std::vector<RowSet> complete_;  // none in memory of earlier versions
   std::uint64_t* writes_ = nullptr;  // that the uses are of
   std::uint32_t* uses_ = nullptr;
-  double* versions_ = nullptr;  // of admitted rows
-  Id *ages_ = nullptr, *places_ = nullptr;  // a heap of them, the oldest version first; and of each row its place there + 1
+  VersionHeap versions_;        // of admitted rows
   std::uint64_t* order_ = nullptr;  // of the newest row of a group that is in order, its place there: what it is compared by
   Trees in_order_;                  // of these rows, one tree
   Id* newest_ = nullptr;            // of a group that is in order: that row; else 0
   std::vector<Field> fields_;               // the key, those that say whether a row is ready, the version, the reward
-  std::vector<std::byte> looked_at_;        // what a row says in them, of the call under way: the key filled up to key_stride_
+  RuleReader reader_;                       // of the second and the third
+  std::vector<std::byte> looked_at_;        // the key of a row, of the call under way, filled up to key_stride_
   double version_ = 0;                      // and its version
   std::uint64_t write_ = 0;                 // and the number of its write
 };
