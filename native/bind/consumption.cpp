@@ -8,12 +8,15 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <utility>
+#include <vector>
 
 #include "../core/consumption.h"
 #include "../core/store.h"
 #include "column.h"
 #include "interpreter.h"
 #include "memory.h"
+#include "rules.h"
 #include "tensors.h"
 
 namespace nb = nanobind;
@@ -32,8 +35,63 @@ struct Tickets {
 
 class BoundConsumption : private Tickets, public Consumption {
  public:
-  BoundConsumption(std::span<std::byte> memory, const Store* store) : Tickets(store), Consumption(memory, control.get()) {}
+  BoundConsumption(std::span<std::byte> memory, const Store* store)
+      : Tickets(store), Consumption(memory, control.get(), fields_of(memory, store)) {}
+
+ private:
+  static std::vector<Field> fields_of(std::span<std::byte> memory, const Store* store) {
+    const RowRules rules = Consumption::rules_of(memory);
+    check(store != nullptr || !rules.any(), "rules of rows that are no fields");
+    return store == nullptr ? std::vector<Field>() : fields_numbered(rules.fields(), *store);
+  }
 };
+
+RowRules rules_in(const nb::tuple& given) {
+  RowRules rules;
+  if (given.size() == 0) return rules;
+  for (const nb::handle field : given[0]) rules.ready.push_back(rule_field_in(field));
+  rules.dated = !nb::handle(given[1]).is_none();
+  if (rules.dated) rules.version = rule_field_in(given[1]);
+  return rules;
+}
+
+// The same, with the numbers of fields alone.
+nb::tuple written(const RowRules& rules) {
+  nb::list ready;
+  for (const RuleField& field : rules.ready) ready.append(field.number);
+  nb::object version = nb::none();
+  if (rules.dated) version = nb::int_(rules.version.number);
+  return nb::make_tuple(nb::tuple(ready), version);
+}
+
+nb::object admit(BoundConsumption& self, Numbers rows, Numbers numbers, std::uint64_t each, std::uint64_t most) {
+  check(each > 0, "expected whole units of rows");
+  const std::uint64_t units = rows.size / each;
+  const auto taken = std::make_unique<bool[]>(units);
+  {
+    const WithoutInterpreter running(rows.size <= kBrief);
+    self.admit(rows.data, numbers.of(rows.size), rows.size, each, most, taken.get());
+  }
+  std::uint64_t found = 0;
+  OutputBuffers buffers;
+  buffers.add(kNumbers, static_cast<std::int64_t>(units));
+  for (std::uint64_t unit = 0; unit < units; ++unit) {
+    if (taken[unit]) buffers.at<std::int64_t>(0)[found++] = static_cast<std::int64_t>(unit);
+  }
+  return std::move(buffers).tensors(static_cast<std::int64_t>(found))[0];
+}
+
+nb::object drawable_rows(BoundConsumption& self) {
+  std::vector<std::int64_t> rows;
+  {
+    const nb::gil_scoped_release running;
+    rows = self.drawable_rows();
+  }
+  OutputBuffers buffers;
+  buffers.add(kNumbers, static_cast<std::int64_t>(rows.size()));
+  std::copy(rows.begin(), rows.end(), buffers.at<std::int64_t>(0));
+  return std::move(buffers).tensors(static_cast<std::int64_t>(rows.size()))[0];
+}
 
 nb::object claim(BoundConsumption& self, std::uint64_t key, std::uint64_t n) {
   check(n < std::uint64_t{1} << 48, "a batch of more rows than there is memory");
@@ -62,11 +120,17 @@ nb::object used_rows(BoundConsumption& self, std::uint64_t n) {
 }
 
 void bind_memory(nb::module_& m) {
-  m.def("consumption_bytes", &Consumption::bytes, "rows"_a, "Bytes of the counts of that many rows.");
+  m.def(
+      "consumption_bytes", [](std::uint64_t rows, const nb::tuple& rules) { return Consumption::bytes(rows, rules_in(rules)); }, "rows"_a,
+      "rules"_a = nb::tuple(), "Bytes of the counts of that many rows.");
   m.def(
       "format_consumption",
-      [](Address memory, std::uint64_t bytes, std::uint64_t rows, std::uint64_t most) { Consumption::format(block(memory, bytes), rows, most); },
-      "memory"_a, "bytes"_a, "rows"_a, "most"_a, "Writes the header into zeroed memory.");
+      [](Address memory, std::uint64_t bytes, std::uint64_t rows, std::uint64_t most, const nb::tuple& rules) {
+        Consumption::format(block(memory, bytes), rows, most, rules_in(rules));
+      },
+      "memory"_a, "bytes"_a, "rows"_a, "most"_a, "rules"_a = nb::tuple(),
+      "Writes the header into zeroed memory. `rules`: none, or (fields that are to be ready, field of the version or None); such a field is "
+      "(its number, its spec). With rules `most` may be 0: any number.");
   m.def(
       "copy_consumption",
       [](Address from, Address to, std::uint64_t bytes) {
@@ -96,6 +160,11 @@ void bind_claims(nb::class_<BoundConsumption, Index>& type) {
             self.take_back(rows.data, numbers.of(rows.size), rows.size);
           },
           "rows"_a, "numbers"_a, "What claim returned was not read: it counts as drawn once less.")
+      .def("admit", &admit, "rows"_a, "numbers"_a, "each"_a, "most"_a,
+           "Of rows that someone else has drawn, so many at a time: which of these units, at most so many, are taken, and counted.")
+      .def("drawable_rows", &drawable_rows, "Rows that can be drawn, ascending.")
+      .def("set_floor", &BoundConsumption::set_floor, "floor"_a, nb::call_guard<nb::gil_scoped_release>(), "The oldest version from now on.")
+      .def("count_starved", &BoundConsumption::count_starved, "A draw found no row.")
       .def("used_rows", &used_rows, "n"_a, "The first n rows that are used up.");
 }
 
@@ -114,6 +183,14 @@ void bind_consumption(nb::module_& m) {
           "memory"_a, "bytes"_a, "store"_a.none(), "keep"_a, nb::keep_alive<1, 5>())
       .def_prop_ro("rows", [](const BoundConsumption& self) { return self.rows(); })
       .def_prop_ro("most", [](const BoundConsumption& self) { return self.most(); }, "Draws of a row.")
+      .def_prop_ro("rules", [](const BoundConsumption& self) { return written(self.rules()); }, "As for format_consumption, numbers of fields alone.")
+      .def_prop_ro(
+          "totals",
+          [](const BoundConsumption& self) {
+            const Consumption::Totals totals = self.totals();
+            return nb::make_tuple(totals.used, totals.expired, totals.evicted, totals.starved);
+          },
+          "Rows that were used up, became too old, or were overwritten before either; draws that found none. Counted where there are rules.")
       .def_prop_ro("drawable", [](const BoundConsumption& self) { return self.drawable(); }, "Rows that can be drawn.")
       .def_prop_ro("used", [](const BoundConsumption& self) { return self.used(); }, "Rows that are used up.")
       .def(

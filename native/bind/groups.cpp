@@ -19,6 +19,7 @@
 #include "column.h"
 #include "interpreter.h"
 #include "memory.h"
+#include "rules.h"
 #include "tensors.h"
 
 namespace nb = nanobind;
@@ -32,35 +33,23 @@ constexpr std::uint64_t kBrief = 256;  // rows
 std::vector<Field> fields_of(std::span<std::byte> memory, const Store& store) {
   const GroupsPolicy policy = Groups::policy_of(memory);
   std::vector<std::uint64_t> numbers{policy.field};
-  for (const GroupsField& field : policy.ready) numbers.push_back(field.number);
-  if (policy.dated) numbers.push_back(policy.version.number);
+  for (const std::uint64_t number : policy.rules().fields()) numbers.push_back(number);
   if (policy.order == GroupsOrder::spread) numbers.push_back(policy.reward.number);
-  std::vector<Field> fields;
-  for (const std::uint64_t number : numbers) {
-    check(number < store.fields(), "groups by a field that the store does not have");
-    fields.push_back(store.field(number));
-  }
-  return fields;
-}
-
-GroupsField numbers_in(nb::handle given) {
-  const auto number = nb::cast<std::uint32_t>(given[0]);
-  const RowSpec spec = spec_of(given[1]);
-  return {number, spec.code, spec.bits, 0};
+  return fields_numbered(numbers, store);
 }
 
 // As Python writes it: (field of the key, its bytes, fields that are to be ready, uses, field of the version or None, staleness, order, rows
 // of each group that is in order, field of the reward or None).
 GroupsPolicy policy_in(const nb::tuple& given) {
   GroupsPolicy policy{.field = nb::cast<std::uint64_t>(given[0]), .key_bytes = nb::cast<std::uint64_t>(given[1])};
-  for (const nb::handle field : given[2]) policy.ready.push_back(numbers_in(field));
+  for (const nb::handle field : given[2]) policy.ready.push_back(rule_field_in(field));
   policy.most = nb::cast<std::uint64_t>(given[3]);
   policy.dated = !nb::handle(given[4]).is_none();
-  if (policy.dated) policy.version = numbers_in(given[4]);
+  if (policy.dated) policy.version = rule_field_in(given[4]);
   policy.staleness = nb::cast<std::uint64_t>(given[5]);
   policy.order = static_cast<GroupsOrder>(nb::cast<std::uint64_t>(given[6]));
   policy.least = nb::cast<std::uint64_t>(given[7]);
-  if (policy.order == GroupsOrder::spread) policy.reward = numbers_in(given[8]);
+  if (policy.order == GroupsOrder::spread) policy.reward = rule_field_in(given[8]);
   return policy;
 }
 

@@ -1,11 +1,13 @@
 #include "consumption.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <new>
 #include <stdexcept>
 
 #include "check.h"
+#include "fence.h"
 #include "random.h"
 #include "row_limits.h"
 #include "wait.h"
@@ -13,72 +15,83 @@
 namespace engram {
 namespace {
 
-constexpr char kMagic[8] = {'e', 'n', 'g', 'c', 'o', 'n', 's', '\1'};
+constexpr char kMagic[8] = {'e', 'n', 'g', 'c', 'o', 'n', 's', '\1'}, kRuled[8] = {'e', 'n', 'g', 'c', 'o', 'n', 's', '\2'};
 constexpr std::uint64_t kMostRows = std::uint64_t{1} << 32;
 constexpr auto kReading = std::chrono::seconds(1);  // that a draw may take longer than the look for a death
 constexpr std::uint64_t kMostDraws = std::uint64_t{1} << 24;
 
 std::uint64_t sets_at(std::uint64_t rows) { return kPage + (rows * sizeof(std::uint64_t) + 63) / 64 * 64; }
 
-ConsumptionHeader* header_in(std::span<std::byte> memory) {
+std::uint64_t heap_at(std::uint64_t rows) { return (sets_at(rows) + 2 * RowSet::bytes(rows) + rows * sizeof(std::uint32_t) + 7) / 8 * 8; }
+
+bool is_ruled(const ConsumptionHeader& header) { return std::memcmp(header.magic, kRuled, sizeof kRuled) == 0; }
+
+ConsumptionHeader* begin_of(std::span<std::byte> memory) {
   check(memory.size() >= kPage, "counts of draws in memory too small for their header");
   auto* header = reinterpret_cast<ConsumptionHeader*>(memory.data());
-  check(std::memcmp(header->magic, kMagic, sizeof kMagic) == 0, "no counts of draws, or of another format");
-  check(memory.size() == Consumption::bytes(copied(header->rows)), "counts of draws in memory of another size");
+  check(std::memcmp(header->magic, kMagic, sizeof kMagic) == 0 || is_ruled(*header), "no counts of draws, or of another format");
   return header;
+}
+
+ConsumptionHeader* header_in(std::span<std::byte> memory) {
+  ConsumptionHeader* header = begin_of(memory);
+  check(memory.size() == Consumption::bytes(copied(header->rows), Consumption::rules_of(memory)), "counts of draws in memory of another size");
+  return header;
+}
+
+void check_most(std::uint64_t most, const RowRules& rules) {
+  check((most > 0 || rules.any()) && most < kMostDraws, "counts of draws: expected 1 to 2^24 - 1 draws of a row");
 }
 
 }  // namespace
 
-class Consumption::Lock {
- public:
-  /// `news`: 1 if the next holder of the mutex must look at all rows in case this one waits in vain.
-  explicit Lock(Consumption& self, std::uint64_t news = 0) try : lock_(self.header_->mutex, [] {}) {
-    const bool missed = self.header_->missed.load(std::memory_order_acquire) != 0;
-    if (!missed && self.header_->redo.load(std::memory_order_relaxed) == 0) [[likely]] return;
-    let_go();
-    missed ? self.look_at_all() : self.make_sets();  // who wrote what is not known yet will tell it, but for those who could not
-  } catch (const Stalled&) {
-    self.header_->missed.fetch_or(news, std::memory_order_acq_rel);
-  }
-
- private:
-  SharedLock lock_;
-};
-
-// A killed process leaves what it executed, in program order.
 class Consumption::Change {
  public:
-  explicit Change(Consumption& self) : self_(self) {
-#ifndef ENGRAM_WITHOUT_REDO  // the tests of death must fail then: make negative-controls
-    self_.header_->redo.store(1, std::memory_order_relaxed);
-#endif
-    std::atomic_signal_fence(std::memory_order_seq_cst);
-  }
-  void done() {
-    std::atomic_signal_fence(std::memory_order_seq_cst);
-    self_.header_->drawable.store(self_.drawable_.size(), std::memory_order_release);
-    self_.header_->used.store(self_.used_.size(), std::memory_order_release);
-    self_.header_->redo.store(0, std::memory_order_relaxed);
+  explicit Change(Consumption& self) : self_(self), before_(self.in_flight()), change_(self.redo_) {}
+  /// `more`: rows that were to become ones that can be drawn.
+  void done(std::uint64_t more = 0) {
+    self_.note_sizes();
+    change_.done();
+    self_.tell_limits(before_ + more);
   }
 
  private:
   Consumption& self_;
+  const std::uint64_t before_;
+  RedoChange change_;
 };
 
-std::uint64_t Consumption::bytes(std::uint64_t rows) {
+std::uint64_t Consumption::bytes(std::uint64_t rows, const RowRules& rules) {
   check(rows > 0 && rows < kMostRows, "counts of draws: expected a store of 1 to 2^32 - 1 rows");
-  return sets_at(rows) + 2 * RowSet::bytes(rows) + rows * sizeof(std::uint32_t);
+  rules.check();
+  return rules.any() ? heap_at(rows) + VersionHeap::bytes(rows) : sets_at(rows) + 2 * RowSet::bytes(rows) + rows * sizeof(std::uint32_t);
 }
 
-void Consumption::format(std::span<std::byte> memory, std::uint64_t rows, std::uint64_t most) {
-  check(memory.size() == bytes(rows), "counts of draws in memory of another size");
-  check(most > 0 && most < kMostDraws, "counts of draws: expected 1 to 2^24 - 1 draws of a row");
+void Consumption::format(std::span<std::byte> memory, std::uint64_t rows, std::uint64_t most, const RowRules& rules) {
+  check(memory.size() == bytes(rows, rules), "counts of draws in memory of another size");
+  check_most(most, rules);
   auto* header = new (memory.data()) ConsumptionHeader{};
   header->rows = rows;
   header->most = most;
+  header->ready_fields = rules.ready.size();
+  std::copy(rules.ready.begin(), rules.ready.end(), header->ready);
+  header->dated = rules.dated ? 1 : 0;
+  header->version = rules.version;
+  if (rules.any()) header->floor = -std::numeric_limits<double>::infinity();
   header->mutex.format();
-  std::memcpy(header->magic, kMagic, sizeof kMagic);
+  std::memcpy(header->magic, rules.any() ? kRuled : kMagic, sizeof kMagic);
+}
+
+RowRules Consumption::rules_of(std::span<std::byte> memory) {
+  const ConsumptionHeader* header = begin_of(memory);
+  RowRules rules;
+  if (!is_ruled(*header)) return rules;
+  const std::uint64_t ready = copied(header->ready_fields);
+  check(ready <= RowRules::kReady, "rules of rows: expected at most 16 fields that are to be ready");
+  rules.ready.assign(header->ready, header->ready + ready);
+  rules.dated = copied(header->dated) != 0;
+  if (rules.dated) rules.version = header->version;
+  return rules;
 }
 
 void Consumption::reset_mutex(std::span<std::byte> memory) { header_in(memory)->mutex.format(); }
@@ -91,17 +104,24 @@ void Consumption::copy(std::span<std::byte> from, std::span<std::byte> to) {
   header_in(to)->redo.store(1, std::memory_order_relaxed);
 }
 
-Consumption::Consumption(std::span<std::byte> memory, const Control* tickets)
+Consumption::Consumption(std::span<std::byte> memory, const Control* tickets, std::span<const Field> fields)
     : header_(header_in(memory)),
+      redo_(RedoWords::of(*header_)),
       rows_(copied(header_->rows)),
       most_(copied(header_->most)),
       numbers_(reinterpret_cast<std::uint64_t*>(memory.data() + kPage)),
       counts_(reinterpret_cast<std::uint32_t*>(memory.data() + sets_at(rows_) + 2 * RowSet::bytes(rows_))),
       drawable_(memory.data() + sets_at(rows_), rows_),
       used_(memory.data() + sets_at(rows_) + RowSet::bytes(rows_), rows_),
+      rules_(rules_of(memory)),
+      reader_(rules_, fields),
       tickets_(tickets),
       of_list_(tickets == nullptr ? std::vector<std::uint64_t>(numbers_, numbers_ + rows_) : std::vector<std::uint64_t>()) {
-  check(most_ > 0 && most_ < kMostDraws, "counts of draws: expected 1 to 2^24 - 1 draws of a row");
+  check_most(most_, rules_);
+  if (rules_.any()) {
+    check(tickets != nullptr, "rules of rows that are no fields");
+    following_ = VersionHeap(memory.data() + heap_at(rows_), rows_, header_->following);
+  }
   check(tickets == nullptr || tickets->capacity() == rows_, "counts of draws of a store of another capacity");
 }
 
@@ -126,24 +146,48 @@ bool Consumption::is_of(std::uint64_t row, std::int64_t drawn) const {
   return numbers_[row] != 0 && numbers_[row] <= number && (numbers_[row] == number || is_known(row, word_of(row)));
 }
 
+// Before its number changes.
+void Consumption::count_evicted(std::uint64_t row, std::uint64_t number) {
+  if (rules_.any() && number != 0 && numbers_[row] != 0 && numbers_[row] != number && most_ > 0 && has_draws_left(row)) {
+    header_->evicted.fetch_add(1, std::memory_order_relaxed);
+  }
+}
+
 // Before its number or count changes, or it is placed.
 void Consumption::no_longer_read(std::uint64_t row) {
   if (is_being_read(row)) header_->reading.fetch_sub(1, std::memory_order_relaxed);
 }
 
+// Whether it follows the rules. One that is being written or edited does not: whoever does so tells of it when the row is whole.
+void Consumption::judge(std::uint64_t row) {
+  if (!rules_.any()) return;
+  if (following_.has(row)) following_.erase(row);
+  while (numbers_[row] != 0) {
+    const std::uint64_t word = tickets_->word(row).load(std::memory_order_acquire);
+    if (!is_committed(word)) return;
+    const double version = reader_.read(row);
+    fence(std::memory_order_acquire);
+    if (tickets_->word(row).load(std::memory_order_relaxed) != word) continue;
+    if (version >= copied(header_->floor)) following_.insert(row, version);  // NaN is not
+    return;
+  }
+}
+
 // The row belongs into one set, or into none.
 void Consumption::place(std::uint64_t row) {
-  const bool live = numbers_[row] != 0, left = count_of(row) < most_;
-  live && left ? drawable_.insert(row) : drawable_.erase(row);
+  const bool live = numbers_[row] != 0, left = has_draws_left(row);
+  live && left && (!rules_.any() || following_.has(row)) ? drawable_.insert(row) : drawable_.erase(row);
   live && !left ? used_.insert(row) : used_.erase(row);
 }
 
 // The count first: if the process dies behind it, the row is not known, and its news come again.
 void Consumption::note(std::uint64_t row, std::uint64_t number, std::uint32_t count) {
+  count_evicted(row, number);
   no_longer_read(row);
   counts_[row] = count;
   std::atomic_signal_fence(std::memory_order_seq_cst);
   numbers_[row] = number;
+  judge(row);
   place(row);
 }
 
@@ -153,42 +197,52 @@ void Consumption::look_at(std::uint64_t row) {
   const bool holds = Control::holds_write(word), gone = !holds && state_of(word) != State::writing;
   const std::uint64_t number = holds ? write_of(row, word) : 0;
   if (holds ? numbers_[row] == number : !gone || numbers_[row] == 0) return;
+  count_evicted(row, number);
   no_longer_read(row);
   counts_[row] = 0;
   std::atomic_signal_fence(std::memory_order_seq_cst);
   numbers_[row] = number;
 }
 
+void Consumption::note_sizes() {
+  header_->drawable.store(drawable_.size(), std::memory_order_release);
+  header_->used.store(used_.size(), std::memory_order_release);
+}
+
 void Consumption::make_sets() {
-  Change change(*this);
+  RedoChange change(redo_);
   for (std::uint64_t row = 0; row < rows_; ++row) {
     if ((counts_[row] & kReaders) != 0) counts_[row] &= ~kReaders;
   }
-  drawable_.assign([this](std::uint64_t row) { return numbers_[row] != 0 && count_of(row) < most_; });
-  used_.assign([this](std::uint64_t row) { return numbers_[row] != 0 && count_of(row) >= most_; });
+  if (rules_.any()) following_.clear();
+  for (std::uint64_t row = 0; rules_.any() && row < rows_; ++row) judge(row);
+  drawable_.assign([this](std::uint64_t row) {
+    return numbers_[row] != 0 && has_draws_left(row) && (!rules_.any() || following_.has(row));
+  });
+  used_.assign([this](std::uint64_t row) { return numbers_[row] != 0 && !has_draws_left(row); });
   const std::uint64_t left = header_->reading.exchange(0, std::memory_order_relaxed);  // by readers that died
+  note_sizes();
   change.done();
   tell_limits(in_flight() + left);
 }
 
 void Consumption::look_at_all() {
-  Change change(*this);
+  RedoChange change(redo_);
   header_->missed.store(0, std::memory_order_relaxed);
   for (std::uint64_t row = 0; row < rows_; ++row) look_at(row);
   make_sets();
 }
 
 void Consumption::put_in_order() {
-  const Lock guard(*this);
+  const RedoLock guard = lock();
   look_at_all();
   if (tickets_ != nullptr) Limits(*tickets_).count_again([this] { return in_flight(); });
 }
 
 std::uint64_t Consumption::claim(std::uint64_t key, std::uint64_t n, std::int64_t* rows, std::int64_t* numbers) {
   const Random random(key);
-  const Lock guard(*this);
+  const RedoLock guard = lock();
   Change change(*this);
-  const std::uint64_t before = in_flight();
   looked_at_.clear();
   std::uint64_t taken = 0;
   for (std::uint64_t i = 0, left = drawable_.size(); taken < n && left > 0; ++i, --left) {
@@ -199,8 +253,7 @@ std::uint64_t Consumption::claim(std::uint64_t key, std::uint64_t n, std::int64_
     if (!is_known(row, word)) continue;
     rows[taken] = static_cast<std::int64_t>(row);
     numbers[taken++] = static_cast<std::int64_t>(number_of(word));
-    ++counts_[row];
-    if ((counts_[row] & kReaders) != kReaders) counts_[row] += kReader;
+    count(row);
   }
   for (const std::uint64_t row : looked_at_) {
     if (is_being_read(row) && is_known(row, word_of(row))) {
@@ -210,15 +263,80 @@ std::uint64_t Consumption::claim(std::uint64_t key, std::uint64_t n, std::int64_
     }
   }
   change.done();
-  tell_limits(before);
   return taken;
+}
+
+// It is drawn once more.
+void Consumption::count(std::uint64_t row) {
+  if (most_ == 0) return;
+  ++counts_[row];
+  if ((counts_[row] & kReaders) != kReaders) counts_[row] += kReader;
+  if (rules_.any() && count_of(row) >= most_) header_->used_up.fetch_add(1, std::memory_order_relaxed);
+}
+
+void Consumption::admit(const std::int64_t* rows, const std::int64_t* numbers, std::uint64_t n, std::uint64_t each, std::uint64_t most,
+                        bool* taken) {
+  check(each > 0 && n % each == 0, "expected whole units of rows");
+  const OwnRows own(rows, n, rows_);
+  const RedoLock guard = lock();
+  Change change(*this);
+  for (std::uint64_t begin = 0; begin < n; begin += each) {
+    bool all = most > 0;
+    for (std::uint64_t i = begin; all && i < begin + each; ++i) {
+      const auto row = static_cast<std::uint64_t>(rows[i]);
+      const std::uint64_t word = word_of(row);
+      all = drawable_.has(row) && is_known(row, word) && static_cast<std::int64_t>(number_of(word)) == copied(numbers[i]);
+    }
+    taken[begin / each] = all;
+    if (!all) continue;
+    --most;
+    for (std::uint64_t i = begin; i < begin + each; ++i) {
+      const auto row = static_cast<std::uint64_t>(rows[i]);
+      count(row);
+      if (has_draws_left(row) || !drawable_.has(row)) continue;
+      drawable_.erase(row);
+      header_->reading.fetch_add(1, std::memory_order_relaxed);
+    }
+  }
+  change.done();
+}
+
+std::vector<std::int64_t> Consumption::drawable_rows() {
+  const RedoLock guard = lock();
+  std::vector<std::int64_t> rows;
+  rows.reserve(drawable_.size());
+  drawable_.each([&](std::uint64_t row) { rows.push_back(static_cast<std::int64_t>(row)); });
+  return rows;
+}
+
+void Consumption::set_floor(double floor) {
+  const RedoLock guard = lock();
+  const double before = copied(header_->floor);
+  if (!rules_.dated || std::isnan(floor) || floor == before) return;
+  Change change(*this);
+  header_->floor = floor;
+  const auto moved = [this](std::uint64_t row) {
+    if (!is_being_read(row)) place(row);
+  };
+  for (std::uint64_t row = 0; floor < before && row < rows_; ++row) judge(row), moved(row);
+  while (const auto oldest = following_.below(floor)) {
+    following_.erase(*oldest);
+    if (drawable_.has(*oldest)) header_->expired.fetch_add(1, std::memory_order_relaxed);
+    moved(*oldest);
+  }
+  change.done();
+}
+
+Consumption::Totals Consumption::totals() const {
+  if (!rules_.any()) return {};
+  const auto of = [](const Word& word) { return word.load(std::memory_order_relaxed); };
+  return {of(header_->used_up), of(header_->expired), of(header_->evicted), of(header_->starved)};
 }
 
 void Consumption::were_read(const std::int64_t* rows, const std::int64_t* numbers, std::uint64_t n) {
   const OwnRows own(rows, n, rows_);
-  const Lock guard(*this);
+  const RedoLock guard = lock();
   Change change(*this);
-  const std::uint64_t before = in_flight();
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
     if (!is_of(row, copied(numbers[i]))) continue;
@@ -228,28 +346,26 @@ void Consumption::were_read(const std::int64_t* rows, const std::int64_t* number
     place(row);
   }
   change.done();
-  tell_limits(before);
 }
 
 void Consumption::take_back(const std::int64_t* rows, const std::int64_t* numbers, std::uint64_t n) {
   const OwnRows own(rows, n, rows_);
-  const Lock guard(*this);
+  const RedoLock guard = lock();
   Change change(*this);
-  const std::uint64_t before = in_flight();
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
     if (!is_of(row, copied(numbers[i])) || count_of(row) == 0) continue;
     no_longer_read(row);
+    if (rules_.any() && !has_draws_left(row)) header_->used_up.fetch_sub(1, std::memory_order_relaxed);
     --counts_[row];
     if ((counts_[row] & kReaders) != 0) counts_[row] -= kReader;
     place(row);
   }
   change.done();
-  tell_limits(before);
 }
 
 std::uint64_t Consumption::used_rows(std::uint64_t n, std::int64_t* rows) {
-  const Lock guard(*this);
+  const RedoLock guard = lock();
   std::uint64_t found = 0;
   for (std::uint64_t i = 0, size = used_.size(); i < size && found < n; ++i) {
     const std::uint64_t row = used_.at(i);
@@ -260,14 +376,14 @@ std::uint64_t Consumption::used_rows(std::uint64_t n, std::int64_t* rows) {
 
 void Consumption::copy_counts(std::int32_t* out, std::uint64_t n) {
   check(n <= rows_, "more counts than there are rows");
-  const Lock guard(*this);
+  const RedoLock guard = lock();
   for (std::uint64_t row = 0; row < n; ++row) out[row] = is_known(row, word_of(row)) ? static_cast<std::int32_t>(count_of(row)) : 0;
 }
 
 void Consumption::restore(const std::int32_t* counts, std::uint64_t n) {
   check(n <= rows_, "more counts than there are rows");
-  const Lock guard(*this);
-  Change change(*this);
+  const RedoLock guard = lock();
+  RedoChange change(redo_);
   for (std::uint64_t row = 0; row < rows_; ++row) {
     look_at(row);
     if (numbers_[row] != 0) counts_[row] = row < n ? static_cast<std::uint32_t>(counts[row]) & kCount : 0;
@@ -278,34 +394,33 @@ void Consumption::restore(const std::int32_t* counts, std::uint64_t n) {
 
 void Consumption::reset(const std::int64_t* rows, std::uint64_t n) {
   const OwnRowsOrNone own(rows, n, rows_);
-  const Lock guard(*this);
+  const RedoLock guard = lock();
   Change change(*this);
-  const std::uint64_t before = in_flight();
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
     if (rows[i] != -1 && is_known(row, word_of(row))) note(row, numbers_[row], 0);
   }
   change.done();
-  tell_limits(before);
 }
 
 void Consumption::scan(std::uint64_t begin, std::uint64_t end) {
   if (begin > end || end > rows_) throw std::out_of_range("a scan of rows that there are not");
-  const Lock guard(*this);
-  Change change(*this);
+  const RedoLock guard = lock();
+  RedoChange change(redo_);
   for (std::uint64_t row = begin; row < end; ++row) {
     look_at(row);
+    judge(row);
     if (!is_being_read(row)) place(row);
   }
+  note_sizes();
   change.done();
 }
 
 // A row that holds another write already, or is in the hands of another writer: that one tells of it, too, before this call or after it.
 void Consumption::written(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) {
   const OwnRows own(rows, n, rows_);
-  const Lock guard(*this, 1);
+  const RedoLock guard = lock(1);
   Change change(*this);
-  const std::uint64_t before = in_flight();
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
     const std::uint64_t number = t0 + i;
@@ -318,8 +433,7 @@ void Consumption::written(const std::int64_t* rows, std::uint64_t n, std::uint64
     const bool held = Control::holds_write(word);
     if (held ? !is_known(row, word) : state_of(word) != State::writing) note(row, held ? write_of(row, word) : 0, 0);
   }
-  change.done();
-  tell_limits(before + n);  // each was to become one that can be drawn; those that it replaced could be
+  change.done(n);  // each was to become one that can be drawn; those that it replaced could be
 }
 
 // Rows are used up, or gone: as many more may be inserted, where the store limits them. Or they may be drawn again.
@@ -333,7 +447,7 @@ void Consumption::tell_limits(std::uint64_t before) const {
 void Consumption::count_again(bool died) try {
   if (tickets_ == nullptr) return;
   if (died) header_->deaths.fetch_add(1, std::memory_order_relaxed);
-  const Lock guard(*this);
+  const RedoLock guard = lock();
   if (header_->deaths.load(std::memory_order_relaxed) != ended_) end_reading();
   Limits(*tickets_).count_again([this] { return in_flight(); });
 } catch (const Stalled&) {
@@ -352,7 +466,6 @@ void Consumption::end_reading() {
   }
   if (!read_.empty() && now - read_at_ < kReading) return;
   Change change(*this);
-  const std::uint64_t before = in_flight();
   for (const auto [row, number] : read_) {
     if (numbers_[row] != number || !is_being_read(row)) continue;
     counts_[row] &= ~kReaders;
@@ -360,49 +473,41 @@ void Consumption::end_reading() {
     place(row);
   }
   change.done();
-  tell_limits(before);
   ended_ = deaths;
 }
 
 // The writer of a row that is edited may tell of it only now, or have found it in the hands of the one who edits it.
 void Consumption::edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0, std::span<const std::uint64_t>, std::uint64_t) {
   const OwnRows own(rows, n, rows_);
-  const Lock guard(*this, 1);
+  const RedoLock guard = lock(1);
   Change change(*this);
-  const std::uint64_t before = in_flight();
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
     if (tickets_ == nullptr && numbers_[row] != 0) of_list_[row] = t0 + i;
     look_at(row);
+    judge(row);
     if (!is_being_read(row)) place(row);
   }
   change.done();
-  tell_limits(before);
 }
 
 void Consumption::lost(const std::int64_t* rows, std::uint64_t n) {
   const OwnRows own(rows, n, rows_);
-  const Lock guard(*this, 1);
+  const RedoLock guard = lock(1);
   Change change(*this);
-  const std::uint64_t before = in_flight();
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
     const std::uint64_t word = word_of(row);
     if (tickets_ == nullptr || (!is_committed(word) && state_of(word) != State::writing)) note(row, 0, 0);
   }
   change.done();
-  tell_limits(before);
 }
 
 // But for rows that others have written since: their call may have come before.
 void Consumption::emptied() {
-  const Lock guard(*this, 1);
+  const RedoLock guard = lock(1);
   if (tickets_ == nullptr) std::fill_n(numbers_, rows_, 0);
   look_at_all();
-}
-
-void Consumption::after_fork() {
-  if (header_->mutex.held()) header_->mutex.format();  // its owner does not exist here
 }
 
 }  // namespace engram

@@ -1,6 +1,10 @@
-// How often each row was drawn: an index of a store, for draws that take a row a limited number of times.
+// Which rows may be drawn: an index of a store, for draws that take a row a limited number of times, or only rows that follow rules.
 //
 //   memory   ConsumptionHeader, padded to a page · numbers u64[rows] · the set of drawable rows · that of used-up ones · counts u32[rows]
+//            · where there are rules, from a multiple of 8 bytes on: the rows that follow them, a VersionHeap
+//
+// A row can be drawn while it is live, was drawn less often than the limit says, and follows the rules: the fields that are to be ready
+// hold no NaN, and its version is not below the floor, which draws name.
 //
 // A count belongs to what a row holds: to the number of the write that stands beside it, which edits leave as it is. A row that holds
 // another write was written just now, and is not drawn before the index has been told of that. So no count is taken for another's.
@@ -12,36 +16,46 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <vector>
 
 #include "control.h"
 #include "index.h"
+#include "redo_lock.h"
+#include "row_rules.h"
 #include "row_set.h"
 #include "shared_mutex.h"
 
 namespace engram {
 
 struct ConsumptionHeader {
-  char magic[8];  // "engcons\1"
+  char magic[8];  // "engcons\1"; where there are rules, \2: else the words behind `deaths` are not there
   std::uint64_t rows;
-  std::uint64_t most;    // draws of a row
+  std::uint64_t most;    // draws of a row; 0, where there are rules: any number, and none is counted
   Word drawable, used;   // sizes of the sets, for looks without the mutex
   Word reading;          // rows that were drawn for the last time and are not read yet: in neither set
   Word redo;             // 1: numbers, counts and sets are being changed
   Word missed;           // 1: the mutex was held for too long to note what was written
   SharedMutex mutex;
   Word deaths;           // of processes, which may have been reading
+  std::uint64_t ready_fields, dated;  // how many; 1: rows have versions
+  RuleField ready[RowRules::kReady], version;
+  double floor;                   // the oldest version that is drawn
+  std::uint64_t following;        // rows in the heap
+  Word used_up, expired, evicted, starved;  // rows that were used up, that became too old, and that were overwritten before either; and
+                                            // draws that found none
 };
 static_assert(sizeof(ConsumptionHeader) <= kPage);
 
 class Consumption : public Index {
  public:
-  /// Throws std::invalid_argument: more rows than a set can have.
-  static std::uint64_t bytes(std::uint64_t rows);
+  /// Throws std::invalid_argument: more rows than a set can have, or rules that no rows can follow.
+  static std::uint64_t bytes(std::uint64_t rows, const RowRules& rules = {});
 
-  /// Writes the header into zeroed memory of bytes(). `most`: draws of a row, at least one.
-  static void format(std::span<std::byte> memory, std::uint64_t rows, std::uint64_t most);
+  /// Writes the header into zeroed memory of bytes(). `most`: draws of a row, at least one; with rules also 0, which is any number.
+  static void format(std::span<std::byte> memory, std::uint64_t rows, std::uint64_t most, const RowRules& rules = {});
+  static RowRules rules_of(std::span<std::byte> memory);
 
   /// As Priorities::reset_mutex.
   static void reset_mutex(std::span<std::byte> memory);
@@ -51,11 +65,24 @@ class Consumption : public Index {
   static void copy(std::span<std::byte> from, std::span<std::byte> to);
 
   /// A view of formatted memory, which must outlive it. `tickets`: the store's words; null: rows of a list, which are live as long as
-  /// they have a number. Throws std::invalid_argument: not such memory.
-  Consumption(std::span<std::byte> memory, const Control* tickets);
+  /// they have a number. `fields`: those of the rules. Throws std::invalid_argument: not such memory.
+  Consumption(std::span<std::byte> memory, const Control* tickets, std::span<const Field> fields = {});
 
   std::uint64_t most() const { return most_; }
   std::uint64_t rows() const { return rows_; }
+  const RowRules& rules() const { return rules_; }
+  /// Of `floor`: it stays as it is.
+  static constexpr double kSame = std::numeric_limits<double>::quiet_NaN();
+  /// Rows of versions below `floor` cannot be drawn from now on. O(log rows) for each; a lower floor than before: O(rows).
+  void set_floor(double floor);
+
+  /// What was counted since there are these rules, without the mutex: rows that were used up, that became too old, and that were
+  /// overwritten before either; and draws that found none.
+  struct Totals {
+    std::uint64_t used, expired, evicted, starved;
+  };
+  Totals totals() const;
+  void count_starved() { header_->starved.fetch_add(1, std::memory_order_relaxed); }
   /// Rows that can be drawn, and rows that are used up: looked at without the mutex.
   std::uint64_t drawable() const { return header_->drawable.load(std::memory_order_acquire); }
   std::uint64_t used() const { return header_->used.load(std::memory_order_acquire); }
@@ -65,7 +92,13 @@ class Consumption : public Index {
   /// just being written are passed over. A pure function of the key and of which rows can be drawn. O(n log rows).
   std::uint64_t claim(std::uint64_t key, std::uint64_t n, std::int64_t* rows, std::int64_t* numbers);
 
-  /// What claim returned was read, or is not to be: rows that are used up are counted as such from now on, also for the limits of the
+  /// Of n rows that someone else has drawn, `each` at a time, under these ticket numbers: takes the first `most` such units all of whose
+  /// rows can be drawn, and puts for each whether it was taken. They are counted as claim() does, one after another.
+  void admit(const std::int64_t* rows, const std::int64_t* numbers, std::uint64_t n, std::uint64_t each, std::uint64_t most, bool* taken);
+  /// The rows that can be drawn, ascending. O(rows / 64).
+  std::vector<std::int64_t> drawable_rows();
+
+  /// What claim or admit returned was read, or is not to be: rows that are used up are counted as such from now on, also for the limits of the
   /// store, and may be written over. If
   /// the process dies before, the ring comes to them.
   void were_read(const std::int64_t* rows, const std::int64_t* numbers, std::uint64_t n);
@@ -95,12 +128,14 @@ class Consumption : public Index {
   void emptied() override;
   void count_again(bool died) override;
 
-  void after_fork();
+  void after_fork() { redo_.after_fork(); }
 
  private:
-  /// Held for every look at the sets; puts in order what a dead holder left half done.
-  class Lock;
-  /// Around every change, noted in the memory.
+  /// `news`: 1 if the next holder of the mutex must look at all rows in case this one waits in vain.
+  RedoLock lock(std::uint64_t news = 0) {  // who wrote what is not known yet will tell it, but for those who could not
+    return RedoLock(redo_, [this](std::uint64_t, std::uint64_t missed) { missed != 0 ? look_at_all() : make_sets(); }, news);
+  }
+  /// Around every change, noted in the memory; the limits of the store are told of it.
   class Change;
 
   // Beside a count, which the lower 24 bits are: how many readers have the row, in 7 bits. (Earlier versions set the highest bit.)
@@ -110,23 +145,32 @@ class Consumption : public Index {
   std::uint64_t write_of(std::uint64_t row, std::uint64_t word) const;
   bool is_known(std::uint64_t row, std::uint64_t word) const;
   bool is_of(std::uint64_t row, std::int64_t drawn) const;
+  bool has_draws_left(std::uint64_t row) const { return most_ == 0 || count_of(row) < most_; }
+  void count(std::uint64_t row);
+  void judge(std::uint64_t row);
+  void count_evicted(std::uint64_t row, std::uint64_t number);
   std::uint32_t count_of(std::uint64_t row) const { return counts_[row] & kCount; }
   void note(std::uint64_t row, std::uint64_t number, std::uint32_t count);
   void place(std::uint64_t row);
   void look_at(std::uint64_t row);
   void look_at_all();
   void end_reading();
-  bool is_being_read(std::uint64_t row) const { return numbers_[row] != 0 && count_of(row) >= most_ && !used_.has(row); }
+  bool is_being_read(std::uint64_t row) const { return numbers_[row] != 0 && !has_draws_left(row) && !used_.has(row); }
   void no_longer_read(std::uint64_t row);
   std::uint64_t in_flight() const { return drawable_.size() + header_->reading.load(std::memory_order_relaxed); }
   void tell_limits(std::uint64_t before) const;
+  void note_sizes();
   void make_sets();
 
   ConsumptionHeader* header_;
+  const RedoWords redo_;
   std::uint64_t rows_, most_;  // copies: the memory may be shared
   std::uint64_t* numbers_;     // of writes; 0: the row holds nothing
   std::uint32_t* counts_;
   RowSet drawable_, used_;
+  const RowRules rules_;
+  RuleReader reader_;
+  VersionHeap following_;      // rows that follow the rules, whether they are used up or not
   const Control* tickets_;
   std::vector<std::uint64_t> of_list_;    // tickets of a list's rows
   std::vector<std::uint64_t> looked_at_;  // of the call under way

@@ -23,9 +23,6 @@ namespace engram {
 namespace {
 
 constexpr char kMagic[8] = {'e', 'n', 'g', 'g', 'r', 'o', 'u', '\2'}, kEarlierMagic[8] = {'e', 'n', 'g', 'g', 'r', 'o', 'u', '\1'};
-constexpr char kTree[] = "groups: expected trees of rows";
-constexpr std::uint64_t kMostRows = (std::uint64_t{1} << 32) - 1;
-constexpr unsigned kMostDepth = 1024;  // of a tree: of 2^32 rows it is about 80
 constexpr int kLooks = 16;             // at rows that changed and were not told yet, per draw
 
 std::uint64_t whole_words(std::uint64_t bytes) { return (bytes + 7) / 8 * 8; }
@@ -34,7 +31,7 @@ bool is_earlier(const GroupsHeader& header) { return std::memcmp(header.magic, k
 
 // What the parts take that memory of every version has.
 std::uint64_t earlier_bytes(std::uint64_t rows, std::uint64_t key_bytes) {
-  check(rows > 0 && rows < kMostRows, "groups: expected a store of 1 to 2^32 - 2 rows");
+  check(rows > 0 && rows < kMostTreeRows, "groups: expected a store of 1 to 2^32 - 2 rows");
   check(key_bytes > 0 && key_bytes <= Groups::kMostKeyBytes, "groups: expected a key of 1 to 1024 bytes");
   return kPage + rows * (sizeof(std::uint64_t) + whole_words(key_bytes)) + RowSet::bytes(rows) +
          rows * (4 * sizeof(std::uint32_t) + 2 * sizeof(std::uint32_t)) + whole_words(rows * sizeof(std::uint32_t));
@@ -42,7 +39,6 @@ std::uint64_t earlier_bytes(std::uint64_t rows, std::uint64_t key_bytes) {
 
 std::uint64_t uses_bytes(std::uint64_t rows) { return rows * sizeof(std::uint64_t) + whole_words(rows * sizeof(std::uint32_t)); }
 std::uint64_t order_bytes(std::uint64_t rows) { return rows * (sizeof(std::uint64_t) + 4 * sizeof(std::uint32_t)) + whole_words(rows * sizeof(std::uint32_t)); }
-std::uint64_t versions_bytes(std::uint64_t rows) { return rows * (sizeof(double) + 2 * sizeof(std::uint32_t)); }
 
 GroupsHeader* begin_of(std::span<std::byte> memory) {
   check(memory.size() >= kPage, "groups in memory too small for their header");
@@ -58,43 +54,6 @@ GroupsHeader* header_in(std::span<std::byte> memory) {
       is_earlier(*header) ? earlier_bytes(rows, copied(header->key_bytes)) : Groups::bytes(rows, Groups::policy_of(memory));
   check(memory.size() == size, "groups in memory of another size");
   return header;
-}
-
-// Null: no numbers of which one can be NaN.
-using HasNan = bool (*)(const std::byte* row, std::uint64_t bytes);
-HasNan has_nan(const GroupsField& field) {
-  return of_reals<HasNan>(
-      field.code, field.bits,
-      []<class T>() -> HasNan {
-        if constexpr (std::is_integral_v<T>) {
-          return nullptr;
-        } else {
-          return [](const std::byte* row, std::uint64_t bytes) {
-            for (std::uint64_t i = 0; i + sizeof(T) <= bytes; i += sizeof(T)) {
-              T value;
-              std::memcpy(&value, row + i, sizeof value);
-              if (std::isnan(static_cast<double>(value))) return true;
-            }
-            return false;
-          };
-        }
-      },
-      nullptr);
-}
-
-// Null: no real numbers.
-using Number = double (*)(const std::byte* row);
-Number number_as(const GroupsField& field) {
-  return of_reals<Number>(
-      field.code, field.bits,
-      []<class T>() -> Number {
-        return [](const std::byte* row) {
-          T value;
-          std::memcpy(&value, row, sizeof value);
-          return static_cast<double>(value);
-        };
-      },
-      nullptr);
 }
 
 /// Different numbers below n, in random order. Cost: O(1) each.
@@ -131,50 +90,13 @@ class Shuffled {
 
 }  // namespace
 
-class Groups::Lock {
- public:
-  /// `news`: 1: if this wait is in vain, the next holder of the mutex looks at all rows.
-  explicit Lock(Groups& self, std::uint64_t news = 0) try : lock_(self.header_->mutex, [] {}) {
-    const bool missed = self.header_->missed.load(std::memory_order_acquire) != 0;
-    const bool redo = self.header_->redo.load(std::memory_order_relaxed) != 0;
-    if (!missed && !redo) [[likely]] return;
-    let_go();
-    redo ? self.rebuild() : self.look_at_all();
-  } catch (const Stalled&) {
-    self.header_->missed.fetch_or(news, std::memory_order_acq_rel);
-  }
-
- private:
-  SharedLock lock_;
-};
-
-// A killed process leaves what it executed, in program order.
-class Groups::Change {
- public:
-  explicit Change(Groups& self) : self_(self) {
-#ifndef ENGRAM_WITHOUT_REDO  // the tests of death must fail then: make negative-controls
-    self_.header_->redo.store(1, std::memory_order_relaxed);
-#endif
-    std::atomic_signal_fence(std::memory_order_seq_cst);
-  }
-  void done() {
-    std::atomic_signal_fence(std::memory_order_seq_cst);
-    self_.header_->redo.store(0, std::memory_order_relaxed);
-  }
-
- private:
-  Groups& self_;
-};
-
 std::uint64_t Groups::bytes(std::uint64_t rows, const GroupsPolicy& policy) {
-  check(policy.ready.size() <= GroupsHeader::kReady, "groups: expected at most 16 fields that are to be ready");
-  for (const GroupsField& field : policy.ready) check(has_nan(field) != nullptr, "groups: expected floating numbers where NaN is not ready");
+  policy.rules().check();
   check(policy.most < kMostUses, "groups: expected fewer than 2^24 uses");
-  check(!policy.dated || number_as(policy.version) != nullptr, "groups: expected versions that are real numbers");
   check(policy.order <= GroupsOrder::spread && (policy.order == GroupsOrder::none || policy.least > 0), "groups: expected an order of groups");
   check(policy.order != GroupsOrder::spread || number_as(policy.reward) != nullptr, "groups: expected rewards that are real numbers");
   return earlier_bytes(rows, policy.key_bytes) + GroupsHeader::kComplete * RowSet::bytes(rows) + (policy.most > 0 ? uses_bytes(rows) : 0) +
-         (policy.dated ? versions_bytes(rows) : 0) + (policy.order != GroupsOrder::none ? order_bytes(rows) : 0);
+         (policy.dated ? VersionHeap::bytes(rows) : 0) + (policy.order != GroupsOrder::none ? order_bytes(rows) : 0);
 }
 
 void Groups::format(std::span<std::byte> memory, std::uint64_t rows, const GroupsPolicy& policy) {
@@ -237,9 +159,9 @@ GroupsPolicy Groups::policy_of(std::span<std::byte> memory) {
 }
 
 Groups::Groups(std::span<std::byte> memory, const Control& tickets, std::vector<Field> fields)
-    : header_(header_in(memory)),
+    : ContentIndex(RedoWords::of(*header_in(memory)), tickets, copied(header_in(memory)->rows)),
+      header_(header_in(memory)),
       policy_(policy_of(memory)),
-      rows_(copied(header_->rows)),
       key_bytes_(policy_.key_bytes),
       key_stride_(whole_words(key_bytes_)),
       numbers_(reinterpret_cast<std::uint64_t*>(memory.data() + kPage)),
@@ -248,19 +170,14 @@ Groups::Groups(std::span<std::byte> memory, const Control& tickets, std::vector<
       trees_{reinterpret_cast<Node*>(keys_ + rows_ * key_stride_ + RowSet::bytes(rows_)), numbers_, rows_},
       groups_(reinterpret_cast<Group*>(trees_.nodes + rows_)),
       buckets_(reinterpret_cast<Id*>(groups_ + rows_)),
-      tickets_(tickets),
       fields_(std::move(fields)),
-      next_(tickets.lanes()),
-      base_(tickets.lanes(), ~std::uint64_t{0}) {
-  check(tickets_.capacity() == rows_, "groups of a store of another capacity");
+      looked_at_(key_stride_) {
   const bool by_spread = policy_.order == GroupsOrder::spread;
   check(fields_.size() == 1 + policy_.ready.size() + (policy_.dated ? 1 : 0) + (by_spread ? 1 : 0), "groups with other fields than theirs");
   check(fields_[0].row_bytes == key_bytes_, "groups by a field of another size");
   for (const Field& field : fields_) check(field.data != nullptr, "groups by a field that is not there");
-  check(!policy_.dated || version_field().row_bytes * 8 == policy_.version.bits, "groups: expected one version per row");
-  std::uint64_t looked_at = key_stride_;
-  for (std::size_t i = 1; i < fields_.size(); ++i) looked_at = std::max(looked_at, key_stride_ + fields_[i].row_bytes);
-  looked_at_.resize(looked_at);
+  const RowRules rules = policy_.rules();
+  reader_ = RuleReader(rules, std::span(fields_).subspan(1, rules.fields().size()));
   if (is_earlier(*header_)) return;
   std::byte* at = memory.data() + earlier_bytes(rows_, key_bytes_);
   for (std::uint64_t i = 0; i < GroupsHeader::kComplete; ++i, at += RowSet::bytes(rows_)) complete_.emplace_back(at, rows_);
@@ -270,10 +187,8 @@ Groups::Groups(std::span<std::byte> memory, const Control& tickets, std::vector<
     at += uses_bytes(rows_);
   }
   if (policy_.dated) {
-    versions_ = reinterpret_cast<double*>(at);
-    ages_ = reinterpret_cast<Id*>(versions_ + rows_);
-    places_ = ages_ + rows_;
-    at += versions_bytes(rows_);
+    versions_ = VersionHeap(at, rows_, header_->dated_rows);
+    at += VersionHeap::bytes(rows_);
   }
   if (policy_.order != GroupsOrder::none) {
     order_ = reinterpret_cast<std::uint64_t*>(at);
@@ -285,67 +200,19 @@ Groups::Groups(std::span<std::byte> memory, const Control& tickets, std::vector<
 // ---- trees ---------------------------------------------------------------------------------------------------------
 
 Groups::Node& Groups::Trees::node(Id id) const {
-  intact(id > 0 && id <= rows, kTree);
+  intact(id > 0 && id <= rows, Trees::kTree);
   return nodes[id - 1];
 }
 
 // Rows of zeros that one write by number has made have the same ticket number: the row decides.
-bool Groups::Trees::is_before(Id a, Id b) const {
+bool Groups::Trees::precedes(Id a, Id b) const {
   const std::uint64_t mine = numbers[a - 1], other = numbers[b - 1];
   return mine < other || (mine == other && a < b);
 }
 
-Groups::Id Groups::Trees::merge(Id a, Id b, unsigned depth) const {
-  if (a == 0 || b == 0) return a + b;
-  intact(depth < kMostDepth, kTree);
-  if (mix(a) > mix(b)) {
-    node(a).right = merge(node(a).right, b, depth + 1);
-    resize(a);
-    return a;
-  }
-  node(b).left = merge(a, node(b).left, depth + 1);
-  resize(b);
-  return b;
-}
-
-// `below`: rows that are before this one, which is not in the tree.
-void Groups::Trees::split(Id tree, Id row, Id& below, Id& above, unsigned depth) const {
-  if (tree == 0) {
-    below = above = 0;
-    return;
-  }
-  intact(depth < kMostDepth, kTree);
-  Node& root = node(tree);
-  if (is_before(tree, row)) {
-    split(root.right, row, root.right, above, depth + 1);
-    below = tree;
-  } else {
-    split(root.left, row, below, root.left, depth + 1);
-    above = tree;
-  }
-  resize(tree);
-}
-
-// With a row that is a tree by itself.
-Groups::Id Groups::Trees::with(Id tree, Id row) const {
-  Id below, above;
-  split(tree, row, below, above);
-  return merge(merge(below, row), above);
-}
-
-Groups::Id Groups::Trees::without(Id tree, Id row, unsigned depth) const {
-  intact(tree != 0 && depth < kMostDepth, kTree);
-  Node& root = node(tree);
-  if (tree == row) return merge(root.left, root.right);
-  Id& branch = is_before(row, tree) ? root.left : root.right;
-  branch = without(branch, row, depth + 1);
-  resize(tree);
-  return tree;
-}
-
 Groups::Id Groups::Trees::at(Id tree, std::uint64_t rank) const {
   for (unsigned depth = 0;; ++depth) {
-    intact(depth < kMostDepth, kTree);
+    intact(depth < Trees::kMostDepth, Trees::kTree);
     const Node& root = node(tree);
     const std::uint64_t before = size_of(root.left);
     if (rank == before) return tree;
@@ -355,7 +222,7 @@ Groups::Id Groups::Trees::at(Id tree, std::uint64_t rank) const {
 }
 
 Groups::Group& Groups::group(Id id) const {
-  intact(id > 0 && id <= rows_, kTree);
+  intact(id > 0 && id <= rows_, Trees::kTree);
   return groups_[id - 1];
 }
 
@@ -364,7 +231,7 @@ void Groups::find_all(std::vector<Place>& places) const {
   for (Place& place : places) __builtin_prefetch(&node(place.id));
   bool going = true;
   for (unsigned depth = 0; going; ++depth) {
-    intact(depth < kMostDepth, kTree);
+    intact(depth < Trees::kMostDepth, Trees::kTree);
     for (const Place& place : places) {
       if (const Id left = node(place.id).left; !place.found && left != 0) __builtin_prefetch(&node(left));
     }
@@ -412,7 +279,7 @@ void Groups::ask_for(const std::vector<Id>& roots) const {
 // Whenever a tree of a group has changed: also where its root has not.
 void Groups::set_root(Group& group, Id root) {
   const Id before = copied(group.root);
-  intact(before <= rows_ && root <= rows_, kTree);
+  intact(before <= rows_ && root <= rows_, Trees::kTree);
   if (before != root) {
     if (before != 0) roots_.erase(before - 1);
     if (root != 0) roots_.insert(root - 1);
@@ -471,7 +338,7 @@ RowSet& Groups::complete(std::uint64_t least) {
     }
     if (copied(sets[i].asked) < copied(sets[at].asked)) at = i;
   }
-  Change change(*this);
+  RedoChange change(redo_);
   sets[at].least = least;
   complete_[at].assign([&](std::uint64_t row) { return roots_.has(row) && trees_.nodes[row].size >= least; });
   change.done();
@@ -481,71 +348,18 @@ RowSet& Groups::complete(std::uint64_t least) {
 
 // ---- versions --------------------------------------------------------------------------------------------------------
 
-bool Groups::is_older_version(Id a, Id b) const {
-  const double mine = versions_[a - 1], other = versions_[b - 1];
-  return mine < other || (mine == other && a < b);
-}
-
-void Groups::age_at(std::uint64_t place, Id id) {
-  ages_[place] = id;
-  places_[id - 1] = static_cast<Id>(place + 1);
-}
-
-// The row at that place goes up or down until none above it is newer.
-void Groups::sift(std::uint64_t place) {
-  const std::uint64_t n = copied(header_->dated_rows);
-  intact(n <= rows_ && place < n, kTree);
-  const Id id = copied(ages_[place]);
-  const auto in = [this](std::uint64_t at) {
-    const Id there = copied(ages_[at]);
-    intact(there > 0 && there <= rows_, kTree);
-    return there;
-  };
-  intact(id > 0 && id <= rows_, kTree);
-  for (; place > 0 && is_older_version(id, in((place - 1) / 2)); place = (place - 1) / 2) age_at(place, in((place - 1) / 2));
-  for (std::uint64_t child; (child = 2 * place + 1) < n; place = child) {
-    if (child + 1 < n && is_older_version(in(child + 1), in(child))) ++child;
-    if (!is_older_version(in(child), id)) break;
-    age_at(place, in(child));
-  }
-  age_at(place, id);
-}
-
-void Groups::date(Id id, double version) {
-  const std::uint64_t n = copied(header_->dated_rows);
-  intact(n < rows_, kTree);
-  versions_[id - 1] = version;
-  header_->dated_rows = n + 1;
-  age_at(n, id);
-  sift(n);
-}
-
-void Groups::undate(Id id) {
-  const std::uint64_t n = copied(header_->dated_rows), place = copied(places_[id - 1]);
-  intact(n > 0 && n <= rows_ && place > 0 && place <= n && copied(ages_[place - 1]) == id, kTree);
-  const Id last = copied(ages_[n - 1]);
-  intact(last > 0 && last <= rows_, kTree);
-  header_->dated_rows = n - 1;
-  places_[id - 1] = 0;
-  if (last == id) return;
-  age_at(place - 1, last);
-  sift(place - 1);
-}
-
 // Rows of versions below it leave their groups. O(log rows) for each; a lower floor than before: O(rows).
 void Groups::expire(double floor) {
   const double before = copied(header_->floor);
   if (!policy_.dated || std::isnan(floor) || floor == before) return;
-  Change change(*this);
+  RedoChange change(redo_);
   header_->floor = floor;
   if (floor < before) {
     for (std::uint64_t row = 0; row < rows_; ++row) look_at(row);
   }
-  while (copied(header_->dated_rows) > 0) {
-    const Id oldest = copied(ages_[0]);
-    intact(oldest > 0 && oldest <= rows_ && numbers_[oldest - 1] != 0, kTree);
-    if (!(versions_[oldest - 1] < floor)) break;
-    forget(oldest - 1);
+  while (const auto oldest = versions_.below(floor)) {
+    intact(numbers_[*oldest] != 0, Trees::kTree);
+    forget(*oldest);
     header_->expired.fetch_add(1, std::memory_order_relaxed);
   }
   change.done();
@@ -569,7 +383,7 @@ Groups::Id Groups::find_or_make(const std::byte* key) {
   for (Id id = bucket; id != 0;) {
     const Id next = group(id).next;  // looked at first: it checks the number
     if (std::memcmp(keys_ + (id - 1) * key_stride_, key, key_stride_) == 0) return id;
-    intact(++passed <= rows_, kTree);
+    intact(++passed <= rows_, Trees::kTree);
     id = next;
   }
   Id id = copied(header_->free);
@@ -577,7 +391,7 @@ Groups::Id Groups::find_or_make(const std::byte* key) {
     header_->free = group(id).next;
   } else {
     id = copied(header_->fresh) + 1;
-    intact(id > 0 && id <= rows_, kTree);
+    intact(id > 0 && id <= rows_, Trees::kTree);
     header_->fresh = id;
   }
   group(id) = {0, bucket};
@@ -587,9 +401,9 @@ Groups::Id Groups::find_or_make(const std::byte* key) {
 }
 
 void Groups::remove_group(Id id) {
-  intact(id > 0 && id <= rows_, kTree);
+  intact(id > 0 && id <= rows_, Trees::kTree);
   Id* at = &buckets_[bucket_of(keys_ + (id - 1) * key_stride_)];
-  for (std::uint64_t passed = 0; *at != id; at = &group(*at).next) intact(*at != 0 && ++passed <= rows_, kTree);
+  for (std::uint64_t passed = 0; *at != id; at = &group(*at).next) intact(*at != 0 && ++passed <= rows_, Trees::kTree);
   *at = group(id).next;
   group(id) = {0, header_->free};
   header_->free = id;
@@ -608,25 +422,15 @@ void Groups::forget(std::uint64_t row) {
   Group& from = group(of);
   set_root(from, trees_.without(from.root, id));
   if (from.root == 0) remove_group(of);
-  if (policy_.dated) undate(id);
+  if (policy_.dated) versions_.erase(row);
   numbers_[row] = 0;
 }
 
 // Notes what a row says that was whole under that word. Whether it is admitted; its ticket is to be looked at again.
 bool Groups::read(std::uint64_t row, std::uint64_t word) {
   copy_from_shared(looked_at_.data(), fields_[0].row(row), key_bytes_);
-  bool ready = true;
-  std::byte* const values = looked_at_.data() + key_stride_;
-  for (std::size_t i = 0; i < policy_.ready.size(); ++i) {
-    const Field& field = fields_[1 + i];
-    copy_from_shared(values, field.row(row), field.row_bytes);
-    ready = ready && !has_nan(policy_.ready[i])(values, field.row_bytes);
-  }
-  if (policy_.dated) {
-    copy_from_shared(values, version_field().row(row), version_field().row_bytes);
-    version_ = number_as(policy_.version)(values);
-    ready = ready && version_ >= copied(header_->floor);  // NaN is not
-  }
+  version_ = reader_.read(row);
+  const bool ready = policy_.dated ? version_ >= copied(header_->floor) : !std::isnan(version_);  // NaN is not
   if (!counts()) return ready;
   write_ = tickets_.write_of(row, word);
   return ready;
@@ -659,30 +463,14 @@ bool Groups::look_at(std::uint64_t row) {
     const Id id = static_cast<Id>(row + 1), of = find_or_make(looked_at_.data());
     Group& to = group(of);
     numbers_[row] = number;
-    if (policy_.dated) date(id, version_);
+    if (policy_.dated) versions_.insert(row, version_);
     node(id) = {of, 0, 0, 1};
     set_root(to, trees_.with(to.root, id));
     return true;
   }
 }
 
-template <class Rows>
-void Groups::look_at_these(const Rows* rows, std::uint64_t n) {
-  Change change(*this);
-  for (std::uint64_t i = 0; i < n; ++i) look_at(static_cast<std::uint64_t>(rows[i]));
-  change.done();
-}
-
-void Groups::look_at_all() {
-  Change change(*this);
-  header_->missed.exchange(0, std::memory_order_acq_rel);  // what those wrote who set it is seen below
-  for (std::uint64_t row = 0; row < rows_; ++row) look_at(row);
-  change.done();
-}
-
-void Groups::rebuild() {
-  header_->redo.store(1, std::memory_order_relaxed);  // until it is done, if this process dies, too
-  std::atomic_signal_fence(std::memory_order_seq_cst);
+void Groups::forget_all() {
   if (counts()) end_counting();
   std::fill_n(numbers_, rows_, 0);
   std::fill_n(buckets_, rows_, 0);
@@ -692,50 +480,10 @@ void Groups::rebuild() {
   header_->first = 0;
   if (newest_ != nullptr) std::fill_n(newest_, rows_, 0);
   header_->fresh = header_->free = 0;
-  look_at_all();
-}
-
-void Groups::put_in_order() {
-  const Lock guard(*this);
-  rebuild();
-}
-
-void Groups::scan(std::uint64_t begin, std::uint64_t end) {
-  if (begin > end || end > rows_) throw std::out_of_range("a scan of rows that there are not");
-  const Lock guard(*this);
-  Change change(*this);
-  for (std::uint64_t row = begin; row < end; ++row) look_at(row);
-  change.done();
-}
-
-void Groups::catch_up() {
-  const Lock guard(*this);
-  const std::uint64_t scatters = tickets_.counters().scatters.load(std::memory_order_acquire), length = tickets_.lane_length();
-  bool all = std::exchange(scatters_, scatters) != scatters;
-  for (std::uint64_t lane = 0; lane < tickets_.lanes(); ++lane) {
-    const std::uint64_t base = tickets_.lane(lane).base.load(std::memory_order_acquire);
-    all |= std::exchange(base_[lane], base) != base;
-  }
-  std::vector<std::uint64_t> ends(tickets_.lanes());
-  for (std::uint64_t lane = 0; lane < tickets_.lanes(); ++lane) ends[lane] = tickets_.end(lane);
-  if (all) look_at_all();
-  Change change(*this);
-  for (std::uint64_t lane = 0; lane < tickets_.lanes(); ++lane) {
-    const std::uint64_t end = ends[lane], low = end > length ? end - length : 0;
-    std::uint64_t first = end;  // that is not whole yet
-    for (std::uint64_t p = std::max(all ? low : next_[lane], low); p < end; ++p) {
-      const std::uint64_t row = lane * length + p % length;
-      const bool begun = tickets_.lap(row).load(std::memory_order_acquire) >= tickets_.lap_of(p);
-      const bool whole = look_at(row);
-      if (!begun || !whole) first = std::min(first, p);
-    }
-    next_[lane] = first;
-  }
-  change.done();
 }
 
 std::uint64_t Groups::groups(std::uint64_t least, double floor) {
-  const Lock guard(*this);
+  const RedoLock guard = lock();
   expire(floor);
   const RowSet& set = complete(least);
   const std::uint64_t size = set.size();
@@ -759,17 +507,17 @@ void Groups::each_of(Id root, std::vector<std::int64_t>& rows) const {
   std::vector<Id> path;
   for (Id id = root; id != 0 || !path.empty();) {
     while (id != 0) {
-      intact(path.size() < kMostDepth, kTree);
+      intact(path.size() < Trees::kMostDepth, Trees::kTree);
       path.push_back(id);
       id = node(id).left;
     }
     const Id here = path.back();
     path.pop_back();
-    intact(rows.size() < end, kTree);
+    intact(rows.size() < end, Trees::kTree);
     rows.push_back(static_cast<std::int64_t>(here) - 1);
     id = node(here).right;
   }
-  intact(size > 0 && rows.size() == end, kTree);
+  intact(size > 0 && rows.size() == end, Trees::kTree);
 }
 
 // All rows of these groups are used once more: all of them or none, wherever the process dies.
@@ -779,7 +527,7 @@ void Groups::count(std::vector<Id> roots) {
   roots.erase(std::unique(roots.begin(), roots.end()), roots.end());
   std::vector<std::int64_t> rows;
   for (const Id root : roots) each_of(root, rows);
-  Change change(*this);
+  RedoChange change(redo_);
   for (const std::int64_t row : rows) uses_[row] |= kMarked;
   std::atomic_signal_fence(std::memory_order_seq_cst);
   header_->counting.store(1, std::memory_order_relaxed);
@@ -808,8 +556,8 @@ void Groups::end_counting() {
 void Groups::take_back(const std::int64_t* rows, const std::int64_t* numbers, std::uint64_t n) {
   if (!counts()) return;
   const OwnRows own(rows, n, rows_);
-  const Lock guard(*this);
-  Change change(*this);
+  const RedoLock guard = lock();
+  RedoChange change(redo_);
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
     const std::uint64_t word = tickets_.held_word(row);
@@ -825,7 +573,7 @@ void Groups::take_back(const std::int64_t* rows, const std::int64_t* numbers, st
 void Groups::copy_uses(std::int32_t* out, std::uint64_t n) {
   check(counts(), "uses of groups that are not counted");
   check(n <= rows_, "more uses than there are rows");
-  const Lock guard(*this);
+  const RedoLock guard = lock();
   for (std::uint64_t row = 0; row < n; ++row) {
     const std::uint64_t word = tickets_.held_word(row);
     const bool same = Control::holds_write(word) && tickets_.write_of(row, word) == writes_[row];
@@ -836,7 +584,7 @@ void Groups::copy_uses(std::int32_t* out, std::uint64_t n) {
 void Groups::restore_uses(const std::int32_t* uses, std::uint64_t n) {
   check(counts(), "uses of groups that are not counted");
   check(n <= rows_, "more uses than there are rows");
-  const Lock guard(*this);
+  const RedoLock guard = lock();
   header_->redo.store(1, std::memory_order_relaxed);
   std::atomic_signal_fence(std::memory_order_seq_cst);
   for (std::uint64_t row = 0; row < rows_; ++row) {  // also of one that is being edited
@@ -858,7 +606,7 @@ std::vector<Groups::Id> Groups::in_order(const Asked& asked, const std::unordere
   for (std::uint64_t i = 0; i < size && roots.size() < asked.n; ++i) {
     const Id newest = in_order_.at(first, asked.which == Which::first ? i : size - 1 - i);
     const Id root = group(in_order_.node(newest).group).root;
-    intact(root != 0, kTree);
+    intact(root != 0, Trees::kTree);
     if (!out.contains(root)) roots.push_back(root);
   }
   if (roots.size() == asked.n) return roots;
@@ -896,9 +644,9 @@ std::vector<Groups::Id> Groups::choose(const Random& random, const Asked& asked,
 
 Groups::Drawn Groups::draw(std::uint64_t key, const Asked& asked, Order order, std::int64_t* rows, std::int64_t* numbers) {
   const std::uint64_t n = asked.n, each = asked.each;
-  const Lock guard(*this);
+  const RedoLock guard = lock();
   expire(asked.floor);
-  std::vector<std::uint64_t> stale;
+  std::vector<std::int64_t> stale;
   std::vector<Place> places;
   places.reserve(n * each);
   for (int look = 0;; ++look) {
@@ -912,7 +660,7 @@ Groups::Drawn Groups::draw(std::uint64_t key, const Asked& asked, Order order, s
     for (const Id root : roots) __builtin_prefetch(&node(root));
     for (std::uint64_t g = 0; g < n; ++g) {
       const std::uint64_t size = node(roots[g]).size, once = std::min(size, each);
-      intact(size > 0, kTree);
+      intact(size > 0, Trees::kTree);
       if (order == Order::newest) {
         for (std::uint64_t j = size - once; j < size; ++j) take(roots[g], j);
       } else {
@@ -927,21 +675,21 @@ Groups::Drawn Groups::draw(std::uint64_t key, const Asked& asked, Order order, s
       const std::uint64_t row = places[i].id - 1;
       rows[i] = static_cast<std::int64_t>(row);
       numbers[i] = static_cast<std::int64_t>(numbers_[row]);
-      if (!is_known(row)) stale.push_back(row);
+      if (!is_known(row)) stale.push_back(rows[i]);
     }
     if (stale.empty() || look == kLooks) {  // in the end reading finds out
       count(roots);
       return {true, repeated};
     }
-    look_at_these(stale.data(), stale.size());
+    look_at_these({stale.data()}, stale.size());
   }
 }
 
 Groups::Members Groups::draw_members(std::uint64_t key, const Asked& asked) {
-  const Lock guard(*this);
+  const RedoLock guard = lock();
   expire(asked.floor);
   Members all;
-  std::vector<std::uint64_t> stale;
+  std::vector<std::int64_t> stale;
   for (int look = 0;; ++look) {
     const Random random(key + static_cast<std::uint64_t>(look) * 0xD1342543DE82EF95ull);
     all = {};
@@ -955,37 +703,14 @@ Groups::Members Groups::draw_members(std::uint64_t key, const Asked& asked) {
     }
     for (const std::int64_t row : all.rows) {
       all.numbers.push_back(static_cast<std::int64_t>(numbers_[row]));
-      if (!is_known(static_cast<std::uint64_t>(row))) stale.push_back(static_cast<std::uint64_t>(row));
+      if (!is_known(static_cast<std::uint64_t>(row))) stale.push_back(row);
     }
     if (stale.empty() || look == kLooks) {
       count(roots);
       return all;
     }
-    look_at_these(stale.data(), stale.size());
+    look_at_these({stale.data()}, stale.size());
   }
-}
-
-// ---- what writers tell -------------------------------------------------------------------------------------------------
-
-void Groups::written(const std::int64_t* rows, std::uint64_t n, std::uint64_t) {
-  const OwnRows own(rows, n, rows_);
-  const Lock guard(*this, 1);
-  look_at_these(rows, n);
-}
-
-void Groups::edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0, std::span<const std::uint64_t>, std::uint64_t) {
-  written(rows, n, t0);
-}
-
-void Groups::lost(const std::int64_t* rows, std::uint64_t n) { written(rows, n, 0); }
-
-void Groups::emptied() {
-  const Lock guard(*this, 1);
-  rebuild();
-}
-
-void Groups::after_fork() {
-  if (header_->mutex.held()) header_->mutex.format();  // its owner does not exist here
 }
 
 }  // namespace engram

@@ -10,9 +10,8 @@
 // too old. So each draw draws of admitted rows, and no draw looks at others. Groups that have so many rows are a set for each such number
 // that draws have asked for, up to kComplete of them.
 //
-// The rows of a group are a search tree by ticket number, the oldest first; its shape follows from which rows are in it, as the
-// priority of a node is a hash of its row (Seidel and Aragon, "Randomized search trees", 1996). The row at the root stands for the
-// group in the set of all groups. So what is drawn follows from the rows, their numbers and keys alone, however they came there.
+// The rows of a group are a search tree by ticket number, the oldest first (row_trees.h). The row at the root stands for the group in
+// the set of all groups. So what is drawn follows from the rows, their numbers and keys alone, however they came there.
 // Groups are found by a hash of their key. All of it follows from the rows and their uses: what a process that died left half done is
 // rebuilt. A use counts for all rows that a group has, and for all groups of a draw at once: each row is marked, then one word says that
 // the marks count. A use belongs to the write that a row holds, which edits leave as it is.
@@ -25,27 +24,24 @@
 #include <unordered_set>
 #include <vector>
 
+#include "content_index.h"
 #include "control.h"
 #include "gather.h"
-#include "index.h"
 #include "random.h"
+#include "row_rules.h"
 #include "row_set.h"
+#include "row_trees.h"
 #include "shared_mutex.h"
 
 namespace engram {
 
-/// A field of numbers, and their dtype, as DLPack names it.
-struct GroupsField {
-  std::uint32_t number;
-  std::uint8_t code, bits;
-  std::uint16_t unused;
-};
+using GroupsField = RuleField;
 
 /// By which groups are in order: by when their newest row was written or edited, or by the variance of their rewards.
 enum class GroupsOrder : std::uint64_t { none, age, spread };
 
 struct GroupsHeader {
-  static constexpr std::uint64_t kReady = 16, kComplete = 4;
+  static constexpr std::uint64_t kReady = RowRules::kReady, kComplete = 4;
 
   char magic[8];  // "enggrou\2"; of earlier versions, which end behind the mutex and the buckets, \1
   std::uint64_t rows;
@@ -75,7 +71,7 @@ struct GroupsHeader {
   GroupsField reward;           // that the order is by
   std::uint64_t first;          // root of the tree of groups in order
 };
-static_assert(sizeof(GroupsHeader) <= kPage && sizeof(GroupsField) == 8);
+static_assert(sizeof(GroupsHeader) <= kPage);
 
 /// Which rows are in groups, and which field says in which one.
 struct GroupsPolicy {
@@ -88,9 +84,11 @@ struct GroupsPolicy {
   GroupsOrder order = GroupsOrder::none;
   std::uint64_t least = 0;       // rows of each group that is in order
   GroupsField reward = {};       // that the spread is of
+
+  RowRules rules() const { return {ready, dated, version}; }
 };
 
-class Groups : public Index {
+class Groups : public ContentIndex {
  public:
   static constexpr std::uint64_t kMostKeyBytes = 1024;
   static constexpr std::uint64_t kMostUses = std::uint64_t{1} << 24;
@@ -110,7 +108,6 @@ class Groups : public Index {
   /// the version and the reward if there are such, as policy_of() names them. Throws std::invalid_argument: not such memory.
   Groups(std::span<std::byte> memory, const Control& tickets, std::vector<Field> fields);
 
-  std::uint64_t rows() const { return rows_; }
   std::uint64_t field() const { return policy_.field; }
   const GroupsPolicy& policy() const { return policy_; }
   /// Of Asked::floor: it stays as it is.
@@ -160,29 +157,7 @@ class Groups : public Index {
   /// Rows [0, n) were used so often, and others not yet. O(rows).
   void restore_uses(const std::int32_t* uses, std::uint64_t n);
 
-  /// For a view of a store whose writers do not tell it: looks at what was appended since the last time, or at all rows after a write by
-  /// number. O(rows written), or a word per row.
-  void catch_up();
-
-  /// Looks at the rows [begin, end). As Priorities::scan.
-  void scan(std::uint64_t begin, std::uint64_t end);
-  /// After a recovery of the rows: O(rows).
-  void put_in_order();
-
-  void written(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) override;
-  void edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0, std::span<const std::uint64_t> which,
-              std::uint64_t scatter) override;
-  void lost(const std::int64_t* rows, std::uint64_t n) override;
-  void emptied() override;
-
-  void after_fork();
-
  private:
-  /// Held for every look; rebuilds what a dead holder left half done.
-  class Lock;
-  /// Around every change, noted in the memory.
-  class Change;
-
   using Id = std::uint32_t;  // of a row or a group: its number + 1; 0 is none
 
   struct Node {
@@ -196,20 +171,21 @@ class Groups : public Index {
   // Beside the uses of a row: it is being counted.
   static constexpr std::uint32_t kUses = kMostUses - 1, kMarked = std::uint32_t{1} << 31;
 
-  /// Search trees of rows by a number of each, and by the row where that is the same. A row is in one tree at most.
-  struct Trees {
+  /// Search trees of rows by a number of each, and by the row where that is the same.
+  struct Trees : RowTrees<Trees> {
+    static constexpr char kTree[] = "groups: expected trees of rows";
+
     Node* nodes = nullptr;
     const std::uint64_t* numbers = nullptr;
     std::uint64_t rows = 0;
 
+    Trees() = default;
+    Trees(Node* nodes, const std::uint64_t* numbers, std::uint64_t rows) : nodes(nodes), numbers(numbers), rows(rows) {}
+
     Node& node(Id id) const;
     std::uint64_t size_of(Id id) const { return id == 0 ? 0 : node(id).size; }
     void resize(Id id) const { node(id).size = static_cast<std::uint32_t>(1 + size_of(node(id).left) + size_of(node(id).right)); }
-    bool is_before(Id a, Id b) const;
-    Id merge(Id a, Id b, unsigned depth = 0) const;
-    void split(Id tree, Id row, Id& below, Id& above, unsigned depth = 0) const;
-    Id with(Id tree, Id row) const;
-    Id without(Id tree, Id row, unsigned depth = 0) const;
+    bool precedes(Id a, Id b) const;
     Id at(Id tree, std::uint64_t rank) const;
   };
 
@@ -236,18 +212,10 @@ class Groups : public Index {
   bool is_known(std::uint64_t row) const;
   bool read(std::uint64_t row, std::uint64_t word);
   bool has_uses_left(std::uint64_t row);
-  bool look_at(std::uint64_t row);
+  bool look_at(std::uint64_t row) override;
+  void forget_all() override;
   void forget(std::uint64_t row);
-  void look_at_all();
-  void rebuild();
-  template <class Rows>
-  void look_at_these(const Rows* rows, std::uint64_t n);
 
-  bool is_older_version(Id a, Id b) const;
-  void age_at(std::uint64_t place, Id id);
-  void sift(std::uint64_t place);
-  void date(Id id, double version);
-  void undate(Id id);
   void expire(double floor);
 
   std::vector<Id> choose(const Random& random, const Asked& asked, bool& repeated);
@@ -256,11 +224,10 @@ class Groups : public Index {
   void count(std::vector<Id> roots);
   void end_counting();
   bool counts() const { return policy_.most > 0; }
-  const Field& version_field() const { return fields_[1 + policy_.ready.size()]; }
 
   GroupsHeader* header_;
   GroupsPolicy policy_;                     // a copy, as are the next: the memory may be shared
-  std::uint64_t rows_, key_bytes_, key_stride_;
+  std::uint64_t key_bytes_, key_stride_;
   std::uint64_t* numbers_;                  // 0: the row is in no group
   std::byte* keys_;                                      // of groups
   RowSet roots_;
@@ -270,18 +237,15 @@ class Groups : public Index {
   std::vector<RowSet> complete_;  // none in memory of earlier versions
   std::uint64_t* writes_ = nullptr;  // that the uses are of
   std::uint32_t* uses_ = nullptr;
-  double* versions_ = nullptr;  // of admitted rows
-  Id *ages_ = nullptr, *places_ = nullptr;  // a heap of them, the oldest version first; and of each row its place there + 1
+  VersionHeap versions_;        // of admitted rows
   std::uint64_t* order_ = nullptr;  // of the newest row of a group that is in order, its place there: what it is compared by
   Trees in_order_;                  // of these rows, one tree
   Id* newest_ = nullptr;            // of a group that is in order: that row; else 0
-  const Control tickets_;
   std::vector<Field> fields_;               // the key, those that say whether a row is ready, the version, the reward
-  std::vector<std::byte> looked_at_;        // what a row says in them, of the call under way: the key filled up to key_stride_
+  RuleReader reader_;                       // of the second and the third
+  std::vector<std::byte> looked_at_;        // the key of a row, of the call under way, filled up to key_stride_
   double version_ = 0;                      // and its version
   std::uint64_t write_ = 0;                 // and the number of its write
-  std::vector<std::uint64_t> next_, base_;  // of catch_up(), for each lane
-  std::uint64_t scatters_ = ~std::uint64_t{0};
 };
 
 }  // namespace engram

@@ -15,9 +15,6 @@ namespace engram {
 namespace {
 
 constexpr char kMagic[8] = {'e', 'n', 'g', 'k', 'e', 'y', 's', '\1'};
-constexpr char kTree[] = "keys: expected trees of rows";
-constexpr std::uint64_t kMostRows = (std::uint64_t{1} << 32) - 1;
-constexpr unsigned kMostDepth = 1024;   // of a tree: of 2^32 rows it is about 80
 constexpr std::uint64_t kAhead = 8;     // rows between asking for the memory of one and looking at it
 constexpr std::uint64_t kPiece = 4096;  // keys that are looked up while the mutex is held
 
@@ -44,43 +41,8 @@ std::uint64_t hash_of_key(const std::byte* key, std::uint64_t bytes) {
   return mix(hash);
 }
 
-class Keys::Lock {
- public:
-  /// `news`: 1: if this wait is in vain, the next holder of the mutex looks at all rows.
-  explicit Lock(Keys& self, std::uint64_t news = 0) try : lock_(self.header_->mutex, [] {}) {
-    const bool missed = self.header_->missed.load(std::memory_order_acquire) != 0;
-    const bool redo = self.header_->redo.load(std::memory_order_relaxed) != 0;
-    if (!missed && !redo) [[likely]] return;
-    let_go();
-    redo ? self.rebuild() : self.look_at_all();
-  } catch (const Stalled&) {
-    self.header_->missed.fetch_or(news, std::memory_order_acq_rel);
-  }
-
- private:
-  SharedLock lock_;
-};
-
-// A killed process leaves what it executed, in program order.
-class Keys::Change {
- public:
-  explicit Change(Keys& self) : self_(self) {
-#ifndef ENGRAM_WITHOUT_REDO  // the tests of death must fail then: make negative-controls
-    self_.header_->redo.store(1, std::memory_order_relaxed);
-#endif
-    std::atomic_signal_fence(std::memory_order_seq_cst);
-  }
-  void done() {
-    std::atomic_signal_fence(std::memory_order_seq_cst);
-    self_.header_->redo.store(0, std::memory_order_relaxed);
-  }
-
- private:
-  Keys& self_;
-};
-
 std::uint64_t Keys::bytes(std::uint64_t rows) {
-  check(rows > 0 && rows < kMostRows, "keys: expected a store of 1 to 2^32 - 2 rows");
+  check(rows > 0 && rows < kMostTreeRows, "keys: expected a store of 1 to 2^32 - 2 rows");
   return kPage + rows * sizeof(Node) + (rows * sizeof(Id) + 7) / 8 * 8;
 }
 
@@ -106,26 +68,23 @@ void Keys::copy(std::span<std::byte> from, std::span<std::byte> to) {
 std::uint64_t Keys::field_of(std::span<std::byte> memory) { return copied(header_in(memory)->field); }
 
 Keys::Keys(std::span<std::byte> memory, const Control& tickets, const Field& key)
-    : header_(header_in(memory)),
-      rows_(copied(header_->rows)),
+    : ContentIndex(RedoWords::of(*header_in(memory)), tickets, copied(header_in(memory)->rows)),
+      header_(header_in(memory)),
       field_(copied(header_->field)),
       key_bytes_(copied(header_->key_bytes)),
       nodes_(reinterpret_cast<Node*>(memory.data() + kPage)),
+      trees_(nodes_, rows_),
       buckets_(reinterpret_cast<Id*>(nodes_ + rows_)),
-      tickets_(tickets),
       key_(key),
-      read_(key_bytes_),
-      next_(tickets.lanes()),
-      base_(tickets.lanes(), ~std::uint64_t{0}) {
-  check(tickets_.capacity() == rows_, "keys of a store of another capacity");
+      read_(key_bytes_) {
   check(key_.data != nullptr && key_.row_bytes == key_bytes_, "keys in a field of another size");
 }
 
 // ---- trees ---------------------------------------------------------------------------------------------------------
 
-Keys::Node& Keys::node(Id id) const {
-  intact(id > 0 && id <= rows_, kTree);
-  return nodes_[id - 1];
+Keys::Node& Keys::Trees::node(Id id) const {
+  intact(id > 0 && id <= rows, kTree);
+  return nodes[id - 1];
 }
 
 Keys::Id& Keys::bucket(std::uint64_t hash) const {
@@ -133,55 +92,18 @@ Keys::Id& Keys::bucket(std::uint64_t hash) const {
 }
 
 // Rows of zeros that one write by number has made have the same number: the row decides.
-bool Keys::precedes(Id a, Id b) const {
+bool Keys::Trees::precedes(Id a, Id b) const {
   const Node &one = node(a), &other = node(b);
   if (one.hash != other.hash) return one.hash < other.hash;
   return one.write != other.write ? one.write < other.write : a < b;
-}
-
-Keys::Id Keys::merge(Id a, Id b, unsigned depth) const {
-  if (a == 0 || b == 0) return a + b;
-  intact(depth < kMostDepth, kTree);
-  if (mix(a) > mix(b)) {
-    node(a).right = merge(node(a).right, b, depth + 1);
-    return a;
-  }
-  node(b).left = merge(a, node(b).left, depth + 1);
-  return b;
-}
-
-// `below`: the rows before this one, which is not in the tree.
-void Keys::split(Id tree, Id row, Id& below, Id& above, unsigned depth) const {
-  if (tree == 0) {
-    below = above = 0;
-    return;
-  }
-  intact(depth < kMostDepth, kTree);
-  Node& root = node(tree);
-  if (precedes(tree, row)) {
-    split(root.right, row, root.right, above, depth + 1);
-    below = tree;
-  } else {
-    split(root.left, row, below, root.left, depth + 1);
-    above = tree;
-  }
-}
-
-Keys::Id Keys::without_row(Id tree, Id row, unsigned depth) const {
-  intact(tree != 0 && depth < kMostDepth, kTree);
-  Node& root = node(tree);
-  if (tree == row) return merge(root.left, root.right);
-  Id& branch = precedes(row, tree) ? root.left : root.right;
-  branch = without_row(branch, row, depth + 1);
-  return tree;
 }
 
 // Visits the rows with a hash, the newest first, until `visit` returns true; whether it did.
 template <class Visit>
 bool Keys::newest_first(Id tree, std::uint64_t hash, Visit&& visit, unsigned depth) const {
   while (tree != 0) {
-    intact(depth < kMostDepth, kTree);
-    const Node here = node(tree);
+    intact(depth < Trees::kMostDepth, Trees::kTree);
+    const Node here = trees_.node(tree);
     if (here.hash > hash) {
       tree = here.left;
       ++depth;
@@ -215,33 +137,26 @@ void Keys::forget(std::uint64_t row) {
   Node& gone = nodes_[row];
   if (gone.write == 0) return;
   Id& root = bucket(gone.hash);
-  root = without_row(root, static_cast<Id>(row + 1));
+  root = trees_.without(root, static_cast<Id>(row + 1));
   gone.write = 0;
-}
-
-void Keys::enter(std::uint64_t row, std::uint64_t hash, std::uint64_t write) {
-  const Id id = static_cast<Id>(row + 1);
-  nodes_[row] = {hash, write, 0, 0};
-  Id& root = bucket(hash);
-  Id below, above;
-  split(root, id, below, above);
-  root = merge(merge(below, id), above);
 }
 
 // A row that is being written is in no tree: its writer tells when it is whole. One that is being edited stays. Who edits its key
 // tells of it when the key is whole.
-void Keys::look_at(std::uint64_t row) {
+bool Keys::look_at(std::uint64_t row) {
   const std::uint64_t write = read_key(row);
-  if (write == 0) return forget(row);
+  if (write == 0) return forget(row), false;
   const std::uint64_t hash = hash_of_key(read_.data(), key_bytes_);
-  if (nodes_[row].write == write && nodes_[row].hash == hash) return;
+  if (nodes_[row].write == write && nodes_[row].hash == hash) return true;
   forget(row);
-  enter(row, hash, write);
+  nodes_[row] = {hash, write, 0, 0};
+  Id& root = bucket(hash);
+  root = trees_.with(root, static_cast<Id>(row + 1));
+  return true;
 }
 
 // Asks for the memory ahead, as most of it waits for memory: the row, then the buckets that it leaves and enters, then their roots.
-template <class RowOf>
-void Keys::look_at_these(std::uint64_t n, RowOf&& row_of) {
+void Keys::look_at_each(Rows rows, std::uint64_t n) {
   std::uint64_t hashes[2 * kAhead];  // of the rows that come next
   const auto ask_for_row = [&](std::uint64_t row) {
     __builtin_prefetch(&tickets_.word(row));
@@ -258,69 +173,20 @@ void Keys::look_at_these(std::uint64_t n, RowOf&& row_of) {
     const Id root = copied(bucket(hash));
     if (root != 0 && root <= rows_) __builtin_prefetch(&nodes_[root - 1], 1);
   };
-  Change change(*this);
   for (std::uint64_t i = 0; i < n + 3 * kAhead; ++i) {
-    if (i < n) ask_for_row(row_of(i));
-    if (i >= kAhead && i - kAhead < n) ask_for_buckets(row_of(i - kAhead), hashes[i % (2 * kAhead)]);
+    if (i < n) ask_for_row(rows[i]);
+    if (i >= kAhead && i - kAhead < n) ask_for_buckets(rows[i - kAhead], hashes[i % (2 * kAhead)]);
     if (i >= 2 * kAhead && i - 2 * kAhead < n) {
       ask_for_root(hashes[(i - kAhead) % (2 * kAhead)]);
-      if (const Node& known = nodes_[row_of(i - 2 * kAhead)]; known.write != 0) ask_for_root(known.hash);
+      if (const Node& known = nodes_[rows[i - 2 * kAhead]]; known.write != 0) ask_for_root(known.hash);
     }
-    if (i >= 3 * kAhead) look_at(row_of(i - 3 * kAhead));
+    if (i >= 3 * kAhead) look_at(rows[i - 3 * kAhead]);
   }
-  change.done();
 }
 
-void Keys::look_at_all() {
-  Change change(*this);
-  header_->missed.exchange(0, std::memory_order_acq_rel);  // what those wrote who set it is seen below
-  look_at_these(rows_, [](std::uint64_t i) { return i; });
-  change.done();
-}
-
-void Keys::rebuild() {
-  header_->redo.store(1, std::memory_order_relaxed);  // until it is done, if this process dies, too
-  std::atomic_signal_fence(std::memory_order_seq_cst);
+void Keys::forget_all() {
   for (std::uint64_t row = 0; row < rows_; ++row) nodes_[row].write = 0;
   std::fill_n(buckets_, rows_, 0);
-  look_at_all();
-}
-
-void Keys::put_in_order() {
-  const Lock guard(*this);
-  rebuild();
-}
-
-void Keys::scan(std::uint64_t begin, std::uint64_t end) {
-  if (begin > end || end > rows_) throw std::out_of_range("a scan of rows that there are not");
-  const Lock guard(*this);
-  look_at_these(end - begin, [begin](std::uint64_t i) { return begin + i; });
-}
-
-void Keys::catch_up() {
-  const Lock guard(*this);
-  const std::uint64_t scatters = tickets_.counters().scatters.load(std::memory_order_acquire), length = tickets_.lane_length();
-  bool all = std::exchange(scatters_, scatters) != scatters;
-  for (std::uint64_t lane = 0; lane < tickets_.lanes(); ++lane) {
-    const std::uint64_t base = tickets_.lane(lane).base.load(std::memory_order_acquire);
-    all |= std::exchange(base_[lane], base) != base;
-  }
-  std::vector<std::uint64_t> ends(tickets_.lanes());
-  for (std::uint64_t lane = 0; lane < tickets_.lanes(); ++lane) ends[lane] = tickets_.end(lane);
-  if (all) look_at_all();
-  Change change(*this);
-  for (std::uint64_t lane = 0; lane < tickets_.lanes(); ++lane) {
-    const std::uint64_t end = ends[lane], low = end > length ? end - length : 0;
-    std::uint64_t first = end;  // that is not whole yet
-    for (std::uint64_t p = std::max(all ? low : next_[lane], low); p < end; ++p) {
-      const std::uint64_t row = lane * length + p % length;
-      const bool begun = tickets_.lap(row).load(std::memory_order_acquire) >= tickets_.lap_of(p);
-      look_at(row);
-      if (!begun || nodes_[row].write == 0) first = std::min(first, p);
-    }
-    next_[lane] = first;
-  }
-  change.done();
 }
 
 // ---- lookups ---------------------------------------------------------------------------------------------------------
@@ -331,7 +197,7 @@ void Keys::find(const std::byte* keys, std::uint64_t n, std::int64_t* rows, std:
     const std::uint64_t end = std::min(n, begin + kPiece);
     hashes.clear();
     for (std::uint64_t i = begin; i < end; ++i) hashes.push_back(hash_of_key(keys + i * key_bytes_, key_bytes_));
-    const Lock guard(*this);
+    const RedoLock guard = lock();
     const auto ask_for_root = [&](std::uint64_t i) {
       const Id root = copied(bucket(hashes[i - begin]));
       if (root == 0 || root > rows_) return;
@@ -360,7 +226,7 @@ Keys::Found Keys::find_all(const std::byte* keys, std::uint64_t n) {
   Found found;
   for (std::uint64_t begin = 0; begin < n; begin += kPiece) {
     const std::uint64_t end = std::min(n, begin + kPiece);
-    const Lock guard(*this);
+    const RedoLock guard = lock();
     for (const std::byte* key = keys + begin * key_bytes_; key != keys + end * key_bytes_; key += key_bytes_) {
       const std::uint64_t hash = hash_of_key(key, key_bytes_);
       newest_first(bucket(hash), hash, [&](std::uint64_t row) {
@@ -377,36 +243,19 @@ Keys::Found Keys::find_all(const std::byte* keys, std::uint64_t n) {
 
 // ---- what writers tell -------------------------------------------------------------------------------------------------
 
-void Keys::written(const std::int64_t* rows, std::uint64_t n, std::uint64_t) {
-  const OwnRows own(rows, n, rows_);
-  const Lock guard(*this, 1);
-  look_at_these(n, [rows](std::uint64_t i) { return static_cast<std::uint64_t>(rows[i]); });
-}
-
 // An edit of other fields leaves the key and the number of the write as they are. It is looked at all the same where the row is not
 // known: a process that looked at it while its ticket did not yet say that it is an edit took it for a row that is being written.
 void Keys::edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t, std::span<const std::uint64_t> which, std::uint64_t) {
   const OwnRows own(rows, n, rows_);
   const bool keys = std::find(which.begin(), which.end(), field_) != which.end();
-  const Lock guard(*this, 1);
-  Change change(*this);
+  const RedoLock guard = lock(1);
+  RedoChange change(redo_);
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
     if (!keys && nodes_[row].write != 0 && nodes_[row].write == tickets_.held_write(row)) continue;
     look_at(row);
   }
   change.done();
-}
-
-void Keys::lost(const std::int64_t* rows, std::uint64_t n) { written(rows, n, 0); }
-
-void Keys::emptied() {
-  const Lock guard(*this, 1);
-  rebuild();
-}
-
-void Keys::after_fork() {
-  if (header_->mutex.held()) header_->mutex.format();  // its owner does not exist here
 }
 
 }  // namespace engram

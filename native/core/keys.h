@@ -3,9 +3,8 @@
 //   memory   KeysHeader, padded to a page · nodes {hash, write, left, right} [rows] of 24 bytes · buckets u32[rows], padded to 8 bytes
 //
 // A bucket holds the rows whose hashes fall into it as one search tree, ordered by hash, then by the number of the write that the row
-// holds, then by row. So rows with one key stand side by side, the newest last, and many of them cost no more than O(log rows). The
-// shape of a tree follows from which rows are in it, as the priority of a node is a hash of its row (as in groups.h). The key itself
-// is not copied: a lookup compares the bytes of the row, under its ticket. Everything here follows from the rows, so a change that a
+// holds, then by row. So rows with one key stand side by side, the newest last, and many of them cost no more than O(log rows)
+// (row_trees.h). The key itself is not copied: a lookup compares the bytes of the row, under its ticket. Everything here follows from the rows, so a change that a
 // dead process left half done is rebuilt from them.
 #pragma once
 
@@ -15,9 +14,10 @@
 #include <span>
 #include <vector>
 
+#include "content_index.h"
 #include "control.h"
 #include "gather.h"
-#include "index.h"
+#include "row_trees.h"
 #include "shared_mutex.h"
 
 namespace engram {
@@ -37,7 +37,7 @@ static_assert(sizeof(KeysHeader) <= kPage);
 /// text alone, as it would have in a field whose rows differ in length.
 std::uint64_t hash_of_key(const std::byte* key, std::uint64_t bytes);
 
-class Keys : public Index {
+class Keys : public ContentIndex {
  public:
   static constexpr std::uint64_t kMostKeyBytes = 1024;
 
@@ -55,7 +55,6 @@ class Keys : public Index {
   /// std::invalid_argument: not such memory.
   Keys(std::span<std::byte> memory, const Control& tickets, const Field& key);
 
-  std::uint64_t rows() const { return rows_; }
   std::uint64_t field() const { return field_; }
   std::uint64_t key_bytes() const { return key_bytes_; }
 
@@ -69,29 +68,10 @@ class Keys : public Index {
   };
   Found find_all(const std::byte* keys, std::uint64_t n);
 
-  /// For a view of a store whose writers do not tell it: looks at what was appended since the last time, or at all rows after a write by
-  /// number. O(rows written), or a word and a key per row.
-  void catch_up();
-
-  /// Looks at the rows [begin, end). As Priorities::scan.
-  void scan(std::uint64_t begin, std::uint64_t end);
-  /// After a recovery of the rows: O(rows).
-  void put_in_order();
-
-  void written(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) override;
   void edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0, std::span<const std::uint64_t> which,
               std::uint64_t scatter) override;
-  void lost(const std::int64_t* rows, std::uint64_t n) override;
-  void emptied() override;
-
-  void after_fork();
 
  private:
-  /// Held for every look; rebuilds what a dead holder left half done.
-  class Lock;
-  /// Around every change, noted in the memory.
-  class Change;
-
   using Id = std::uint32_t;  // of a row: its number + 1; 0 is none
 
   struct Node {
@@ -100,34 +80,37 @@ class Keys : public Index {
   };
   static_assert(sizeof(Node) == 24);
 
-  Node& node(Id id) const;
+  struct Trees : RowTrees<Trees> {
+    static constexpr char kTree[] = "keys: expected trees of rows";
+
+    Node* nodes;
+    std::uint64_t rows;
+
+    Trees(Node* nodes, std::uint64_t rows) : nodes(nodes), rows(rows) {}
+
+    Node& node(Id id) const;
+    bool precedes(Id a, Id b) const;
+    void resize(Id) const {}
+  };
+
   Id& bucket(std::uint64_t hash) const;
-  bool precedes(Id a, Id b) const;
-  Id merge(Id a, Id b, unsigned depth = 0) const;
-  void split(Id tree, Id row, Id& below, Id& above, unsigned depth = 0) const;
-  Id without_row(Id tree, Id row, unsigned depth = 0) const;
   template <class Visit>
   bool newest_first(Id tree, std::uint64_t hash, Visit&& visit, unsigned depth = 0) const;
 
   std::uint64_t read_key(std::uint64_t row);
   bool is_read(const std::byte* key) const { return std::memcmp(read_.data(), key, key_bytes_) == 0; }
-  void look_at(std::uint64_t row);
-  void enter(std::uint64_t row, std::uint64_t hash, std::uint64_t write);
+  bool look_at(std::uint64_t row) override;
+  void look_at_each(Rows rows, std::uint64_t n) override;
+  void forget_all() override;
   void forget(std::uint64_t row);
-  void look_at_all();
-  void rebuild();
-  template <class RowOf>
-  void look_at_these(std::uint64_t n, RowOf&& row_of);
 
   KeysHeader* header_;
-  std::uint64_t rows_, field_, key_bytes_;  // copies: the memory may be shared
+  std::uint64_t field_, key_bytes_;  // copies: the memory may be shared
   Node* nodes_;
+  Trees trees_;
   Id* buckets_;
-  const Control tickets_;
   Field key_;
-  std::vector<std::byte> read_;             // the key that was read last, by the call under way
-  std::vector<std::uint64_t> next_, base_;  // of catch_up(), for each lane
-  std::uint64_t scatters_ = ~std::uint64_t{0};
+  std::vector<std::byte> read_;  // the key that was read last, by the call under way
 };
 
 }  // namespace engram

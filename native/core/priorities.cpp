@@ -76,49 +76,6 @@ double fraction(std::uint64_t bits) { return static_cast<double>(bits >> 11) * 0
 
 }  // namespace
 
-class Priorities::Lock {
- public:
-  static constexpr std::uint64_t kRows = 1, kEmptying = 2;
-
-  /// `news`: what the next holder of the lock must make good, if this one waits in vain: the rows are written, and
-  /// their writer will not come again.
-  explicit Lock(const Priorities& self, std::uint64_t news = 0) try : lock_(self.header_->mutex, [] {}) {
-    PriorityHeader& header = *self.header_;
-    const std::uint64_t left = header.redo.load(std::memory_order_relaxed) | header.missed.load(std::memory_order_relaxed);
-    if (left != 0) [[unlikely]] {
-      let_go();
-      self.recover();
-    }
-  } catch (const Stalled&) {
-    self.header_->missed.fetch_or(news, std::memory_order_acq_rel);
-  }
-
- private:
-  SharedLock lock_;
-};
-
-class Priorities::Change {
- public:
-  static constexpr std::uint64_t kSome = 1, kAll = 2;
-
-  explicit Change(const Priorities& self, std::uint64_t kind = kSome) : redo_(self.header_->redo) {
-#ifndef ENGRAM_WITHOUT_REDO  // the tests of death must fail then: make negative-controls
-    redo_.store(kind, std::memory_order_relaxed);
-#else
-    (void)kind;
-#endif
-    std::atomic_signal_fence(std::memory_order_seq_cst);  // a killed process leaves what it executed, in program order
-  }
-  /// The tree is as it must be. Without this call the next holder of the lock puts it in order.
-  void done() {
-    std::atomic_signal_fence(std::memory_order_seq_cst);
-    redo_.store(0, std::memory_order_relaxed);
-  }
-
- private:
-  Word& redo_;
-};
-
 std::uint64_t Priorities::bytes(std::uint64_t rows, bool within_buffer) {
   return kPage + SumTree::bytes(rows, within_buffer);
 }
@@ -155,6 +112,7 @@ void Priorities::copy(std::span<std::byte> from, std::span<std::byte> to) {
 
 Priorities::Priorities(std::span<std::byte> memory, const Control* tickets)
     : header_(header_in(memory)),
+      redo_(RedoWords::of(*header_)),
       eps_(copied(header_->eps)),
       within_buffer_(flag(copied(header_->within_buffer))),
       tree_(memory.subspan(kPage), copied(header_->leaves), within_buffer_),
@@ -177,23 +135,23 @@ double Priorities::leaf_now(std::uint64_t row) const {
 }
 
 double Priorities::alpha() const {
-  const Lock guard(*this);
+  const RedoLock guard = lock();
   return alpha_now();
 }
 
 double Priorities::beta() const {
-  const Lock guard(*this);
+  const RedoLock guard = lock();
   return beta_now();
 }
 
 double Priorities::total() const {
-  const Lock guard(*this);
+  const RedoLock guard = lock();
   return total_of(tree_);
 }
 
 double Priorities::leaf(std::uint64_t row) const {
   check_row(static_cast<std::int64_t>(row), tree_.leaves());
-  const Lock guard(*this);
+  const RedoLock guard = lock();
   return std::abs(leaf_now(row));
 }
 
@@ -217,7 +175,7 @@ double Priorities::default_leaf() const {
 }
 
 double Priorities::default_priority() const {
-  const Lock guard(*this);
+  const RedoLock guard = lock();
   const double largest = within_buffer_ ? tree_.max() : 0, highest = highest_now(), alpha = alpha_now();
   intact(!(largest >= most_), kLeaves);
   if (largest > 0 && alpha > 0) return std::max(0.0, std::pow(largest, 1 / alpha) - eps_);
@@ -226,7 +184,7 @@ double Priorities::default_priority() const {
 
 void Priorities::set_alpha(double alpha) {
   check(usable(alpha), "alpha must be finite and not negative");
-  const Lock guard(*this);
+  const RedoLock guard = lock();
   const double before = alpha_now(), power = before > 0 ? alpha / before : 1.0;
     for (std::uint64_t row = 0; row < tree_.leaves(); ++row) {
     const double leaf = leaf_now(row);
@@ -234,7 +192,7 @@ void Priorities::set_alpha(double alpha) {
   }
   header_->raised_alpha = alpha;
   header_->raised_power = power;
-  Change change(*this);
+  RedoChange change(redo_);
   raise_leaves(0);
   change.done();
 }
@@ -260,9 +218,9 @@ void Priorities::raise_leaves(std::uint64_t from) const {
 void Priorities::recover() const {
   const std::uint64_t missed = header_->missed.load(std::memory_order_acquire), redo = header_->redo.load(std::memory_order_relaxed);
   const std::uint64_t next = header_->raising.load(std::memory_order_relaxed);
-  intact(missed <= (Lock::kRows | Lock::kEmptying) && redo <= Change::kAll && next <= rows(),
+  intact(missed <= (kRows | kEmptying) && redo <= kAll && next <= rows(),
          "priorities: expected a note of what is left to do, got an unknown one");
-  if (redo == Change::kAll || (missed & Lock::kEmptying) != 0) forget_leaves();
+  if (redo == kAll || (missed & kEmptying) != 0) forget_leaves();
   if (next != 0) {
     usable_now(header_->raised_power), usable_now(header_->raised_alpha);
     const double leaf = header_->raised_leaf[(next - 1) % 2];
@@ -279,26 +237,26 @@ void Priorities::recover() const {
 }
 
 void Priorities::put_in_order() {
-  const Lock guard(*this);
-  Change change(*this);
+  const RedoLock guard = lock();
+  RedoChange change(redo_);
   recover();
   change.done();
 }
 
 void Priorities::set_beta(double beta) {
   check(usable(beta), "beta must be finite and not negative");
-  const Lock guard(*this);
+  const RedoLock guard = lock();
   header_->beta = beta;
 }
 
 double Priorities::highest() const {
-  const Lock guard(*this);
+  const RedoLock guard = lock();
   return highest_now();
 }
 
 void Priorities::copy_leaves(double* out, std::uint64_t n, bool signs) const {
   check(n <= tree_.leaves(), "more leaves than there are rows");
-  const Lock guard(*this);
+  const RedoLock guard = lock();
   constexpr std::uint64_t kAtOnce = 1024;
   for (std::uint64_t begin = 0; begin < n; begin += kAtOnce) {
     const std::uint64_t end = std::min(begin + kAtOnce, n);
@@ -313,13 +271,13 @@ void Priorities::copy_leaves_of(const std::int64_t* rows, std::uint64_t n, doubl
   const OwnRows own(rows, n, tree_.leaves());
   constexpr std::uint64_t kAtOnce = 256;
   for (std::uint64_t begin = 0; begin < n; begin += kAtOnce) {
-    const Lock guard(*this);
+    const RedoLock guard = lock();
     for (std::uint64_t i = begin; i < std::min(begin + kAtOnce, n); ++i) out[i] = std::abs(leaf_now(static_cast<std::uint64_t>(rows[i])));
   }
 }
 
 std::uint64_t Priorities::lowest(std::uint64_t n, std::int64_t* rows) const {
-  const Lock guard(*this);
+  const RedoLock guard = lock();
   return tree_.smallest(n, rows);
 }
 
@@ -333,8 +291,8 @@ void Priorities::restore(const double* leaves, std::uint64_t n, double alpha) {
       throw BadPriority("the leaf of row " + std::to_string(row) + " is " + std::to_string(leaves[row]));
     }
   }
-  const Lock guard(*this);
-  Change change(*this);
+  const RedoLock guard = lock();
+  RedoChange change(redo_);
   header_->alpha = alpha;
   bool unknown = false;  // live rows that were written later than what is restored
   tree_.transform(0, rows(), [&](std::uint64_t row, double) {
@@ -352,26 +310,22 @@ void Priorities::restore(const double* leaves, std::uint64_t n, double alpha) {
 
 void Priorities::set_highest(double highest) {
   check(usable(highest), "the highest priority must be finite and not negative");
-  const Lock guard(*this);
+  const RedoLock guard = lock();
   header_->highest = highest;
 }
 
 void Priorities::scan(std::uint64_t begin, std::uint64_t end) {
   if (begin > end || end > rows()) throw std::out_of_range("a scan of rows that there are not");
-  const Lock guard(*this);
+  const RedoLock guard = lock();
   const double leaf = default_leaf();
-  Change change(*this);
+  RedoChange change(redo_);
   tree_.transform(begin, end, [&](std::uint64_t row, double old) { return !is_live(row) ? 0.0 : is_given(old) ? old : leaf; });
   change.done();
 }
 
-void Priorities::after_fork() {
-  if (header_->mutex.held()) header_->mutex.format();  // its owner does not exist here
-}
-
 void Priorities::emptied() {
-  const Lock guard(*this, Lock::kEmptying);
-  Change change(*this, Change::kAll);
+  const RedoLock guard = lock(kEmptying);
+  RedoChange change(redo_, kAll);
   forget_leaves();
   change.done();
 }
@@ -389,14 +343,14 @@ void Priorities::forget_leaves() const {
 }
 
 void Priorities::set_leaves() {
-  Change change(*this);
+  RedoChange change(redo_);
   tree_.set(rows_.data(), leaves_.data(), rows_.size());
   change.done();
 }
 
 void Priorities::lost(const std::int64_t* rows, std::uint64_t n) {
   const OwnRows own(rows, n, tree_.leaves());
-  const Lock guard(*this, Lock::kRows);
+  const RedoLock guard = lock(kRows);
   rows_.clear();
   std::copy_if(rows, rows + n, std::back_inserter(rows_),
                [this](std::int64_t row) { return tickets_ == nullptr || !is_live(static_cast<std::uint64_t>(row)); });
@@ -406,7 +360,7 @@ void Priorities::lost(const std::int64_t* rows, std::uint64_t n) {
 
 void Priorities::written(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) {
   const OwnRows own(rows, n, tree_.leaves());
-  const Lock guard(*this, Lock::kRows);
+  const RedoLock guard = lock(kRows);
   const double leaf = default_leaf();
   rows_.clear();
   for (std::uint64_t i = 0; i < n; ++i) {
@@ -423,7 +377,7 @@ void Priorities::written(const std::int64_t* rows, std::uint64_t n, std::uint64_
 void Priorities::edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t, std::span<const std::uint64_t>,
                         std::uint64_t) {
   const OwnRows own(rows, n, tree_.leaves());
-  const Lock guard(*this, Lock::kRows);
+  const RedoLock guard = lock(kRows);
   rows_.clear();
   std::copy_if(rows, rows + n, std::back_inserter(rows_), [this](std::int64_t row) {
     return !is_given(tree_.leaf(static_cast<std::uint64_t>(row))) && is_live(static_cast<std::uint64_t>(row));
@@ -435,7 +389,7 @@ void Priorities::edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t
 
 void Priorities::reset(const std::int64_t* rows, std::uint64_t n) {
   const OwnRowsOrNone own(rows, n, tree_.leaves());
-  const Lock guard(*this);
+  const RedoLock guard = lock();
   rows_.clear();
   for (std::uint64_t i = 0; i < n; ++i) {
     if (rows[i] == -1) continue;
@@ -468,7 +422,7 @@ std::uint64_t Priorities::update_usable(const std::int64_t* rows, const float* p
 template <class Real>
 std::uint64_t Priorities::update_all(const std::int64_t* rows, const Real* priorities, std::uint64_t n,
                                      const std::int64_t* expected, Unusable unusable) {
-  const Lock guard(*this);
+  const RedoLock guard = lock();
   rows_.clear();
   leaves_.clear();
   const double alpha = alpha_now();
@@ -520,7 +474,7 @@ void Priorities::draw(std::uint64_t key, std::uint64_t attempt, std::uint64_t n,
   std::vector<double> u(n);
   std::vector<std::int64_t> found(n);
   for (std::uint64_t i = 0; i < n; ++i) u[i] = fraction(random.bits(i, attempt));
-  const Lock guard(*this);
+  const RedoLock guard = lock();
   if (total_of(tree_) == 0) {
     if (tickets_ != nullptr && tickets_->size() == 0) throw NothingLive(kEmptyStore);
     throw NothingLive("sample: every priority is zero", "Add data, or give rows a priority above zero");
@@ -574,7 +528,7 @@ void Priorities::over_largest(double* leaves, std::uint64_t n, Masses* masses, O
 
 void Priorities::weigh(const std::int64_t* rows, std::uint64_t n, double* weights, Masses* masses, Over over) const {
   const OwnRows own(rows, n, tree_.leaves());
-  const Lock guard(*this);
+  const RedoLock guard = lock();
   if (masses != nullptr) *masses = masses_locked();
   weigh_locked(rows, n, weights, masses, over);
 }

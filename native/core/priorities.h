@@ -18,6 +18,7 @@
 #include "check.h"
 #include "control.h"
 #include "index.h"
+#include "redo_lock.h"
 #include "shared_mutex.h"
 #include "store.h"
 #include "sum_tree.h"
@@ -123,7 +124,7 @@ class Priorities : public Index {
 
   /// In the child of a fork, for private memory: a thread of the parent may have been at work here. What it left is put in
   /// order.
-  void after_fork();
+  void after_fork() { redo_.after_fork(); }
 
   /// Leaves of rows that hold nothing become zero, and all parents are recomputed. O(rows).
   void put_in_order();
@@ -161,12 +162,12 @@ class Priorities : public Index {
               std::int64_t* numbers, double* weights, Masses* masses = nullptr, Over over = Over::store) const;
 
  private:
-  /// Held for every look at the tree; puts in order what a dead holder left half done.
-  class Lock;
+  // News that a wait in vain leaves, as the rows are written, and their writer will not come again; and kinds of changes.
+  static constexpr std::uint64_t kRows = 1, kEmptying = 2, kSome = 1, kAll = 2;
 
-  /// Around every change of the tree: noted in the memory, so that a half-done one is put in order.
-  class Change;
-
+  RedoLock lock(std::uint64_t news = 0) const {
+    return RedoLock(redo_, [this](std::uint64_t, std::uint64_t) { recover(); }, news);
+  }
   void recover() const;
   void forget_leaves() const;
   void raise_leaves(std::uint64_t from) const;
@@ -188,6 +189,7 @@ class Priorities : public Index {
   double leaf_now(std::uint64_t row) const;
 
   PriorityHeader* header_;
+  const RedoWords redo_;
   // Copies of what never changes: the memory may be shared.
   double eps_;
   bool within_buffer_;

@@ -72,6 +72,18 @@ class RowSet {
     return row;
   }
 
+  /// Calls `visit(row)` for each row, in ascending order.
+  template <class Visit>
+  void each(Visit&& visit) const {
+    for (std::uint64_t w = 0; w < n_words_; ++w) {
+      for (std::uint64_t word = copied(words_[w]); word != 0; word &= word - 1) {
+        const std::uint64_t row = w * 64 + static_cast<std::uint64_t>(std::countr_zero(word));
+        intact(row < rows_, kCounts);
+        visit(row);
+      }
+    }
+  }
+
   /// The rows for which `wanted(row)` is true, and no others, whatever the memory held. O(rows).
   template <class Wanted>
   void assign(Wanted&& wanted) {

@@ -6,33 +6,22 @@
 #include <span>
 #include <vector>
 
-#include "blocks.h"
+#include "beside.h"
 #include "core/changes.h"
 #include "core/store.h"
 #include "expect.h"
 
 /// A store of one lane with rows of a word, and marks of those that changed.
-class Changing {
- public:
-  explicit Changing(std::uint64_t rows, bool samples = false)
-      : pages_((8 << 20) + 24 * rows + engram::Changes::bytes(rows)), layout_(pages_.data(), geometry(1, rows), {8}) {
-    format_without_curve(layout_);
-    changes_ = {pages_.data() + (layout_.all.size() + 4095) / 4096 * 4096, engram::Changes::bytes(rows)};
-    engram::Changes::format(changes_, rows, samples);
+struct Changing : Beside {
+  explicit Changing(std::uint64_t rows, bool samples = false) : Beside(rows, {8}, engram::Changes::bytes(rows)) {
+    engram::Changes::format(index(), rows, samples);
   }
-  const Blocks& blocks() const { return layout_; }
-  std::span<std::byte> changes() const { return changes_; }
-
- private:
-  SharedPages pages_;
-  Layout layout_;
-  std::span<std::byte> changes_;
 };
 
 /// A process that writes, and looks.
 struct Watching {
   explicit Watching(const Changing& shared, std::uint64_t participant = 0)
-      : store(shared.blocks().open(participant)), control(shared.blocks().view()), index(shared.changes()), seen(control.capacity()) {
+      : store(shared.blocks().open(participant)), control(shared.blocks().view()), index(shared.index()), seen(control.capacity()) {
     store.attach(index);
   }
   void append(std::uint64_t n) {

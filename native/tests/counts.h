@@ -3,38 +3,75 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <memory>
 #include <set>
 #include <span>
 #include <vector>
 
-#include "blocks.h"
+#include "beside.h"
 #include "core/consumption.h"
 #include "core/store.h"
 #include "expect.h"
 
 /// A store of one lane with rows of a word, and the counts of their draws.
-class Counted {
- public:
-  Counted(std::uint64_t rows, std::uint64_t most)
-      : pages_((8 << 20) + engram::Consumption::bytes(rows)), layout_(pages_.data(), geometry(1, rows), {8}) {
-    format_without_curve(layout_);
-    counts_ = {pages_.data() + (layout_.all.size() + 4095) / 4096 * 4096, engram::Consumption::bytes(rows)};
-    engram::Consumption::format(counts_, rows, most);
+struct Counted : Beside {
+  Counted(std::uint64_t rows, std::uint64_t most) : Beside(rows, {8}, engram::Consumption::bytes(rows)) {
+    engram::Consumption::format(index(), rows, most);
   }
-  const Blocks& blocks() const { return layout_; }
-  std::span<std::byte> counts() const { return counts_; }
+};
 
- private:
-  SharedPages pages_;
-  Layout layout_;
-  std::span<std::byte> counts_;
+/// The first field holds no NaN, and the second is a version.
+inline engram::RowRules rewarded_and_dated() {
+  return {.ready = {{0, 2, 64, 0}}, .dated = true, .version = {1, 2, 64, 0}};
+}
+
+/// A store of one lane with rows of two numbers, and which of them may be drawn.
+struct Ruled : Beside {
+  explicit Ruled(std::uint64_t rows, std::uint64_t most, const engram::RowRules& rules = rewarded_and_dated())
+      : Beside(rows, {8, 8}, engram::Consumption::bytes(rows, rules)) {
+    engram::Consumption::format(index(), rows, most, rules);
+  }
 };
 
 /// A process that uses both.
 struct Consumer {
-  explicit Consumer(const Counted& shared, std::uint64_t participant = 0)
-      : store(shared.blocks().open(participant)), control(shared.blocks().view()), index(shared.counts(), &control) {
+  static std::vector<engram::Field> fields_of(std::span<std::byte> index, const engram::Store& store) {
+    std::vector<engram::Field> fields;
+    for (const std::uint64_t number : engram::Consumption::rules_of(index).fields()) fields.push_back(store.field(number));
+    return fields;
+  }
+  explicit Consumer(const Beside& shared, std::uint64_t participant = 0)
+      : store(shared.blocks().open(participant)),
+        control(shared.blocks().view()),
+        index(shared.index(), &control, fields_of(shared.index(), store)) {
     store.attach(index);
+  }
+  void append(const std::vector<double>& rewards, const std::vector<double>& versions) {
+    const std::byte* columns[] = {reinterpret_cast<const std::byte*>(rewards.data()), reinterpret_cast<const std::byte*>(versions.data())};
+    store.append(0, rewards.size(), columns, nullptr);
+  }
+  void edit(const std::vector<std::int64_t>& rows, const std::vector<double>& values, std::uint64_t field = 0) {
+    const auto* column = reinterpret_cast<const std::byte*>(values.data());
+    store.scatter(rows.data(), rows.size(), {&field, 1}, {&column, 1}, false);
+  }
+  double value(std::int64_t row, std::uint64_t field) const {
+    double value = 0;
+    std::memcpy(&value, store.field(field).row(static_cast<std::uint64_t>(row)), 8);
+    return value;
+  }
+  /// Offers rows that someone else has drawn. Those that were taken.
+  std::vector<std::int64_t> admit(const std::vector<std::int64_t>& rows, std::uint64_t each = 1, std::uint64_t most = ~std::uint64_t{0}) {
+    std::vector<std::int64_t> numbers, taken;
+    for (const std::int64_t row : rows) {
+      numbers.push_back(static_cast<std::int64_t>(engram::number_of(control.word(static_cast<std::uint64_t>(row)).load())));
+    }
+    const auto units = std::make_unique<bool[]>(rows.size() / each);
+    index.admit(rows.data(), numbers.data(), rows.size(), each, most, units.get());
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+      if (units[i / each]) taken.push_back(rows[i]);
+    }
+    return taken;
   }
   std::vector<std::int64_t> claim(std::uint64_t key, std::uint64_t n) {
     std::vector<std::int64_t> rows(n), numbers(n);

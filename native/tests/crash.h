@@ -268,6 +268,49 @@ class Stepped {
   End end_ = End::refused;
 };
 
+/// Where a process died: in which operation, whether behind its last instruction, and whether nobody was left.
+struct Death {
+  std::size_t operation;
+  bool done, alone;
+};
+
+/// Each operation is done by a `Process`, a user of a store with an index, that is killed before an instruction: before the first, the
+/// `step`-th one after that, and so on to the end. `make` makes the memory, `before` gets it ready, `after` looks at what the next process
+/// finds that recovers the rows. Prints how many died, of which there must be more than 50. False: nobody here may step.
+template <class Process, class Make, class Before, class After>
+bool die_everywhere(const std::vector<std::function<void(Process&)>>& operations, const std::function<std::uint64_t(std::size_t)>& step,
+                    Make&& make, Before&& before, After&& after) {
+  std::uint64_t deaths = 0;
+  for (std::size_t which = 0; which < operations.size(); ++which) {
+    bool done = false;
+    for (std::uint64_t instructions = 0; !done; instructions += step(which)) {
+      const auto shared = make();
+      {
+        Process first(shared);
+        before(first, which);
+      }
+      Process dying(shared);
+      Stepped::End end;
+      {
+        Stepped child([&] { operations[which](dying); });
+        if (child.end() == Stepped::End::refused) return false;
+        end = Stepped::End::running;
+        for (std::uint64_t i = 0; i < instructions && end == Stepped::End::running; ++i) end = child.step();
+      }  // dies here
+      if (end == Stepped::End::refused) return false;
+      done = end == Stepped::End::done;
+      const bool alone = deaths++ % 2 == 0;
+      if (alone) decltype(dying.index)::reset_mutex(shared.index());
+      Process next(shared, 1);
+      next.store.recover();
+      after(next, Death{which, done, alone});
+    }
+  }
+  std::printf("    %llu deaths\n", llu(deaths));
+  EXPECT(deaths > 50);
+  return true;
+}
+
 #endif
 
 /// The first and the last step in each of the states that begin at given steps.

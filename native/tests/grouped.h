@@ -9,7 +9,7 @@
 #include <span>
 #include <vector>
 
-#include "blocks.h"
+#include "beside.h"
 #include "core/groups.h"
 #include "core/store.h"
 #include "expect.h"
@@ -21,21 +21,11 @@ using Parts = std::map<std::uint64_t, std::set<std::int64_t>>;
 inline engram::GroupsPolicy by_key() { return {.field = 1, .key_bytes = 8}; }
 
 /// A store of one lane with rows of a word and a key, and the groups of these keys. Where the rules ask for it, the word is a number.
-class Grouped {
- public:
+struct Grouped : Beside {
   explicit Grouped(std::uint64_t rows, const engram::GroupsPolicy& policy = by_key())
-      : pages_((8 << 20) + engram::Groups::bytes(rows, policy)), layout_(pages_.data(), geometry(1, rows), {8, 8}) {
-    format_without_curve(layout_);
-    groups_ = {pages_.data() + (layout_.all.size() + 4095) / 4096 * 4096, engram::Groups::bytes(rows, policy)};
-    engram::Groups::format(groups_, rows, policy);
+      : Beside(rows, {8, 8}, engram::Groups::bytes(rows, policy)) {
+    engram::Groups::format(index(), rows, policy);
   }
-  const Blocks& blocks() const { return layout_; }
-  std::span<std::byte> groups() const { return groups_; }
-
- private:
-  SharedPages pages_;
-  Layout layout_;
-  std::span<std::byte> groups_;
 };
 
 /// A process that uses both.
@@ -50,7 +40,7 @@ struct Grouping {
     return fields;
   }
   explicit Grouping(const Grouped& shared, std::uint64_t participant = 0)
-      : store(shared.blocks().open(participant)), control(shared.blocks().view()), index(shared.groups(), control, fields_of(shared.groups())) {
+      : store(shared.blocks().open(participant)), control(shared.blocks().view()), index(shared.index(), control, fields_of(shared.index())) {
     store.attach(index);
   }
   void append(const std::vector<std::uint64_t>& keys) {

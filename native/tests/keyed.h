@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "blocks.h"
+#include "beside.h"
 #include "core/keys.h"
 #include "core/store.h"
 #include "expect.h"
@@ -20,26 +20,14 @@
 using Newest = std::map<std::uint64_t, std::pair<std::uint64_t, std::int64_t>>;
 
 /// A store of one lane with rows of a word and a key, and the index of these keys.
-class Keyed {
- public:
-  explicit Keyed(std::uint64_t rows) : pages_((8 << 20) + engram::Keys::bytes(rows)), layout_(pages_.data(), geometry(1, rows), {8, 8}) {
-    format_without_curve(layout_);
-    keys_ = {pages_.data() + (layout_.all.size() + 4095) / 4096 * 4096, engram::Keys::bytes(rows)};
-    engram::Keys::format(keys_, rows, 1, 8);
-  }
-  const Blocks& blocks() const { return layout_; }
-  std::span<std::byte> keys() const { return keys_; }
-
- private:
-  SharedPages pages_;
-  Layout layout_;
-  std::span<std::byte> keys_;
+struct Keyed : Beside {
+  explicit Keyed(std::uint64_t rows) : Beside(rows, {8, 8}, engram::Keys::bytes(rows)) { engram::Keys::format(index(), rows, 1, 8); }
 };
 
 /// A process that uses both.
 struct Keying {
   explicit Keying(const Keyed& shared, std::uint64_t participant = 0)
-      : store(shared.blocks().open(participant)), control(shared.blocks().view()), index(shared.keys(), control, store.field(1)) {
+      : store(shared.blocks().open(participant)), control(shared.blocks().view()), index(shared.index(), control, store.field(1)) {
     store.attach(index);
   }
   void append(const std::vector<std::uint64_t>& keys) {

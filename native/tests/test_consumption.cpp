@@ -1,10 +1,12 @@
 // Counts of draws against a model, and in threads; and the set of rows that they are drawn from.
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <map>
 #include <set>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "blocks.h"
@@ -250,6 +252,166 @@ TEST(an_edit_of_a_row_that_is_being_read_takes_no_part_in_its_count) {
     reader.index.were_read(&row, &number, 1);
     EXPECT_EQ(reader.index.drawable(), 2u);
   }
+}
+
+// Rows that follow rules: what can be drawn is what the rows, their uses and the floor say, whatever was done and by which process.
+TEST(rows_that_can_be_drawn_are_live_ready_fresh_and_not_used_up) {
+  Dice dice(7);
+  std::uint64_t admitted = 0, refused = 0, expired = 0;
+  for (int round = 0; round < 300; ++round) {
+    const std::uint64_t rows = 1 + dice.below(40), most = dice.below(4);
+    const Ruled shared(rows, most);
+    Consumer one(shared), other(shared, 1);
+    std::map<std::int64_t, std::pair<std::uint64_t, std::uint64_t>> uses;  // of each row: its write, and how often that was drawn
+    double floor = -1e9;
+    const auto value = [&] { return dice.below(3) == 0 ? NAN : static_cast<double>(dice.below(6)); };
+    const auto used = [&](std::int64_t row) -> std::uint64_t& {
+      const auto at = static_cast<std::uint64_t>(row), write = one.control.write_of(at, one.control.word(at).load());
+      auto& known = uses[row];
+      if (known.first != write) known = {write, 0};
+      return known.second;
+    };
+    const auto can = [&](std::int64_t row) {
+      if (!is_committed(one.control.word(static_cast<std::uint64_t>(row)).load())) return false;
+      return !std::isnan(one.value(row, 0)) && one.value(row, 1) >= floor && (most == 0 || used(row) < most);
+    };
+    const auto expected = [&] {
+      std::vector<std::int64_t> found;
+      for (std::uint64_t row = 0; row < rows; ++row) {
+        if (can(static_cast<std::int64_t>(row))) found.push_back(static_cast<std::int64_t>(row));
+      }
+      return found;
+    };
+    const auto live = [&] {
+      std::vector<std::int64_t> found;
+      for (std::uint64_t row = 0; row < rows; ++row) {
+        if (is_committed(one.control.word(row).load()) && dice.below(2) == 0) found.push_back(static_cast<std::int64_t>(row));
+      }
+      return found;
+    };
+    for (int i = 0; i < 60; ++i) {
+      Consumer& who = dice.below(2) == 0 ? one : other;
+      const std::uint64_t n = 1 + dice.below(rows);
+      std::vector<double> values(n), versions(n);
+      for (double& it : values) it = value();
+      for (double& it : versions) it = value();
+      switch (dice.below(8)) {
+        case 0: who.append(values, versions); break;
+        case 1:
+        case 2:
+          if (std::vector<std::int64_t> chosen = live(); !chosen.empty()) {
+            values.resize(chosen.size(), NAN);
+            who.edit(chosen, values, dice.below(2));
+          }
+          break;
+        case 3:
+          expired += who.index.totals().expired;
+          floor = static_cast<double>(dice.below(5)) - (dice.below(3) == 0 ? 1 : 0);
+          who.index.set_floor(floor);
+          break;
+        case 4:
+          for (const std::int64_t row : who.claim(dice.below(1 << 30), n)) EXPECT(can(row)), ++used(row);
+          break;
+        case 5:
+          if (who.control.size() > 0) {
+            std::vector<std::int64_t> offered(n);
+            for (std::int64_t& row : offered) row = static_cast<std::int64_t>(dice.below(rows));
+            std::vector<std::int64_t> taken;
+            for (const std::int64_t row : offered) {
+              if (taken.size() < n / 2 && can(row)) taken.push_back(row), ++used(row);
+            }
+            const std::vector<std::int64_t> found = who.admit(offered, 1, n / 2);
+            EXPECT(found == taken);
+            admitted += found.size(), refused += n - found.size();
+            std::vector<std::int64_t> numbers;
+            for (const std::int64_t row : found) {
+              numbers.push_back(static_cast<std::int64_t>(number_of(one.control.word(static_cast<std::uint64_t>(row)).load())));
+            }
+            if (dice.below(4) == 0) {
+              who.index.take_back(found.data(), numbers.data(), found.size());
+              for (const std::int64_t row : found) used(row) -= most > 0 ? 1 : 0;
+            } else if (most > 0) {
+              who.index.were_read(found.data(), numbers.data(), found.size());
+            }
+          }
+          break;
+        case 6:
+          if (const std::vector<std::int64_t> chosen = live(); !chosen.empty()) who.store.remove(chosen.data(), chosen.size(), nullptr);
+          break;
+        default:
+          if (dice.below(8) == 0) who.index.put_in_order();
+          if (dice.below(20) == 0) who.store.empty(false), uses.clear();
+      }
+      EXPECT(other.index.drawable_rows() == expected());
+      EXPECT_EQ(one.index.drawable(), expected().size());
+    }
+  }
+  EXPECT(admitted > 1000 && refused > 1000 && expired > 1000);
+}
+
+// Several rows that are drawn together are taken together.
+TEST(units_of_rows_are_taken_as_a_whole) {
+  const Ruled shared(6, 1);
+  Consumer one(shared);
+  one.append({1, 1, NAN, 1, 1, 1}, {0, 0, 0, 0, 0, 0});
+  EXPECT(one.admit({0, 1, 2, 3, 4, 5, 3, 4}, 2) == (std::vector<std::int64_t>{0, 1, 4, 5}));
+  EXPECT(one.index.drawable_rows() == std::vector<std::int64_t>{3});
+  EXPECT_EQ(one.index.totals().used, 4u);
+  one.edit({2}, {1});
+  EXPECT(one.admit({2, 3}, 2, 0).empty());
+  EXPECT(one.admit({2, 3}, 2) == (std::vector<std::int64_t>{2, 3}));
+  EXPECT_THROWS(std::invalid_argument, one.admit({2, 3, 4}, 2));
+}
+
+TEST(rules_that_no_rows_can_follow_are_refused) {
+  RowRules rules = rewarded_and_dated();
+  EXPECT_THROWS(std::invalid_argument, Consumption::bytes(10, {.ready = std::vector<RuleField>(17, rules.version)}));
+  EXPECT_THROWS(std::invalid_argument, Consumption::bytes(10, {.ready = {{0, 0, 64, 0}}}));
+  EXPECT_THROWS(std::invalid_argument, Consumption::bytes(10, {.dated = true, .version = {0, 5, 64, 0}}));
+  const Ruled shared(10, 0);
+  const Consumer one(shared);
+  EXPECT_THROWS(std::invalid_argument, Consumption(shared.index(), &one.control));
+  EXPECT_THROWS(std::invalid_argument, Consumption(shared.index(), nullptr));
+  EXPECT_THROWS(std::invalid_argument, Counted(10, 0));
+}
+
+// Threads that offer rows as often as they like share their uses out exactly, beside one that makes rows ready, and one that expires them.
+TEST(threads_that_offer_rows_use_none_too_often_and_lose_none) {
+  constexpr std::uint64_t kRows = 256, kMost = 3;
+  const Ruled shared(kRows, kMost);
+  {
+    Consumer first(shared);
+    first.append(std::vector<double>(kRows, NAN), std::vector<double>(kRows, 1));
+  }
+  std::vector<std::atomic<std::uint64_t>> uses(kRows);
+  std::vector<std::thread> threads;
+  for (std::uint64_t t = 0; t < 3; ++t) {
+    threads.emplace_back([&, t] {
+      Consumer consumer(shared, t);
+      Dice dice(t);
+      while (consumer.index.used() < kRows) {
+        std::vector<std::int64_t> offered(16), numbers(16);
+        for (std::int64_t& row : offered) row = static_cast<std::int64_t>(dice.below(kRows));
+        const std::vector<std::int64_t> taken = consumer.admit(offered);
+        for (const std::int64_t row : taken) uses[static_cast<std::size_t>(row)].fetch_add(1);
+        numbers.clear();
+        for (const std::int64_t row : taken) {
+          numbers.push_back(static_cast<std::int64_t>(number_of(consumer.control.word(static_cast<std::uint64_t>(row)).load())));
+        }
+        consumer.index.were_read(taken.data(), numbers.data(), taken.size());
+      }
+    });
+  }
+  threads.emplace_back([&] {
+    Consumer editor(shared, 3);
+    for (std::int64_t row = 0; row < static_cast<std::int64_t>(kRows); ++row) {
+      editor.edit({row}, {static_cast<double>(row)});
+      editor.index.set_floor(row % 7 == 0 ? 2 : 1);  // nothing is fresh enough for a moment
+    }
+    editor.index.set_floor(0);
+  });
+  for (std::thread& thread : threads) thread.join();
+  for (const auto& of_row : uses) EXPECT_EQ(of_row.load(), kMost);
 }
 
 TEST(threads_share_rows_out_while_others_write) {

@@ -1,6 +1,5 @@
 // Rows by key across deaths at every instruction of a write, of edits, of a removal and of what forgets all rows.
 #include <cstdint>
-#include <cstdio>
 #include <functional>
 #include <vector>
 
@@ -14,40 +13,18 @@
 // Killed before an instruction: the next process, beside the dead or as the first one to open the memory, finds the newest live row of
 // every key, and no other row.
 TEST(a_death_leaves_keys_that_are_what_the_rows_say) {
-  std::uint64_t deaths = 0;
   const std::uint64_t step = stress::pick<std::uint64_t>(401, 17, 3);
   const std::vector<std::function<void(Keying&)>> operations{
       [](Keying& it) { it.append({4, 2, 2}); }, [](Keying& it) { it.edit({1, 3, 0}, {1, 1, 9}); },
       [](Keying& it) { it.edit({1, 3, 0}, {1, 1, 9}, 0); }, [](Keying& it) { it.remove({0, 4, 5}); },
       [](Keying& it) { it.store.empty(false); }, [](Keying& it) { it.index.put_in_order(); }};
-  for (std::size_t which = 0; which < operations.size(); ++which) {
-    for (std::uint64_t instructions = 0;; instructions += step) {
-      const Keyed shared(6);
-      {
-        Keying before(shared);
-        before.append({1, 2, 1, 3, 1, 2, 3});
-      }
-      Keying dying(shared);
-      Stepped::End end;
-      {
-        Stepped child([&] { operations[which](dying); });
-        if (child.end() == Stepped::End::refused) return;
-        end = Stepped::End::running;
-        for (std::uint64_t i = 0; i < instructions && end == Stepped::End::running; ++i) end = child.step();
-      }  // dies here
-      if (end == Stepped::End::refused) return;
-      const bool alone = deaths++ % 2 == 0;
-      if (alone) Keys::reset_mutex(shared.keys());
-      Keying next(shared, 1);
-      next.store.recover();
-      EXPECT(next.agrees({1, 2, 3, 4, 9, 8}));
-      next.append({8, 8});
-      EXPECT(next.agrees({1, 2, 3, 4, 9, 8}));
-      if (end == Stepped::End::done) break;
-    }
-  }
-  std::printf("    %llu deaths\n", llu(deaths));
-  EXPECT(deaths > 50);
+  die_everywhere<Keying>(operations, [&](std::size_t) { return step; }, [] { return Keyed(6); },
+                         [](Keying& it, std::size_t) { it.append({1, 2, 1, 3, 1, 2, 3}); },
+                         [](Keying& next, const Death&) {
+                           EXPECT(next.agrees({1, 2, 3, 4, 9, 8}));
+                           next.append({8, 8});
+                           EXPECT(next.agrees({1, 2, 3, 4, 9, 8}));
+                         });
 }
 
 #endif

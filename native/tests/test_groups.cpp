@@ -176,7 +176,7 @@ TEST(a_reader_that_is_told_nothing_catches_up) {
   const Grouped shared(50);
   Grouping writer(shared);
   std::vector<std::byte> memory(Groups::bytes(50, by_key()));
-  Groups::copy(shared.groups(), memory);
+  Groups::copy(shared.index(), memory);
   Control control = shared.blocks().view();
   Groups reader(memory, control, {writer.store.field(1)});
   for (int i = 0; i < 100; ++i) {
@@ -199,20 +199,20 @@ TEST(memory_that_holds_no_groups_is_refused) {
   EXPECT_THROWS(std::invalid_argument, Groups::bytes(0, by_key()));
   EXPECT_THROWS(std::invalid_argument, Groups::bytes(5, {.field = 1}));
   EXPECT_THROWS(std::invalid_argument, Groups::bytes(5, {.field = 1, .key_bytes = 1025}));
-  EXPECT_THROWS(std::invalid_argument, Groups(shared.groups().first(4096), one.control, {one.store.field(1)}));
+  EXPECT_THROWS(std::invalid_argument, Groups(shared.index().first(4096), one.control, {one.store.field(1)}));
   std::vector<std::byte> other(Groups::bytes(6, by_key()));
   Groups::format(other, 6, by_key());
   EXPECT_THROWS(std::invalid_argument, Groups(other, one.control, {one.store.field(1)}));
   one.append({1, 2, 3, 1, 2});
   // Trees that are none are said to be damaged, and end no process.
-  std::fill(shared.groups().begin() + 4096 + 5 * 16, shared.groups().end(), std::byte{0xee});
+  std::fill(shared.index().begin() + 4096 + 5 * 16, shared.index().end(), std::byte{0xee});
   EXPECT_THROWS(Damaged, one.index.groups());
 }
 
 TEST(damaged_groups_are_said_to_be_damaged_wherever_they_are_used) {
   constexpr std::uint64_t kRows = 1000;
   const auto damage = [](const Grouped& shared, std::uint64_t begin, std::uint64_t bytes) {
-    std::fill_n(shared.groups().begin() + static_cast<std::ptrdiff_t>(begin), bytes, std::byte{0xee});
+    std::fill_n(shared.index().begin() + static_cast<std::ptrdiff_t>(begin), bytes, std::byte{0xee});
   };
   const std::uint64_t buckets = Groups::bytes(kRows, by_key()) - 4 * RowSet::bytes(kRows) - kRows * 4, groups = buckets - kRows * 8, nodes = groups - kRows * 16;
   const auto filled = [](Grouping& one) {
@@ -239,7 +239,7 @@ TEST(damaged_groups_are_said_to_be_damaged_wherever_they_are_used) {
     Grouping one(shared);
     filled(one);
     for (std::uint64_t row = 0; row < kRows; ++row) {
-      std::memcpy(shared.groups().data() + nodes + row * 16 + 12, &size, sizeof size);
+      std::memcpy(shared.index().data() + nodes + row * 16 + 12, &size, sizeof size);
     }
     EXPECT_THROWS(Damaged, one.index.draw_members(1, {.n = 3, .each = 2}));
   }
@@ -492,7 +492,7 @@ TEST(memory_of_earlier_versions_is_read_and_kept) {
   const Grouped shared(rows);
   std::vector<std::uint64_t> words((Groups::bytes(rows, by_key()) - 4 * RowSet::bytes(rows)) / 8);
   const std::span<std::byte> memory(reinterpret_cast<std::byte*>(words.data()), words.size() * 8);
-  std::copy_n(shared.groups().begin(), 4096, memory.begin());
+  std::copy_n(shared.index().begin(), 4096, memory.begin());
   memory[7] = std::byte{1};
   std::fill(memory.begin() + 200, memory.begin() + 4096, std::byte{0xee});  // means nothing there
   Groups::reset_mutex(memory);

@@ -127,7 +127,7 @@ TEST(a_reader_that_is_told_nothing_catches_up) {
   const Keyed shared(50);
   Keying writer(shared);
   std::vector<std::byte> memory(Keys::bytes(50));
-  Keys::copy(shared.keys(), memory);
+  Keys::copy(shared.index(), memory);
   Control control = shared.blocks().view();
   Keys reader(memory, control, writer.store.field(1));
   for (int i = 0; i < 200; ++i) {
@@ -177,7 +177,7 @@ TEST(a_reader_of_an_abandoned_store_finds_no_row_whose_editor_died) {
   Control control = shared.blocks().view();
   control.only_read(true);
   std::vector<std::byte> memory(Keys::bytes(4));
-  Keys::copy(shared.keys(), memory);
+  Keys::copy(shared.index(), memory);
   Keys reader(memory, control, one.store.field(1));
   reader.scan(0, 4);
   const std::uint64_t keys[] = {7, 8};
@@ -211,7 +211,7 @@ TEST(memory_that_holds_no_keys_is_refused) {
   std::vector<std::byte> mine(Keys::bytes(5)), other(Keys::bytes(6));
   EXPECT_THROWS(std::invalid_argument, Keys::format(mine, 5, 1, 0));
   EXPECT_THROWS(std::invalid_argument, Keys::format(mine, 5, 1, 1025));
-  EXPECT_THROWS(std::invalid_argument, Keys(shared.keys().first(4096), one.control, one.store.field(1)));
+  EXPECT_THROWS(std::invalid_argument, Keys(shared.index().first(4096), one.control, one.store.field(1)));
   Keys::format(other, 6, 1, 8);
   EXPECT_THROWS(std::invalid_argument, Keys(other, one.control, one.store.field(1)));
   Keys::format(mine, 5, 1, 16);
@@ -227,7 +227,7 @@ TEST(damaged_keys_are_said_to_be_damaged_wherever_they_are_used) {
     one.append(keys);
   };
   const auto damage = [](const Keyed& shared, std::uint64_t begin, std::uint64_t end) {
-    std::fill(shared.keys().begin() + static_cast<std::ptrdiff_t>(begin), shared.keys().begin() + static_cast<std::ptrdiff_t>(end), std::byte{0xee});
+    std::fill(shared.index().begin() + static_cast<std::ptrdiff_t>(begin), shared.index().begin() + static_cast<std::ptrdiff_t>(end), std::byte{0xee});
   };
   for (const bool nodes : {false, true}) {
     const Keyed shared(kRows);
@@ -251,7 +251,7 @@ TEST(damaged_keys_are_said_to_be_damaged_wherever_they_are_used) {
     filled(one);
     for (std::uint64_t row = 0; row < kRows; ++row) {  // each is its own neighbour
       const std::uint32_t id = static_cast<std::uint32_t>(row) + 1;
-      for (const std::uint64_t at : {16, 20}) std::memcpy(shared.keys().data() + kNodes + row * 24 + at, &id, sizeof id);
+      for (const std::uint64_t at : {16, 20}) std::memcpy(shared.index().data() + kNodes + row * 24 + at, &id, sizeof id);
     }
     std::vector<std::uint64_t> keys(100);
     for (std::uint64_t i = 0; i < 100; ++i) keys[i] = i;
@@ -291,7 +291,7 @@ TEST(what_a_writer_could_not_tell_is_looked_at_by_the_next_one) {
   Keying one(shared), other(shared, 1);
   one.append({1, 2});
   wait_limit = std::chrono::milliseconds(20);
-  SharedMutex& mutex = reinterpret_cast<KeysHeader*>(shared.keys().data())->mutex;
+  SharedMutex& mutex = reinterpret_cast<KeysHeader*>(shared.index().data())->mutex;
   std::atomic<int> step{0};
   std::thread holder([&] {
     EXPECT(!mutex.lock());

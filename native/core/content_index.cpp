@@ -1,0 +1,94 @@
+#include "content_index.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+#include "check.h"
+
+namespace engram {
+
+ContentIndex::ContentIndex(const RedoWords& redo, const Control& tickets, std::uint64_t rows)
+    : redo_(redo), tickets_(tickets), rows_(rows), next_(tickets.lanes()), base_(tickets.lanes(), ~std::uint64_t{0}) {
+  check(tickets_.capacity() == rows_, "an index of rows of a store of another capacity");
+}
+
+void ContentIndex::look_at_each(Rows rows, std::uint64_t n) {
+  for (std::uint64_t i = 0; i < n; ++i) look_at(rows[i]);
+}
+
+void ContentIndex::look_at_these(Rows rows, std::uint64_t n) {
+  RedoChange change(redo_);
+  look_at_each(rows, n);
+  change.done();
+}
+
+void ContentIndex::look_at_all() {
+  RedoChange change(redo_);
+  redo_.missed.exchange(0, std::memory_order_acq_rel);  // what those wrote who set it is seen below
+  look_at_each({}, rows_);
+  change.done();
+}
+
+void ContentIndex::rebuild() {
+  redo_.redo.store(1, std::memory_order_relaxed);  // until it is done, if this process dies, too
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+  forget_all();
+  look_at_all();
+}
+
+void ContentIndex::put_in_order() {
+  const RedoLock guard = lock();
+  rebuild();
+}
+
+void ContentIndex::scan(std::uint64_t begin, std::uint64_t end) {
+  if (begin > end || end > rows_) throw std::out_of_range("a scan of rows that there are not");
+  const RedoLock guard = lock();
+  look_at_these({.first = begin}, end - begin);
+}
+
+void ContentIndex::catch_up() {
+  const RedoLock guard = lock();
+  const std::uint64_t scatters = tickets_.counters().scatters.load(std::memory_order_acquire), length = tickets_.lane_length();
+  bool all = std::exchange(scatters_, scatters) != scatters;
+  std::vector<std::uint64_t> ends(tickets_.lanes());
+  for (std::uint64_t lane = 0; lane < tickets_.lanes(); ++lane) {
+    const std::uint64_t base = tickets_.lane(lane).base.load(std::memory_order_acquire);
+    all |= std::exchange(base_[lane], base) != base;
+    ends[lane] = tickets_.end(lane);
+  }
+  if (all) look_at_all();
+  RedoChange change(redo_);
+  for (std::uint64_t lane = 0; lane < tickets_.lanes(); ++lane) {
+    const std::uint64_t end = ends[lane], low = end > length ? end - length : 0;
+    std::uint64_t first = end;  // that is not whole yet
+    for (std::uint64_t p = std::max(all ? low : next_[lane], low); p < end; ++p) {
+      const std::uint64_t row = lane * length + p % length;
+      const bool begun = tickets_.lap(row).load(std::memory_order_acquire) >= tickets_.lap_of(p);
+      const bool whole = look_at(row);
+      if (!begun || !whole) first = std::min(first, p);
+    }
+    next_[lane] = first;
+  }
+  change.done();
+}
+
+void ContentIndex::written(const std::int64_t* rows, std::uint64_t n, std::uint64_t) {
+  const OwnRows own(rows, n, rows_);
+  const RedoLock guard = lock(1);
+  look_at_these({rows}, n);
+}
+
+void ContentIndex::edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0, std::span<const std::uint64_t>, std::uint64_t) {
+  ContentIndex::written(rows, n, t0);
+}
+
+void ContentIndex::lost(const std::int64_t* rows, std::uint64_t n) { ContentIndex::written(rows, n, 0); }
+
+void ContentIndex::emptied() {
+  const RedoLock guard = lock(1);
+  rebuild();
+}
+
+}  // namespace engram

@@ -1,0 +1,72 @@
+// An index that follows from what the rows of a store say: from their tickets and from some of their fields.
+//
+// A row is looked at whenever it was written, edited or lost. What a dead process left half done is forgotten, and made again from the
+// rows; what a process could not note is found by a look at all rows.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "control.h"
+#include "index.h"
+#include "redo_lock.h"
+
+namespace engram {
+
+class ContentIndex : public Index {
+ public:
+  std::uint64_t rows() const { return rows_; }
+
+  /// For a view of a store whose writers do not tell it: looks at what was appended since the last time, or at all rows after a write by
+  /// number. O(rows written), or a look at each row.
+  void catch_up();
+
+  /// Looks at the rows [begin, end). As Priorities::scan.
+  void scan(std::uint64_t begin, std::uint64_t end);
+  /// After a recovery of the rows: O(rows).
+  void put_in_order();
+
+  void written(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0) override;
+  void edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0, std::span<const std::uint64_t> which,
+              std::uint64_t scatter) override;
+  void lost(const std::int64_t* rows, std::uint64_t n) override;
+  void emptied() override;
+
+  void after_fork() { redo_.after_fork(); }
+
+ protected:
+  /// Those that are named, or consecutive ones.
+  struct Rows {
+    const std::int64_t* named = nullptr;
+    std::uint64_t first = 0;
+    std::uint64_t operator[](std::uint64_t i) const { return named == nullptr ? first + i : static_cast<std::uint64_t>(named[i]); }
+  };
+
+  ContentIndex(const RedoWords& redo, const Control& tickets, std::uint64_t rows);
+
+  /// `news`: 1: if this wait is in vain, the next holder of the mutex looks at all rows.
+  RedoLock lock(std::uint64_t news = 0) {
+    return RedoLock(redo_, [this](std::uint64_t redo, std::uint64_t) { redo != 0 ? rebuild() : look_at_all(); }, news);
+  }
+  /// Takes over what a row says. Whether it is whole. Within a change.
+  virtual bool look_at(std::uint64_t row) = 0;
+  /// The same of n rows.
+  virtual void look_at_each(Rows rows, std::uint64_t n);
+  /// Nothing is noted of any row from now on.
+  virtual void forget_all() = 0;
+
+  void look_at_these(Rows rows, std::uint64_t n);
+  void look_at_all();
+  void rebuild();
+
+  const RedoWords redo_;
+  const Control tickets_;
+  const std::uint64_t rows_;  // a copy: the memory may be shared
+
+ private:
+  std::vector<std::uint64_t> next_, base_;  // of catch_up(), for each lane
+  std::uint64_t scatters_ = ~std::uint64_t{0};
+};
+
+}  // namespace engram
