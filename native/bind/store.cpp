@@ -339,15 +339,16 @@ void bind_draws(nb::class_<Store>& type) {
       .def(
           "draw_uniform",
           [](const Store& self, const Layout& layout, Address key_at, std::uint64_t n, bool with_rows,
-             bool with_numbers, bool unless_limited) -> nb::object {
+             bool with_numbers, bool unless_limited, const ItemLayout* ragged) -> nb::object {
             if (unless_limited && self.limits().on()) return nb::none();
             const std::uint64_t key = *at<const std::uint64_t>(key_at);  // read before the GIL is released
             check(n < std::uint64_t{1} << 48, "a batch of more rows than there is memory");
             const auto size = static_cast<std::int64_t>(n);
             const Waiting waiting = unless_limited ? self.begin_wait() : Waiting{};
             OutputBuffers buffers;
+            std::optional<ItemsRead> items;
             {
-              const WithoutInterpreter running(self.reads_briefly(n));
+              const WithoutInterpreter running(ragged == nullptr && self.reads_briefly(n));
               self.find_fields();
               const std::size_t fields = buffers.add(layout, size);
               std::vector<std::int64_t> unseen;
@@ -360,16 +361,27 @@ void bind_draws(nb::class_<Store>& type) {
               std::int64_t* numbers = extra(with_numbers);
               if (rows == nullptr && (with_numbers || self.hears_samples())) unseen.resize(n), rows = unseen.data();
               self.sample_uniform(key, n, buffers.first(fields), rows, numbers, masses_of_block());
+              if (ragged != nullptr) {
+                check(with_rows && with_numbers, "rows and numbers of what has items");
+                std::vector<std::byte*> spans;
+                for (const ItemLayout::Group& group : ragged->groups) {
+                  check(self.ragged() != nullptr && group.number < self.ragged()->groups().size(), "a group of ragged fields of the store");
+                  spans.push_back(buffers.at<std::byte>(self.ragged()->groups()[group.number].leader));
+                }
+                items.emplace(*ragged).read(self, rows, n, numbers, spans, {});
+              }
               if (with_numbers) self.control().name_writes(rows, n, numbers);
               self.count_sampled(rows, n);
             }
             self.count_wait(waiting);
-            return std::move(buffers).tensors(size);
+            nb::list tensors = std::move(buffers).tensors(size);
+            if (items) return nb::make_tuple(tensors, std::move(*items).result());
+            return tensors;
           },
-          "layout"_a, "key_at"_a, "n"_a, "with_rows"_a, "with_numbers"_a, "unless_limited"_a,
+          "layout"_a, "key_at"_a, "n"_a, "with_rows"_a, "with_numbers"_a, "unless_limited"_a, "ragged"_a.none() = nb::none(),
           "As sample_uniform, with the key at an address, into new tensors: one per field, then int64 [n] for the rows and "
           "for their ticket numbers, where wanted. None: nothing was drawn, `unless_limited`, and the store has limits; else the wait of such "
-          "a call is counted.");
+          "a call is counted. With `ragged`: (tensors, what read_items returns of these rows).");
 }
 
 }  // namespace

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from engram._support import tensordicts
+from engram._support import native, tensordicts
 from engram.errors import CorruptStore
 from engram.store.ragged_rows import Items
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.storages.ragged import ItemField, RaggedLayout
+    from engram.store.ragged_rows import Packing
 
 
 class Packed(NamedTuple):
@@ -47,9 +48,9 @@ class Batches:
 
     def __init__(self, layout: RaggedLayout, *, within: bool) -> None:
         self._layout, self._within = layout, within
-        #: By the number of the leader: offsets of rows one after the other, int64; and of packed rows the same as int32, and the longest.
-        self._offsets: dict[int, Tensor] = {}
-        self._ends: dict[int, tuple[Tensor, int]] = {}
+        #: By the number of the leader: where its rows lie, one after the other; and of padded rows the mask.
+        self._packings: dict[int, Packing] = {}
+        self._masks: dict[int, Tensor] = {}
 
     def __call__(self, field: ItemField, items: Items, leader: int) -> object:
         """The rows of a field. ``leader``: the number of the field whose lengths it has."""
@@ -57,33 +58,34 @@ class Batches:
             texts = texts_of(field, items)
             return tensordicts.stack_of_objects(texts) if self._within else texts
         items = items.packed()
-        assert items.offsets is not None  # packed ones have some
-        return getattr(self, f"_{self._layout.kind}")(items, leader, self._offsets.setdefault(leader, items.offsets))
+        assert items.packing is not None  # packed ones have some
+        return getattr(self, f"_{self._layout.kind}")(items, leader, self._packings.setdefault(leader, items.packing))
 
-    def _jagged(self, items: Items, _: int, offsets: Tensor) -> object:
-        longest = int(items.lengths.max()) if len(items) else 0  # without it torch pads to the items of all rows
-        # Of one shape where the offsets are the same:
-        return torch.nested.nested_tensor_from_jagged(items.given, offsets, max_seqlen=longest)
+    def _jagged(self, items: Items, _: int, packing: Packing) -> object:
+        # The longest: without it torch pads to the items of all rows. Of one shape where the offsets are the same.
+        return torch.nested.nested_tensor_from_jagged(items.given, packing.offsets, max_seqlen=packing.longest)
 
-    def _packed(self, items: Items, leader: int, offsets: Tensor) -> object:
-        if leader not in self._ends:
-            self._ends[leader] = offsets.to(torch.int32), int(items.lengths.max()) if len(items.lengths) else 0
-        packed = Packed(items.given, *self._ends[leader])
+    def _packed(self, items: Items, _: int, packing: Packing) -> object:
+        packed = Packed(items.given, packing.ends, packing.longest)
         if not self._within:
             return packed
         longest = tensordicts.one_object(packed.max_seqlen)
         return tensordicts.wrap({**packed._asdict(), "max_seqlen": longest}, torch.Size(()), None)
 
-    def _padded(self, items: Items, *_: object) -> object:
+    def _padded(self, items: Items, leader: int, packing: Packing) -> object:
         """Rows of one length: that of the longest, rounded up."""
-        n, lengths, multiple = len(items), items.lengths.unsqueeze(1), self._layout.multiple
-        longest = int(items.lengths.max()) if n else 0
-        length = -(-longest // multiple) * multiple
-        places = torch.arange(length, dtype=torch.int32, device="cpu")
-        mask = places < lengths if self._layout.side == "right" else places >= length - lengths
-        padded = Padded(items.given.new_zeros((n, length, *items.given.shape[1:])), mask)
-        padded.values[mask] = items.given
-        return tensordicts.wrap(padded._asdict(), torch.Size((n,)), None) if self._within else padded
+        multiple, left, mask = self._layout.multiple, self._layout.side == "left", self._masks.get(leader)
+        length = -(-packing.longest // multiple) * multiple
+        made = native.pad([items.given], items.lengths, length, left, mask is None) if length else None
+        if made is None:  # nothing, or torch does not let the core look at tensors
+            lengths, places = items.lengths.unsqueeze(1), torch.arange(length, dtype=torch.int32, device="cpu")
+            made = [
+                items.given.new_zeros((len(items), length, *items.given.shape[1:])),
+                places >= length - lengths if left else places < lengths,
+            ]
+            made[0][made[1]] = items.given
+        padded = Padded(made[0], self._masks.setdefault(leader, made[-1]))
+        return tensordicts.wrap(padded._asdict(), torch.Size((len(items),)), None) if self._within else padded
 
     def _list(self, items: Items, *_: object) -> object:
         return tensordicts.stack_of_objects(items.rows()) if self._within else items.rows()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import torch
 
@@ -12,7 +12,7 @@ from engram._support.retries import Retries
 from engram.errors import RowError
 from engram.store.blocks import Key
 from engram.store.memory import as_rows, dlpack_specs
-from engram.store.ragged_rows import Items, offsets_of, sharing
+from engram.store.ragged_rows import Items, Packing, offsets_of, sharing
 from engram.store.ragged_state import RingsTarget, heads_of
 from engram.store.store import Store, StoreState
 from engram.types import RowsTarget, Write, WritePlan
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.format.schema import RaggedGroup, Schema
+
+    #: Groups that are read, and which of their fields.
+    _Groups: TypeAlias = list[tuple[RaggedGroup, list[int]]]
+    ItemsRead: TypeAlias = tuple[list[tuple[int, int, Tensor, Tensor, Tensor, list[Tensor]]], list[int]]
 
 
 def private_store(schema: Schema) -> Store:
@@ -208,96 +212,102 @@ class RaggedStore(Store):
     def read(
         self, rows: Tensor, *, expected: Tensor | None = None, which: Sequence[int] | None = None
     ) -> tuple[list[Tensor], list[int]]:
-        wanted = tuple(range(len(self.schema.fields))) if which is None else which
-        leaders = [it.leader for it in self.schema.ragged_groups if not {*it.members}.isdisjoint(wanted)]
-        if not leaders:
+        wanted = tuple(range(len(self.schema.fields))) if which is None else tuple(which)
+        layout, groups = self._reads(wanted)
+        if not groups:
             return super().read(rows, expected=expected, which=which)
         rows = as_rows(rows, "read")
         tickets = self.tickets_of(rows) if expected is None else as_rows(expected, "read")
-        together = [*wanted, *(leader for leader in leaders if leader not in wanted)]
+        together = [*wanted, *(group.leader for group, _ in groups if group.leader not in wanted)]
         columns, moved = super().read(rows, expected=tickets, which=None if which is None else together)
         at = {number: place for place, number in enumerate(together)}
-        moved = self._resolve(at, columns, rows, tickets, moved)
+        spans = tuple([columns[at[group.leader]].data_ptr() for group, _ in groups])
+        found = self.core.read_items(layout, rows.data_ptr(), len(rows), tickets.data_ptr(), spans, moved)
+        moved = self._put(groups, at, columns, rows, found)
         return columns[: len(wanted)], moved
 
     def sample_uniform(self, key: Key, n: int, with_rows: bool, with_numbers: bool = False) -> list[Tensor]:
-        drawn = self._drawn(key, self.core.draw_uniform(self.layout, key.address, n, True, True, False))
+        drawn = self._sample(key, n, limited=False)
+        assert drawn is not None  # it waits for nothing
         return _without(drawn, with_rows, with_numbers)
 
     def sample_unlimited(self, key: Key, n: int, with_rows: bool, with_numbers: bool) -> list[Tensor] | None:
-        columns = self.core.draw_uniform(self.layout, key.address, n, True, True, True)
-        return None if columns is None else _without(self._drawn(key, columns), with_rows, with_numbers)
+        drawn = self._sample(key, n, limited=True)
+        return None if drawn is None else _without(drawn, with_rows, with_numbers)
 
-    def _drawn(self, key: Key, columns: list[Tensor]) -> list[Tensor]:
-        """What was drawn, with its items: rows whose items are gone already make place for others.
+    def _sample(self, key: Key, n: int, *, limited: bool) -> list[Tensor] | None:
+        """As :meth:`Store.sample_uniform`, with the rows and the numbers of their writes: rows whose items are gone already make place
+        for others.
 
-        ``columns``: as :meth:`Store.sample_uniform` returns them, with the rows and the numbers of their writes.
+        ``limited``: None where the store has limits.
 
         Raises ``WriterStalled``: rows moved at every try.
         """
-        moved = self._resolved(columns)
-        if not moved:
-            return columns
+        drawn = self._draw(key, n, limited)
+        if drawn is None or not drawn[1]:
+            return None if drawn is None else drawn[0]
+        columns, moved = drawn
         retries, again = Retries(), Key()
         while moved:
             retries.again(columns[-2], moved)
             again.set(retries.key_of(key.value))
-            fresh = self.core.draw_uniform(self.layout, again.address, len(moved), True, True, False)
-            still, places = self._resolved(fresh), torch.tensor(moved, device="cpu")
+            others = self._draw(again, len(moved), False)
+            assert others is not None  # it waits for nothing
+            fresh, still = others
+            places = torch.tensor(moved, device="cpu")
             for column, values in zip(columns, fresh, strict=False):  # a field may have been added between both reads
                 column[places] = values
             moved = [moved[place] for place in still]
         return columns
 
-    def _resolved(self, drawn: list[Tensor]) -> list[int]:
-        """Put items in the place of spans. The positions of rows that have them no more."""
-        rows, writes = drawn[-2:]
-        at = {number: number for number in self.items}
-        return self._resolve(at, drawn, rows, self.tickets_of_writes(rows, writes), [])
+    def _draw(self, key: Key, n: int, limited: bool) -> tuple[list[Tensor], list[int]] | None:
+        """Columns of rows, the rows and the numbers of their writes, in one native call; and positions of those whose items are gone."""
+        layout, groups = self._reads(tuple(self.items))
+        drawn = self.core.draw_uniform(self.layout, key.address, n, True, True, limited, layout)
+        if drawn is None:
+            return None
+        columns, found = drawn
+        return columns, self._put(groups, None, columns, columns[-2], found)
 
-    def _resolve(
-        self, at: dict[int, int], columns: list[Tensor], rows: Tensor, tickets: Tensor, moved: list[int]
+    def _put(
+        self, groups: _Groups, at: dict[int, int] | None, columns: list[Tensor], rows: Tensor, found: ItemsRead
     ) -> list[int]:
-        """Put the items of rows in the place of their spans.
+        """Put the items that were read in the place of spans. The positions of rows that have them no more.
 
         Args:
-            at: where in the columns each field is. The leader of every group that is read is there.
-            columns: as they were read. Those of ragged fields are replaced.
-            rows, tickets: int64 ``[n]``. Of rows whose ticket is another now nothing is read.
-            moved: positions of rows that were not whole when their columns were read.
-
-        Returns:
-            The positions whose row was not whole, has another ticket, or has lost its items.
+            groups: those that were read, and which of their fields.
+            at: where in the columns each field is; None: at its number.
+            columns: as they were read, whose ragged fields are replaced.
+            rows: int64 ``[n]``. found: what the core has read.
         """
-        gone = set(moved)
-        for number, group in enumerate(self.schema.ragged_groups):
-            if group.leader not in at:
-                continue
-            spans = columns[at[group.leader]]
-            if gone:
-                spans[sorted(gone)] = 0
-            lengths = spans[:, 2].contiguous()
-            offsets, which = offsets_of(lengths), [it for it in group.members if it in at]
-            starts = offsets[:-1]
-            values = self._items_layout(tuple(which)).allocate(int(offsets[-1]))
-            addresses = dict(zip(which, map(torch.Tensor.data_ptr, values), strict=True))
-            outputs = tuple([addresses.get(it, 0) for it in group.members])
-            lost = self.core.gather_items(
-                number, rows.data_ptr(), len(rows), tickets.data_ptr(), spans.data_ptr(), outputs, starts.data_ptr()
-            )
-            gone.update(lost)
-            for it, items in zip(which, values, strict=True):
-                columns[at[it]] = cast("Tensor", Items(items, starts, lengths, rows, offsets))
-        return sorted(gone)
+        read, moved = found
+        for (_, which), (_, longest, lengths, offsets, ends, values) in zip(groups, read, strict=True):
+            packing = Packing(offsets, ends, longest)
+            for number, value in zip(which, values, strict=True):
+                place = number if at is None else at[number]
+                columns[place] = cast("Tensor", Items(value, None, lengths, rows, packing))
+        return moved
 
-    def _items_layout(self, which: tuple[int, ...]) -> native.Layout:
-        """Allocates items of some fields: of a buffer that pins its batches, in pinned memory."""
-        if which not in self._layouts:
-            self._layouts[which] = native.Layout(dlpack_specs([self.schema.ragged[number] for number in which]))
-        return self._layouts[which]
+    def _reads(self, wanted: tuple[int, ...]) -> tuple[native.ItemLayout, _Groups]:
+        """What a read of the ragged ones among some fields asks the core for, and of which groups which fields it is."""
+        if wanted not in self._known_reads:
+            of = [[number for number in group.members if number in wanted] for group in self.schema.ragged_groups]
+            groups = [(group, which) for group, which in zip(self.schema.ragged_groups, of, strict=True) if which]
+            specs = dict(zip(self.schema.ragged, dlpack_specs([*self.schema.ragged.values()]), strict=True))
+            layout = native.ItemLayout(
+                tuple(
+                    (
+                        self.schema.ragged_groups.index(group),
+                        tuple((group.members.index(number), specs[number]) for number in which),
+                    )
+                    for group, which in groups
+                )
+            )
+            self._known_reads[wanted] = layout, groups
+        return self._known_reads[wanted]
 
     @cached_property
-    def _layouts(self) -> dict[tuple[int, ...], native.Layout]:
+    def _known_reads(self) -> dict[tuple[int, ...], tuple[native.ItemLayout, _Groups]]:
         return {}
 
 
