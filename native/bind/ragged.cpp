@@ -43,13 +43,13 @@ RaggedSource source_in(nb::handle source) {
 
 const RowSpec kLengths{0, 32, {}};
 
-// Of `groups` (its number, ((place of a field in the group, spec of an item), …)) each.
+// Of `groups` ((field, spec of an item), …) each.
 ItemLayout item_layout_in(const nb::tuple& groups) {
   ItemLayout layout;
   for (nb::handle group : groups) {
-    auto& one = layout.groups.emplace_back(ItemLayout::Group{nb::cast<std::uint64_t>(group[0]), {}, {}});
-    for (nb::handle field : nb::borrow<nb::tuple>(group[1])) {
-      one.members.push_back(nb::cast<std::uint64_t>(field[0]));
+    ItemLayout::Group& one = layout.groups.emplace_back();
+    for (nb::handle field : nb::borrow<nb::tuple>(group)) {
+      one.fields.push_back(nb::cast<std::uint64_t>(field[0]));
       one.specs.push_back(spec_of(field[1]));
     }
   }
@@ -139,54 +139,66 @@ void bind_writes(nb::class_<Store>& type) {
 
 }  // namespace
 
-void ItemsRead::read(const Store& store, const std::int64_t* rows, std::uint64_t n, const std::int64_t* tickets,
-                     std::span<std::byte* const> spans, std::vector<std::int64_t> moved) {
-  check(store.ragged() != nullptr && spans.size() == layout_.groups.size(), "the spans of each group of ragged fields");
-  moved_ = std::move(moved);
+std::vector<std::int64_t> ItemsRead::read(const Store& store, const std::vector<std::uint64_t>* which, const std::int64_t* rows,
+                                          std::uint64_t n, const std::int64_t* tickets, std::span<std::byte* const> spans,
+                                          std::vector<std::int64_t> moved) {
+  check(store.ragged() != nullptr && layout_.groups.size() == store.ragged()->groups().size() && spans.size() == layout_.groups.size(),
+        "the layout and the spans of each group of ragged fields");
   n_ = static_cast<std::int64_t>(n);
+  groups_.clear();
   groups_.reserve(layout_.groups.size());
-  for (std::size_t g = 0; g < layout_.groups.size(); ++g) {
-    const ItemLayout::Group& wanted = layout_.groups[g];
-    check(wanted.number < store.ragged()->groups().size(), "a group of ragged fields of the store");
-    const RaggedGroup& from = store.ragged()->groups()[wanted.number];
-    for (const std::int64_t i : moved_) std::memset(spans[g] + static_cast<std::uint64_t>(i) * Span::kBytes, 0, Span::kBytes);
-    Group& made = groups_.emplace_back(Group{0, 0, OutputBuffer(kLengths, n_), OutputBuffer(kNumbers, n_ + 1), OutputBuffer(kLengths, n_ + 1), {}});
+  for (std::uint64_t g = 0; g < layout_.groups.size(); ++g) {
+    const RaggedGroup& from = store.ragged()->groups()[g];
+    const std::vector<std::uint64_t>& all = layout_.groups[g].fields;
+    const auto wanted = [&](std::uint64_t field) { return which == nullptr || std::find(which->begin(), which->end(), field) != which->end(); };
+    if (std::none_of(all.begin(), all.end(), wanted)) continue;
+    check(from.fields.size() == all.size(), "the fields of each group");
+    const auto forget = [&](std::uint64_t i) { std::memset(spans[g] + i * Span::kBytes, 0, Span::kBytes); };
+    for (const std::int64_t i : moved) forget(static_cast<std::uint64_t>(i));
+    Group& made = groups_.emplace_back(Group{0, 0, OutputBuffer(kLengths, n_), OutputBuffer(kNumbers, n_ + 1), OutputBuffer(kLengths, n_ + 1), {}, {}});
     auto* lengths = reinterpret_cast<std::int32_t*>(made.lengths.data());
     auto* offsets = reinterpret_cast<std::int64_t*>(made.offsets.data());
     auto* ends = reinterpret_cast<std::int32_t*>(made.ends.data());
-    for (std::uint64_t i = 0; i < n; ++i) {
-      const Span span = Span::at(spans[g] + i * Span::kBytes);
-      const bool fits = Ragged::fits(from, span);  // else its file was changed: no writer makes such a row
-      if (!fits) moved_.push_back(static_cast<std::int64_t>(i)), std::memset(spans[g] + i * Span::kBytes, 0, Span::kBytes);
-      lengths[i] = fits ? static_cast<std::int32_t>(span.length) : 0;
+    for (std::uint64_t i = 0; i <= n; ++i) {
       offsets[i] = made.total;
       ends[i] = static_cast<std::int32_t>(made.total);
+      if (i == n) break;
+      Span span = Span::at(spans[g] + i * Span::kBytes);
+      if (!Ragged::fits(from, span)) {  // its file was changed: no writer makes such a row
+        moved.push_back(static_cast<std::int64_t>(i));
+        forget(i);
+        span = {};
+      }
+      lengths[i] = static_cast<std::int32_t>(span.length);
       made.total += lengths[i];
       made.longest = std::max<std::int64_t>(made.longest, lengths[i]);
     }
-    offsets[n] = made.total;
-    ends[n] = static_cast<std::int32_t>(made.total);
-    made.values.add(wanted.specs, made.total);
     std::vector<std::byte*> outputs(from.fields.size());
-    for (std::size_t f = 0; f < wanted.members.size(); ++f) {
-      check(wanted.members[f] < outputs.size() && bytes_of_rows(wanted.specs[f], 1) == from.fields[wanted.members[f]].item_bytes,
-            "items as the store has them");
-      outputs[wanted.members[f]] = made.values.at<std::byte>(f);
+    for (std::size_t f = 0; f < outputs.size(); ++f) {
+      const std::uint64_t field = all[f];
+      const RowSpec& spec = layout_.groups[g].specs[f];
+      check(field == from.fields[f].field && bytes_of_rows(spec, 1) == from.fields[f].item_bytes, "items as the store has them");
+      if (!wanted(field)) continue;
+      made.fields.push_back(field);
+      made.values.add(spec, made.total);
+      outputs[f] = made.values.at<std::byte>(made.values.size() - 1);
     }
-    const std::vector<std::int64_t> lost = store.gather_items(wanted.number, rows, n, tickets, spans[g], outputs, offsets);
-    moved_.insert(moved_.end(), lost.begin(), lost.end());
+    const std::vector<std::int64_t> lost = store.gather_items(g, rows, n, tickets, spans[g], outputs, offsets);
+    moved.insert(moved.end(), lost.begin(), lost.end());
   }
-  std::sort(moved_.begin(), moved_.end());
-  moved_.erase(std::unique(moved_.begin(), moved_.end()), moved_.end());
+  std::sort(moved.begin(), moved.end());
+  moved.erase(std::unique(moved.begin(), moved.end()), moved.end());
+  return moved;
 }
 
-nb::tuple ItemsRead::result() && {
+nb::list ItemsRead::groups() && {
   nb::list groups;
   for (Group& group : groups_) {
-    groups.append(nb::make_tuple(group.total, group.longest, std::move(group.lengths).tensor(n_), std::move(group.offsets).tensor(n_ + 1),
-                                 std::move(group.ends).tensor(n_ + 1), std::move(group.values).tensors(group.total)));
+    groups.append(nb::make_tuple(group.fields, group.total, group.longest, std::move(group.lengths).tensor(n_),
+                                 std::move(group.offsets).tensor(n_ + 1), std::move(group.ends).tensor(n_ + 1),
+                                 std::move(group.values).tensors(group.total)));
   }
-  return nb::make_tuple(groups, moved_);
+  return groups;
 }
 
 RaggedWrite write_in(const Store& store, std::uint64_t n, const nb::tuple& sources) {
@@ -197,7 +209,7 @@ RaggedWrite write_in(const Store& store, std::uint64_t n, const nb::tuple& sourc
 }
 
 void bind_ragged(nb::module_& m, nb::class_<Store>& type) {
-  nb::class_<ItemLayout>(m, "ItemLayout", "Which fields of ragged groups are read: (group, ((place of a field in it, spec of an item), …)) each.")
+  nb::class_<ItemLayout>(m, "ItemLayout", "What the items of ragged fields are: ((field, spec of an item), …) of each group.")
       .def("__init__", [](ItemLayout* self, const nb::tuple& groups) { new (self) ItemLayout(item_layout_in(groups)); }, "groups"_a);
   m.def("pad", &pad, "values"_a, "lengths"_a, "length"_a, "left"_a, "masked"_a,
         "Rows of these lengths, int32 [n], that lie one after the other in each of the values, [items, *shape], padded with zeros: a tensor "
@@ -238,20 +250,20 @@ void bind_ragged(nb::module_& m, nb::class_<Store>& type) {
           "places[i] on. The positions of rows that have them no more.")
       .def(
           "read_items",
-          [](const Store& self, const ItemLayout& layout, Address rows, std::uint64_t n, Address tickets, const nb::tuple& spans,
-             std::vector<std::int64_t> moved) {
+          [](const Store& self, const ItemLayout& layout, const std::vector<std::uint64_t>& which, Address rows, std::uint64_t n,
+             Address tickets, const nb::tuple& spans, std::vector<std::int64_t> moved) {
             const auto found = addresses_in<std::byte>(spans);
             ItemsRead items(layout);
             {
               const WithoutInterpreter running(false);
-              items.read(self, at<const std::int64_t>(rows), n, at<const std::int64_t>(tickets), found, std::move(moved));
+              moved = items.read(self, &which, at<const std::int64_t>(rows), n, at<const std::int64_t>(tickets), found, std::move(moved));
             }
-            return std::move(items).result();
+            return nb::make_tuple(std::move(items).groups(), moved);
           },
-          "layout"_a, "rows"_a, "n"_a, "tickets"_a, "spans"_a, "moved"_a,
-          "The items of rows with these tickets (int64 [n]) and spans (12 bytes each, of each group) into new tensors, row after row: of each "
-          "group (items, those of the longest row, lengths int32 [n], offsets int64 [n + 1], the same as int32, [values, …]); and the "
-          "positions of rows that have them no more, beside those that `moved` before.")
+          "layout"_a, "which"_a, "rows"_a, "n"_a, "tickets"_a, "spans"_a, "moved"_a,
+          "Some fields' items of rows with these tickets (int64 [n]) and spans (12 bytes each, of each group with such "
+          "fields), row after row: of each of these groups (fields, items, those of the longest row, lengths int32 [n], offsets int64 [n + 1], the same as int32, [values, …]); and "
+          "the positions of rows that have them no more, beside those that `moved` before.")
       .def_prop_ro(
           "evicted", [](const Store& self) { return self.ragged() == nullptr ? 0 : self.ragged()->page().evicted.load(); },
           "Rows that lost their items to newer ones, since the store was made.")

@@ -26,12 +26,11 @@ std::vector<T*> addresses_in(nanobind::handle tuple) {
 /// addresses of the values).
 RaggedWrite write_in(const Store& store, std::uint64_t n, const nanobind::tuple& sources);
 
-/// Which fields of groups of ragged fields are read.
+/// What the items of ragged fields are, of each group of the store.
 struct ItemLayout {
   struct Group {
-    std::uint64_t number;
-    std::vector<std::uint64_t> members;  // places of the fields in the group
-    std::vector<RowSpec> specs;          // of an item of each
+    std::vector<std::uint64_t> fields;
+    std::vector<RowSpec> specs;  // of an item of each
   };
   std::vector<Group> groups;
 };
@@ -42,26 +41,27 @@ class ItemsRead {
   /// `layout` must outlive it.
   explicit ItemsRead(const ItemLayout& layout) : layout_(layout) {}
 
-  /// Needs no GIL. `tickets`: those that the rows were read with. `spans`: of each group, as they were read: of rows that have lost their
-  /// items, and of those at positions `moved`, which were not whole, they become empty.
-  void read(const Store& store, const std::int64_t* rows, std::uint64_t n, const std::int64_t* tickets, std::span<std::byte* const> spans,
-            std::vector<std::int64_t> moved);
+  /// Reads some fields, or all. Needs no GIL. `tickets`: those that the rows were read with. `spans`: of each group, as they were read; of a
+  /// group without such fields anything. Those of rows at positions `moved`, which were not whole, become empty. Returns the positions of
+  /// rows that moved, or have lost their items.
+  std::vector<std::int64_t> read(const Store& store, const std::vector<std::uint64_t>* which, const std::int64_t* rows, std::uint64_t n,
+                                 const std::int64_t* tickets, std::span<std::byte* const> spans, std::vector<std::int64_t> moved);
 
-  /// Of each group (items, those of the longest row, lengths int32 [n], where rows begin and the last one ends int64 [n + 1], the same as
-  /// int32, [values of each field]); and the positions of rows that moved.
-  nanobind::tuple result() &&;
+  /// Of each group (fields, items, those of the longest row, lengths int32 [n], where rows begin and the last one ends int64 [n + 1], the
+  /// same as int32, values of each field).
+  nanobind::list groups() &&;
 
  private:
   struct Group {
     std::int64_t total = 0, longest = 0;
     OutputBuffer lengths, offsets, ends;
+    std::vector<std::uint64_t> fields;
     OutputBuffers values;
   };
 
   const ItemLayout& layout_;
   std::int64_t n_ = 0;
   std::vector<Group> groups_;
-  std::vector<std::int64_t> moved_;
 };
 
 void bind_ragged(nanobind::module_& m, nanobind::class_<Store>& type);

@@ -13,13 +13,16 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "../core/check.h"
 #include "../core/control.h"
+#include "../core/random.h"
 #include "../core/store.h"
+#include "../core/wait.h"
 #include "../core/writers.h"
 #include "block.h"
 #include "intake.h"
@@ -325,6 +328,26 @@ void bind_tickets(nb::class_<Store>& type) {
           "The void rows inside the extent, in row order: an int64 array.");
 }
 
+// Reads the items of rows that were drawn. Those that have lost them are drawn again, which keeps the draw uniform.
+void read_drawn(const Store& store, ItemsRead& items, std::uint64_t key, std::uint64_t n, Batch columns, std::int64_t* rows,
+                std::int64_t* numbers) {
+  check(store.ragged() != nullptr && rows != nullptr && numbers != nullptr, "ragged fields, and rows and numbers of what has them");
+  std::vector<std::byte*> spans, one(columns.size());
+  for (const RaggedGroup& group : store.ragged()->groups()) spans.push_back(columns[group.leader]);
+  const Deadline deadline;
+  for (;;) {
+    const std::vector<std::int64_t> moved = items.read(store, nullptr, rows, n, numbers, spans, {});
+    if (moved.empty()) return;
+    if (deadline.passed()) throw in_vain("row " + std::to_string(rows[moved[0]]) + " moved at every try");
+    key = mix(key);
+    for (const std::int64_t position : moved) {
+      const auto i = static_cast<std::uint64_t>(position);
+      for (std::uint64_t f = 0; f < one.size(); ++f) one[f] = columns[f] + i * store.row_bytes(f);
+      store.sample_uniform(key + i, 1, one, rows + i, numbers + i);
+    }
+  }
+}
+
 // Rows out, drawn.
 void bind_draws(nb::class_<Store>& type) {
   type
@@ -361,27 +384,20 @@ void bind_draws(nb::class_<Store>& type) {
               std::int64_t* numbers = extra(with_numbers);
               if (rows == nullptr && (with_numbers || self.hears_samples())) unseen.resize(n), rows = unseen.data();
               self.sample_uniform(key, n, buffers.first(fields), rows, numbers, masses_of_block());
-              if (ragged != nullptr) {
-                check(with_rows && with_numbers, "rows and numbers of what has items");
-                std::vector<std::byte*> spans;
-                for (const ItemLayout::Group& group : ragged->groups) {
-                  check(self.ragged() != nullptr && group.number < self.ragged()->groups().size(), "a group of ragged fields of the store");
-                  spans.push_back(buffers.at<std::byte>(self.ragged()->groups()[group.number].leader));
-                }
-                items.emplace(*ragged).read(self, rows, n, numbers, spans, {});
-              }
+              if (ragged != nullptr) read_drawn(self, items.emplace(*ragged), key, n, buffers.first(fields), rows, numbers);
               if (with_numbers) self.control().name_writes(rows, n, numbers);
               self.count_sampled(rows, n);
             }
             self.count_wait(waiting);
             nb::list tensors = std::move(buffers).tensors(size);
-            if (items) return nb::make_tuple(tensors, std::move(*items).result());
+            if (items) return nb::make_tuple(tensors, std::move(*items).groups());
             return tensors;
           },
           "layout"_a, "key_at"_a, "n"_a, "with_rows"_a, "with_numbers"_a, "unless_limited"_a, "ragged"_a.none() = nb::none(),
           "As sample_uniform, with the key at an address, into new tensors: one per field, then int64 [n] for the rows and "
           "for their ticket numbers, where wanted. None: nothing was drawn, `unless_limited`, and the store has limits; else the wait of such "
-          "a call is counted. With `ragged`: (tensors, what read_items returns of these rows).");
+          "a call is counted. With `ragged`, of a store that has such fields: (tensors, groups as of "
+          "read_items): rows that have lost their items make place for others.");
 }
 
 }  // namespace

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from engram._support import native
-from engram._support.retries import Retries
 from engram.errors import RowError
-from engram.store.blocks import Key
 from engram.store.memory import as_rows, dlpack_specs
-from engram.store.ragged_rows import Items, Packing, offsets_of, sharing
+from engram.store.ragged_rows import Items, sharing
 from engram.store.ragged_state import RingsTarget, heads_of
 from engram.store.store import Store, StoreState
 from engram.types import RowsTarget, Write, WritePlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
+    from engram._core import _ItemsRead
     from engram.format.schema import RaggedGroup, Schema
-
-    #: Groups that are read, and which of their fields.
-    _Groups: TypeAlias = list[tuple[RaggedGroup, list[int]]]
-    ItemsRead: TypeAlias = tuple[list[tuple[int, int, Tensor, Tensor, Tensor, list[Tensor]]], list[int]]
+    from engram.store.blocks import Key
 
 
 def private_store(schema: Schema) -> Store:
@@ -193,19 +189,12 @@ class RaggedStore(Store):
 
         ``columns``, of all fields, hold lengths int32 ``[n]`` afterwards where spans were. ``live``: bool ``[n]``.
         """
-        found: dict[int, Tensor] = {}
         rows = live.nonzero()[:, 0]
-        tickets = self.tickets_of(rows)
+        items = dict(zip(self.items, cast("list[Items]", self.read(rows, which=[*self.items])[0]), strict=True))
         for group in self.schema.ragged_groups:
-            spans = columns[group.leader][rows].contiguous()
             columns[group.leader] = torch.zeros(len(live), dtype=torch.int32, device="cpu")
-            columns[group.leader][rows] = spans[:, 2]
-            offsets = offsets_of(spans[:, 2])
-            shapes = {number: (int(offsets[-1]), *self.items[number].shape[1:]) for number in group.members}
-            outputs = [self.items[number].new_empty(shape) for number, shape in shapes.items()]
-            self.gather(group, rows, tickets, spans, outputs, offsets[:-1])
-            found.update(zip(group.members, outputs, strict=True))
-        return [found[number] for number in self.schema.ragged]
+            columns[group.leader][rows] = items[group.leader].lengths
+        return [items[number].given for number in self.schema.ragged]
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
@@ -213,102 +202,51 @@ class RaggedStore(Store):
         self, rows: Tensor, *, expected: Tensor | None = None, which: Sequence[int] | None = None
     ) -> tuple[list[Tensor], list[int]]:
         wanted = tuple(range(len(self.schema.fields))) if which is None else tuple(which)
-        layout, groups = self._reads(wanted)
-        if not groups:
+        leaders = [it.leader for it in self.schema.ragged_groups if not {*it.members}.isdisjoint(wanted)]
+        if not leaders:
             return super().read(rows, expected=expected, which=which)
         rows = as_rows(rows, "read")
         tickets = self.tickets_of(rows) if expected is None else as_rows(expected, "read")
-        together = [*wanted, *(group.leader for group, _ in groups if group.leader not in wanted)]
+        together = [*wanted, *(leader for leader in leaders if leader not in wanted)]
         columns, moved = super().read(rows, expected=tickets, which=None if which is None else together)
         at = {number: place for place, number in enumerate(together)}
-        spans = tuple([columns[at[group.leader]].data_ptr() for group, _ in groups])
-        found = self.core.read_items(layout, rows.data_ptr(), len(rows), tickets.data_ptr(), spans, moved)
-        moved = self._put(groups, at, columns, rows, found)
+        spans = [columns[at[it.leader]].data_ptr() if it.leader in leaders else 0 for it in self.schema.ragged_groups]
+        found = rows.data_ptr(), len(rows), tickets.data_ptr(), tuple(spans), moved
+        groups, moved = self.core.read_items(self._item_layout, wanted, *found)
+        _put(groups, columns, rows, at)
         return columns[: len(wanted)], moved
 
     def sample_uniform(self, key: Key, n: int, with_rows: bool, with_numbers: bool = False) -> list[Tensor]:
-        drawn = self._sample(key, n, limited=False)
+        drawn = self._drawn(key, n, with_rows, with_numbers, False)
         assert drawn is not None  # it waits for nothing
-        return _without(drawn, with_rows, with_numbers)
+        return drawn
 
     def sample_unlimited(self, key: Key, n: int, with_rows: bool, with_numbers: bool) -> list[Tensor] | None:
-        drawn = self._sample(key, n, limited=True)
-        return None if drawn is None else _without(drawn, with_rows, with_numbers)
+        return self._drawn(key, n, with_rows, with_numbers, True)
 
-    def _sample(self, key: Key, n: int, *, limited: bool) -> list[Tensor] | None:
-        """As :meth:`Store.sample_uniform`, with the rows and the numbers of their writes: rows whose items are gone already make place
-        for others.
-
-        ``limited``: None where the store has limits.
-
-        Raises ``WriterStalled``: rows moved at every try.
-        """
-        drawn = self._draw(key, n, limited)
-        if drawn is None or not drawn[1]:
-            return None if drawn is None else drawn[0]
-        columns, moved = drawn
-        retries, again = Retries(), Key()
-        while moved:
-            retries.again(columns[-2], moved)
-            again.set(retries.key_of(key.value))
-            others = self._draw(again, len(moved), False)
-            assert others is not None  # it waits for nothing
-            fresh, still = others
-            places = torch.tensor(moved, device="cpu")
-            for column, values in zip(columns, fresh, strict=False):  # a field may have been added between both reads
-                column[places] = values
-            moved = [moved[place] for place in still]
-        return columns
-
-    def _draw(self, key: Key, n: int, limited: bool) -> tuple[list[Tensor], list[int]] | None:
-        """Columns of rows, the rows and the numbers of their writes, in one native call; and positions of those whose items are gone."""
-        layout, groups = self._reads(tuple(self.items))
-        drawn = self.core.draw_uniform(self.layout, key.address, n, True, True, limited, layout)
+    def _drawn(
+        self, key: Key, n: int, with_rows: bool, with_numbers: bool, unless_limited: bool
+    ) -> list[Tensor] | None:
+        drawn = self.core.draw_uniform(self.layout, key.address, n, True, True, unless_limited, self._item_layout)
         if drawn is None:
             return None
-        columns, found = drawn
-        return columns, self._put(groups, None, columns, columns[-2], found)
-
-    def _put(
-        self, groups: _Groups, at: dict[int, int] | None, columns: list[Tensor], rows: Tensor, found: ItemsRead
-    ) -> list[int]:
-        """Put the items that were read in the place of spans. The positions of rows that have them no more.
-
-        Args:
-            groups: those that were read, and which of their fields.
-            at: where in the columns each field is; None: at its number.
-            columns: as they were read, whose ragged fields are replaced.
-            rows: int64 ``[n]``. found: what the core has read.
-        """
-        read, moved = found
-        for (_, which), (_, longest, lengths, offsets, ends, values) in zip(groups, read, strict=True):
-            packing = Packing(offsets, ends, longest)
-            for number, value in zip(which, values, strict=True):
-                place = number if at is None else at[number]
-                columns[place] = cast("Tensor", Items(value, None, lengths, rows, packing))
-        return moved
-
-    def _reads(self, wanted: tuple[int, ...]) -> tuple[native.ItemLayout, _Groups]:
-        """What a read of the ragged ones among some fields asks the core for, and of which groups which fields it is."""
-        if wanted not in self._known_reads:
-            of = [[number for number in group.members if number in wanted] for group in self.schema.ragged_groups]
-            groups = [(group, which) for group, which in zip(self.schema.ragged_groups, of, strict=True) if which]
-            specs = dict(zip(self.schema.ragged, dlpack_specs([*self.schema.ragged.values()]), strict=True))
-            layout = native.ItemLayout(
-                tuple(
-                    (
-                        self.schema.ragged_groups.index(group),
-                        tuple((group.members.index(number), specs[number]) for number in which),
-                    )
-                    for group, which in groups
-                )
-            )
-            self._known_reads[wanted] = layout, groups
-        return self._known_reads[wanted]
+        (*columns, rows, numbers), groups = drawn
+        _put(groups, columns, rows)
+        return [*columns, *[rows] * with_rows, *[numbers] * with_numbers]
 
     @cached_property
-    def _known_reads(self) -> dict[tuple[int, ...], tuple[native.ItemLayout, _Groups]]:
-        return {}
+    def _item_layout(self) -> native.ItemLayout:
+        specs = dict(zip(self.schema.ragged, dlpack_specs([*self.schema.ragged.values()]), strict=True))
+        return native.ItemLayout(tuple(tuple((n, specs[n]) for n in it.members) for it in self.schema.ragged_groups))
+
+
+def _put(groups: _ItemsRead, columns: list[Tensor], rows: Tensor, at: Mapping[int, int] | None = None) -> None:
+    """Put items, as the core has read them, in the place of spans. ``at``: where in the columns each field is; None: at its number."""
+    for fields, _, longest, lengths, offsets, ends, values in groups:
+        starts = offsets[:-1]
+        for number, value in zip(fields, values, strict=True):
+            place = number if at is None else at[number]
+            columns[place] = cast("Tensor", Items(value, starts, lengths, rows, offsets, ends, longest))
 
 
 def _source(members: Sequence[Items]) -> tuple[int, int, int, tuple[int, ...]]:
@@ -316,9 +254,3 @@ def _source(members: Sequence[Items]) -> tuple[int, int, int, tuple[int, ...]]:
     first, total = members[0], min(len(it.values) for it in members if it.values is not None)
     values = tuple([0 if it.values is None else it.values.data_ptr() for it in members])
     return first.lengths.data_ptr(), first.starts.data_ptr(), total, values
-
-
-def _without(drawn: list[Tensor], with_rows: bool, with_numbers: bool) -> list[Tensor]:
-    """Columns, and what is asked for of the rows and numbers behind them."""
-    *columns, rows, numbers = drawn
-    return [*columns, *[rows] * with_rows, *[numbers] * with_numbers]

@@ -12,42 +12,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-#: Items that offsets of 32 bits count.
-_MOST_PACKED = (1 << 31) - 1
-
-
-class Packing:
-    """Where rows lie that lie one after the other from the first item on.
-
-    Args:
-        offsets: int64 ``[n + 1]``: where they begin, and the end of the last one.
-        ends: the same as int32, and ``longest``, the items of the longest row, where they are known.
-    """
-
-    __slots__ = ("_ends", "_longest", "offsets")
-
-    def __init__(self, offsets: Tensor, ends: Tensor | None = None, longest: int | None = None) -> None:
-        self.offsets, self._ends, self._longest = offsets, ends, longest
-
-    @property
-    def longest(self) -> int:
-        """Items of the longest row; 0 of none."""
-        if self._longest is None:
-            self._longest = int(self.offsets.diff().max()) if len(self.offsets) > 1 else 0
-        return self._longest
-
-    @property
-    def ends(self) -> Tensor:
-        """The offsets as int32. Raises ``RuntimeError``: there are more items than that counts."""
-        if int(self.offsets[-1]) > _MOST_PACKED:
-            raise RuntimeError(
-                f"sample: expected a batch of at most {_MOST_PACKED:,} items of a field, as cu_seqlens counts them in 32 bits, got "
-                f'{int(self.offsets[-1]):,}. Draw fewer rows, or use layout="jagged".'
-            )
-        if self._ends is None:
-            self._ends = self.offsets.to(torch.int32)
-        return self._ends
-
 
 class Items:
     """The rows of one ragged field: row ``i`` is ``values[starts[i] : starts[i] + lengths[i]]``.
@@ -57,29 +21,33 @@ class Items:
 
     Args:
         values: ``[total, *shape]``, contiguous, on the CPU; None: all items are zeros, of a field that was left out.
-        starts: int64 ``[n]``; None: where ``packing`` says.
+        starts: int64 ``[n]``.
         lengths: int32 ``[n]``.
         numbers: int64 ``[n]``: the rows of the store that they were read from, for messages.
-        packing: where they lie, if the rows are known to lie one after the other.
+        offsets: int64 ``[n + 1]``, if the rows are known to lie one after the other: where they begin, and the end of the last one.
+        ends: the same as int32, and ``longest``, the items of the longest row; None: not known yet.
     """
 
-    __slots__ = ("_starts", "lengths", "numbers", "packing", "values")
+    __slots__ = ("ends", "lengths", "longest", "numbers", "offsets", "starts", "values")
 
     def __init__(
         self,
         values: Tensor | None,
-        starts: Tensor | None,
+        starts: Tensor,
         lengths: Tensor,
         numbers: Tensor | None = None,
-        packing: Packing | None = None,
+        offsets: Tensor | None = None,
+        ends: Tensor | None = None,
+        longest: int | None = None,
     ) -> None:
-        self.values, self._starts, self.lengths, self.numbers, self.packing = values, starts, lengths, numbers, packing
+        self.values, self.starts, self.lengths, self.numbers, self.offsets = values, starts, lengths, numbers, offsets
+        self.ends, self.longest = ends, longest
 
     @classmethod
     def of_lengths(cls, values: Tensor | None, lengths: Tensor, numbers: Tensor | None = None) -> Items:
         """Rows that lie one after the other from the first item on. ``lengths``: int32 ``[n]``."""
         offsets = offsets_of(lengths)
-        return cls(values, offsets[:-1], lengths, numbers, Packing(offsets))
+        return cls(values, offsets[:-1], lengths, numbers, offsets)
 
     @classmethod
     def of_row(cls, values: Tensor) -> Items:
@@ -106,14 +74,6 @@ class Items:
         return len(self.lengths)
 
     @property
-    def starts(self) -> Tensor:
-        """int64 ``[n]``: where each row begins."""
-        if self._starts is None:
-            assert self.packing is not None  # as whoever made it without starts knows
-            self._starts = self.packing.offsets[:-1]
-        return self._starts
-
-    @property
     def given(self) -> Tensor:
         """The values of rows that were read, or were not left out."""
         assert self.values is not None  # as the caller knows
@@ -127,7 +87,7 @@ class Items:
     @property
     def in_order(self) -> bool:
         """Whether the rows lie one after the other from the first item on, and there are no others."""
-        if self.packing is not None:
+        if self.offsets is not None:
             return True
         there = self.total if self.values is None else len(self.values)
         return there == self.total and torch.equal(self.starts, offsets_of(self.lengths)[:-1])
@@ -137,7 +97,7 @@ class Items:
 
         Cost: else one copy of the items.
         """
-        if self.packing is not None:
+        if self.offsets is not None:
             return self
         packed = Items.of_lengths(self.values, self.lengths, self.numbers)
         if self.values is not None and not self.in_order:
@@ -162,9 +122,9 @@ class Items:
         """Replace rows by others, of any lengths. ``places``: int64 ``[m]``, where each is to be."""
         first = len(self.given)
         self.values = torch.cat([self.given, fresh.given])
-        self._starts, self.lengths = self.starts.clone(), self.lengths.clone()  # fields that share lengths share these
-        self.packing = None
-        self._starts[places] = fresh.starts + first
+        self.starts, self.lengths = self.starts.clone(), self.lengths.clone()  # fields that share lengths share these
+        self.offsets = self.ends = self.longest = None
+        self.starts[places] = fresh.starts + first
         self.lengths[places] = fresh.lengths
         if self.numbers is not None and fresh.numbers is not None:
             self.numbers = self.numbers.index_copy(0, places, fresh.numbers)
