@@ -98,6 +98,18 @@ class Walk {
     }
   }
 
+  /// The next n rows of the epoch, or fewer at its end, and behind which rank each of them lies: nothing is taken.
+  void look_ahead(std::uint64_t n, std::vector<std::int64_t>& rows, std::vector<std::int64_t>& ends) {
+    std::array<std::int64_t, 64> some;
+    for (std::uint64_t at = end_; at < taken_.rows && rows.size() < n; at += some.size()) {
+      const std::uint64_t count = std::min<std::uint64_t>(some.size(), taken_.rows - at);
+      order(at, count, some.data());
+      for (std::uint64_t i = 0; i < count && rows.size() < n; ++i) {
+        if (const std::int64_t row = row_of(some[i]); alive(row)) rows.push_back(row), ends.push_back(static_cast<std::int64_t>(at + i + 1));
+      }
+    }
+  }
+
   /// Another row of the epoch; none at its end.
   void choose_more(std::vector<std::int64_t>& rows) {
     plain_ = false;
@@ -295,6 +307,34 @@ nb::object take(RowEpoch& self, const Store& store, std::uint64_t key, std::uint
   return nb::make_tuple(std::move(buffers).tensors(count)[0], walk.taken().key, walk.taken().last);
 }
 
+// The next rows of an epoch over the live rows, of which none is taken: (rows, behind which rank each lies, key of the order, first rank).
+nb::object peek(RowEpoch& self, const Store& store, std::uint64_t key, std::uint64_t n, bool shuffle) {
+  key &= kKeyBits;
+  check(n > 0 && n < std::uint64_t{1} << 48, "a batch of at least one row, and no more than there is memory for");
+  Walk walk(self, store, shuffle);
+  std::vector<std::int64_t> rows, ends;
+  OutputBuffers buffers;
+  {
+    const WithoutInterpreter running(store.reads_briefly(n));
+    const Deadline deadline;
+    while (walk.begin(key, 0, false)) {
+      walk.look_ahead(n, rows, ends);
+      if (!rows.empty()) break;
+      const RowEpoch::Stretch& taken = walk.taken();
+      self.pass_over(taken.key, taken.start, taken.rows);
+      start_over(walk, rows, key, deadline);
+    }
+    for (const auto* numbers : {&rows, &ends}) {
+      buffers.add(kNumbers, static_cast<std::int64_t>(rows.size()));
+      std::copy(numbers->begin(), numbers->end(), buffers.at<std::int64_t>(buffers.size() - 1));
+    }
+  }
+  if (rows.empty()) return nb::none();
+  const auto count = static_cast<std::int64_t>(rows.size());
+  nb::list tensors = std::move(buffers).tensors(count);
+  return nb::make_tuple(tensors[0], tensors[1], walk.taken().key, walk.taken().start);
+}
+
 }  // namespace
 
 void bind_epoch(nb::module_& m) {
@@ -326,6 +366,16 @@ void bind_epoch(nb::module_& m) {
           "processes, bounded.")
       .def("take", &take, "store"_a, "key"_a, "n"_a, "whole"_a, "shuffle"_a,
            "As draw, of rows that are not read: (rows, key of the order, whether the epoch is over).")
+      .def("peek", &peek, "store"_a, "key"_a, "n"_a, "shuffle"_a,
+           "The rows that take would return, or fewer at the end of the epoch, of which none is taken: (rows, behind which rank each lies, key "
+           "of the order, first rank). None: there is no row.")
+      .def(
+          "advance",
+          [](RowEpoch& self, std::uint64_t key, std::uint64_t from, std::uint64_t to) {
+            const WithoutInterpreter running(true);
+            return self.pass_over(key, from, to);
+          },
+          "key"_a, "from_"_a, "to"_a, "Takes ranks of the epoch of that key. False: others were taken meanwhile, and nothing is.")
       .def(
           "over",
           [](RowEpoch& self, const Store& store, std::uint64_t key, std::uint64_t needed, bool shuffle) {

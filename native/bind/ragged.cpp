@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -38,6 +39,66 @@ std::vector<RaggedGroup> groups_in(const nb::tuple& groups) {
 RaggedSource source_in(nb::handle source) {
   return {at<const std::uint32_t>(nb::cast<Address>(source[0])), at<const std::int64_t>(nb::cast<Address>(source[1])),
           nb::cast<std::uint64_t>(source[2]), addresses_in<const std::byte>(source[3])};
+}
+
+const RowSpec kLengths{0, 32, {}};
+
+// Of `groups` ((field, spec of an item), …) each.
+ItemLayout item_layout_in(const nb::tuple& groups) {
+  ItemLayout layout;
+  for (nb::handle group : groups) {
+    ItemLayout::Group& one = layout.groups.emplace_back();
+    for (nb::handle field : nb::borrow<nb::tuple>(group)) {
+      one.fields.push_back(nb::cast<std::uint64_t>(field[0]));
+      one.specs.push_back(spec_of(field[1]));
+    }
+  }
+  return layout;
+}
+
+// Rows of one length, with zeros where they were shorter: of each field's values [n, length, *shape], and `masked` which items are of rows.
+nb::object pad(const nb::list& tensors, nb::handle lengths, std::int64_t length, bool left, bool masked) {
+  Values sizes;
+  if (!look_at_tensor(lengths.ptr(), sizes) || sizes.ndim != 1 || sizes.code != 0 || sizes.bits != 32 || !sizes.contiguous()) return nb::none();
+  const std::int64_t n = sizes.shape[0];
+  const auto* of = reinterpret_cast<const std::int32_t*>(sizes.data);
+  std::int64_t total = 0;
+  for (std::int64_t i = 0; i < n; ++i) {
+    check(of[i] >= 0 && of[i] <= length, "rows that are no longer than what they are padded to");
+    total += of[i];
+  }
+  check(length > 0 && n < (std::int64_t{1} << 47) / length, "rows of at least one item, and fewer than there is memory for");
+  std::vector<Values> from;
+  std::vector<RowSpec> specs;
+  for (nb::handle tensor : tensors) {
+    Values values;
+    if (!look_at_tensor(tensor.ptr(), values) || !values.contiguous() || values.ndim < 1 || values.shape[0] != total) return nb::none();
+    from.push_back(values);
+    specs.push_back({values.code, values.bits, {values.shape + 1, values.shape + values.ndim}});
+  }
+  if (masked) specs.push_back(kFlag);
+  OutputBuffers padded;
+  padded.add(specs, n * length);
+  {
+    const WithoutInterpreter running(false);
+    for (std::size_t f = 0; f < specs.size(); ++f) {
+      std::byte* to = padded.at<std::byte>(f);
+      const std::byte* next = f < from.size() ? from[f].data : nullptr;
+      const std::size_t item = bytes_of_rows(specs[f], 1), row = item * static_cast<std::size_t>(length);
+      for (std::int64_t i = 0; i < n; ++i, to += row) {
+        const std::size_t bytes = item * static_cast<std::size_t>(of[i]), zeros = row - bytes;
+        std::byte* items = left ? to + zeros : to;
+        std::memset(left ? to : to + bytes, 0, zeros);
+        if (next == nullptr) {
+          std::memset(items, 1, bytes);
+        } else if (bytes > 0) {
+          std::memcpy(items, next, bytes);
+          next += bytes;
+        }
+      }
+    }
+  }
+  return std::move(padded).tensors(n * length, length);
 }
 
 void bind_writes(nb::class_<Store>& type) {
@@ -78,6 +139,68 @@ void bind_writes(nb::class_<Store>& type) {
 
 }  // namespace
 
+std::vector<std::int64_t> ItemsRead::read(const Store& store, const std::vector<std::uint64_t>* which, const std::int64_t* rows,
+                                          std::uint64_t n, const std::int64_t* tickets, std::span<std::byte* const> spans,
+                                          std::vector<std::int64_t> moved) {
+  check(store.ragged() != nullptr && layout_.groups.size() == store.ragged()->groups().size() && spans.size() == layout_.groups.size(),
+        "the layout and the spans of each group of ragged fields");
+  n_ = static_cast<std::int64_t>(n);
+  groups_.clear();
+  groups_.reserve(layout_.groups.size());
+  for (std::uint64_t g = 0; g < layout_.groups.size(); ++g) {
+    const RaggedGroup& from = store.ragged()->groups()[g];
+    const std::vector<std::uint64_t>& all = layout_.groups[g].fields;
+    const auto wanted = [&](std::uint64_t field) { return which == nullptr || std::find(which->begin(), which->end(), field) != which->end(); };
+    if (std::none_of(all.begin(), all.end(), wanted)) continue;
+    check(from.fields.size() == all.size(), "the fields of each group");
+    const auto forget = [&](std::uint64_t i) { std::memset(spans[g] + i * Span::kBytes, 0, Span::kBytes); };
+    for (const std::int64_t i : moved) forget(static_cast<std::uint64_t>(i));
+    Group& made = groups_.emplace_back(Group{0, 0, OutputBuffer(kLengths, n_), OutputBuffer(kNumbers, n_ + 1), OutputBuffer(kLengths, n_ + 1), {}, {}});
+    auto* lengths = reinterpret_cast<std::int32_t*>(made.lengths.data());
+    auto* offsets = reinterpret_cast<std::int64_t*>(made.offsets.data());
+    auto* ends = reinterpret_cast<std::int32_t*>(made.ends.data());
+    for (std::uint64_t i = 0; i <= n; ++i) {
+      offsets[i] = made.total;
+      ends[i] = static_cast<std::int32_t>(made.total);
+      if (i == n) break;
+      Span span = Span::at(spans[g] + i * Span::kBytes);
+      if (!Ragged::fits(from, span)) {  // its file was changed: no writer makes such a row
+        moved.push_back(static_cast<std::int64_t>(i));
+        forget(i);
+        span = {};
+      }
+      lengths[i] = static_cast<std::int32_t>(span.length);
+      made.total += lengths[i];
+      made.longest = std::max<std::int64_t>(made.longest, lengths[i]);
+    }
+    std::vector<std::byte*> outputs(from.fields.size());
+    for (std::size_t f = 0; f < outputs.size(); ++f) {
+      const std::uint64_t field = all[f];
+      const RowSpec& spec = layout_.groups[g].specs[f];
+      check(field == from.fields[f].field && bytes_of_rows(spec, 1) == from.fields[f].item_bytes, "items as the store has them");
+      if (!wanted(field)) continue;
+      made.fields.push_back(field);
+      made.values.add(spec, made.total);
+      outputs[f] = made.values.at<std::byte>(made.values.size() - 1);
+    }
+    const std::vector<std::int64_t> lost = store.gather_items(g, rows, n, tickets, spans[g], outputs, offsets);
+    moved.insert(moved.end(), lost.begin(), lost.end());
+  }
+  std::sort(moved.begin(), moved.end());
+  moved.erase(std::unique(moved.begin(), moved.end()), moved.end());
+  return moved;
+}
+
+nb::list ItemsRead::groups() && {
+  nb::list groups;
+  for (Group& group : groups_) {
+    groups.append(nb::make_tuple(group.fields, group.total, group.longest, std::move(group.lengths).tensor(n_),
+                                 std::move(group.offsets).tensor(n_ + 1), std::move(group.ends).tensor(n_ + 1),
+                                 std::move(group.values).tensors(group.total)));
+  }
+  return groups;
+}
+
 RaggedWrite write_in(const Store& store, std::uint64_t n, const nb::tuple& sources) {
   check(store.ragged() != nullptr, "a store with ragged fields");
   std::vector<RaggedSource> found;
@@ -86,6 +209,11 @@ RaggedWrite write_in(const Store& store, std::uint64_t n, const nb::tuple& sourc
 }
 
 void bind_ragged(nb::module_& m, nb::class_<Store>& type) {
+  nb::class_<ItemLayout>(m, "ItemLayout", "What the items of ragged fields are: ((field, spec of an item), …) of each group.")
+      .def("__init__", [](ItemLayout* self, const nb::tuple& groups) { new (self) ItemLayout(item_layout_in(groups)); }, "groups"_a);
+  m.def("pad", &pad, "values"_a, "lengths"_a, "length"_a, "left"_a, "masked"_a,
+        "Rows of these lengths, int32 [n], that lie one after the other in each of the values, [items, *shape], padded with zeros: a tensor "
+        "[n, length, *shape] of each, and `masked` bool [n, length], which items are of rows. None: tensors of another kind.");
   m.def("ragged_bytes", &Ragged::bytes, "lanes"_a, "groups"_a, "Bytes of the memory that says where the items of ragged fields are.");
   m.def(
       "format_ragged",
@@ -120,6 +248,22 @@ void bind_ragged(nb::module_& m, nb::class_<Store>& type) {
           "group"_a, "rows"_a, "n"_a, "expected"_a, "spans"_a, "outputs"_a, "places"_a,
           "Copies the items of rows with these tickets (int64 [n]) and spans (12 bytes each): of each field to an output, or 0, from item "
           "places[i] on. The positions of rows that have them no more.")
+      .def(
+          "read_items",
+          [](const Store& self, const ItemLayout& layout, const std::vector<std::uint64_t>& which, Address rows, std::uint64_t n,
+             Address tickets, const nb::tuple& spans, std::vector<std::int64_t> moved) {
+            const auto found = addresses_in<std::byte>(spans);
+            ItemsRead items(layout);
+            {
+              const WithoutInterpreter running(false);
+              moved = items.read(self, &which, at<const std::int64_t>(rows), n, at<const std::int64_t>(tickets), found, std::move(moved));
+            }
+            return nb::make_tuple(std::move(items).groups(), moved);
+          },
+          "layout"_a, "which"_a, "rows"_a, "n"_a, "tickets"_a, "spans"_a, "moved"_a,
+          "Some fields' items of rows with these tickets (int64 [n]) and spans (12 bytes each, of each group with such "
+          "fields), row after row: of each of these groups (fields, items, those of the longest row, lengths int32 [n], offsets int64 [n + 1], the same as int32, [values, …]); and "
+          "the positions of rows that have them no more, beside those that `moved` before.")
       .def_prop_ro(
           "evicted", [](const Store& self) { return self.ragged() == nullptr ? 0 : self.ragged()->page().evicted.load(); },
           "Rows that lost their items to newer ones, since the store was made.")

@@ -13,13 +13,16 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "../core/check.h"
 #include "../core/control.h"
+#include "../core/random.h"
 #include "../core/store.h"
+#include "../core/wait.h"
 #include "../core/writers.h"
 #include "block.h"
 #include "intake.h"
@@ -328,6 +331,26 @@ void bind_tickets(nb::class_<Store>& type) {
           "The void rows inside the extent, in row order: an int64 array.");
 }
 
+// Reads the items of rows that were drawn. Those that have lost them are drawn again, which keeps the draw uniform.
+void read_drawn(const Store& store, ItemsRead& items, std::uint64_t key, std::uint64_t n, Batch columns, std::int64_t* rows,
+                std::int64_t* numbers) {
+  check(store.ragged() != nullptr && rows != nullptr && numbers != nullptr, "ragged fields, and rows and numbers of what has them");
+  std::vector<std::byte*> spans, one(columns.size());
+  for (const RaggedGroup& group : store.ragged()->groups()) spans.push_back(columns[group.leader]);
+  const Deadline deadline;
+  for (;;) {
+    const std::vector<std::int64_t> moved = items.read(store, nullptr, rows, n, numbers, spans, {});
+    if (moved.empty()) return;
+    if (deadline.passed()) throw in_vain("row " + std::to_string(rows[moved[0]]) + " moved at every try");
+    key = mix(key);
+    for (const std::int64_t position : moved) {
+      const auto i = static_cast<std::uint64_t>(position);
+      for (std::uint64_t f = 0; f < one.size(); ++f) one[f] = columns[f] + i * store.row_bytes(f);
+      store.sample_uniform(key + i, 1, one, rows + i, numbers + i);
+    }
+  }
+}
+
 // Rows out, drawn.
 void bind_draws(nb::class_<Store>& type) {
   type
@@ -342,15 +365,16 @@ void bind_draws(nb::class_<Store>& type) {
       .def(
           "draw_uniform",
           [](const Store& self, const Layout& layout, Address key_at, std::uint64_t n, bool with_rows,
-             bool with_numbers, bool unless_limited) -> nb::object {
+             bool with_numbers, bool unless_limited, const ItemLayout* ragged) -> nb::object {
             if (unless_limited && self.limits().on()) return nb::none();
             const std::uint64_t key = *at<const std::uint64_t>(key_at);  // read before the GIL is released
             check(n < std::uint64_t{1} << 48, "a batch of more rows than there is memory");
             const auto size = static_cast<std::int64_t>(n);
             const Waiting waiting = unless_limited ? self.begin_wait() : Waiting{};
             OutputBuffers buffers;
+            std::optional<ItemsRead> items;
             {
-              const WithoutInterpreter running(self.reads_briefly(n));
+              const WithoutInterpreter running(ragged == nullptr && self.reads_briefly(n));
               self.find_fields();
               const std::size_t fields = buffers.add(layout, size);
               std::vector<std::int64_t> unseen;
@@ -363,16 +387,20 @@ void bind_draws(nb::class_<Store>& type) {
               std::int64_t* numbers = extra(with_numbers);
               if (rows == nullptr && (with_numbers || self.hears_samples())) unseen.resize(n), rows = unseen.data();
               self.sample_uniform(key, n, buffers.first(fields), rows, numbers, masses_of_block());
+              if (ragged != nullptr) read_drawn(self, items.emplace(*ragged), key, n, buffers.first(fields), rows, numbers);
               if (with_numbers) self.control().name_writes(rows, n, numbers);
               self.count_sampled(rows, n);
             }
             self.count_wait(waiting);
-            return std::move(buffers).tensors(size);
+            nb::list tensors = std::move(buffers).tensors(size);
+            if (items) return nb::make_tuple(tensors, std::move(*items).groups());
+            return tensors;
           },
-          "layout"_a, "key_at"_a, "n"_a, "with_rows"_a, "with_numbers"_a, "unless_limited"_a,
+          "layout"_a, "key_at"_a, "n"_a, "with_rows"_a, "with_numbers"_a, "unless_limited"_a, "ragged"_a.none() = nb::none(),
           "As sample_uniform, with the key at an address, into new tensors: one per field, then int64 [n] for the rows and "
           "for their ticket numbers, where wanted. None: nothing was drawn, `unless_limited`, and the store has limits; else the wait of such "
-          "a call is counted.");
+          "a call is counted. With `ragged`, of a store that has such fields: (tensors, groups as of "
+          "read_items): rows that have lost their items make place for others.");
 }
 
 }  // namespace

@@ -42,7 +42,7 @@ void RowEpoch::put(const EpochState& state) {
 
 RowEpoch::Stretch RowEpoch::next(std::uint64_t key, std::uint64_t rows, std::uint64_t n, bool whole, std::uint64_t begun,
                                   bool skips) {
-  check(rows > 0 && n > 0 && (!whole || n <= rows), "an epoch over at least one row, and a batch that it can fill");
+  check(rows > 0 && (!whole || (n > 0 && n <= rows)), "an epoch over at least one row, and a batch that it can fill");
   const SharedLock lock(page_->mutex, nothing_to_recover);
   EpochState state = current();
   const bool over = state.visited > state.rows || state.rows - state.visited < (whole ? n : 1);
@@ -66,12 +66,13 @@ RowEpoch::Stretch RowEpoch::take(EpochState& state, std::uint64_t n, bool whole)
   return {state.key, state.rows, start, count, state.visited == state.rows, state.begun};
 }
 
-void RowEpoch::pass_over(std::uint64_t key, std::uint64_t from, std::uint64_t to) {
+bool RowEpoch::pass_over(std::uint64_t key, std::uint64_t from, std::uint64_t to) {
   const SharedLock lock(page_->mutex, nothing_to_recover);
   EpochState state = current();
-  if (state.key != key || state.visited != from || to < from || to > state.rows) return;
+  if (state.key != key || state.visited != from || to < from || to > state.rows) return false;
   state.visited = to;
   put(state);
+  return true;
 }
 
 EpochState RowEpoch::state() const {

@@ -56,15 +56,16 @@ class RowEpoch : public Index {
     std::uint64_t begun;
   };
   /// The next n ranks, or fewer at the end of the epoch. A new epoch over `rows` ranks, in the order of `key`, begins when none are
-  /// left. `whole`: a rest smaller than n is skipped; n <= rows. `begun`: number of the next write, looked at before the rows.
+  /// left. With n = 0 none are taken. `whole`: a rest smaller than n is skipped; n <= rows. `begun`: number of the next write, looked at before the rows.
   /// Not `skips`: the rest behind this batch is not skipped yet, as some of these ranks may hold nothing of the epoch any more.
   Stretch next(std::uint64_t key, std::uint64_t rows, std::uint64_t n, bool whole, std::uint64_t begun = 0, bool skips = true);
 
   /// The next n ranks of the epoch of that key, or fewer; none if another one has begun.
   Stretch more(std::uint64_t key, std::uint64_t n);
 
-  /// Ranks [from, to) of the epoch of that key hold nothing of it any more. No effect if another call has taken some of them.
-  void pass_over(std::uint64_t key, std::uint64_t from, std::uint64_t to);
+  /// Ranks [from, to) of the epoch of that key hold nothing of it any more, or are taken. False, and no effect: another call has taken some
+  /// of them.
+  bool pass_over(std::uint64_t key, std::uint64_t from, std::uint64_t to);
 
   /// Throws Damaged: the memory holds no such state.
   EpochState state() const;

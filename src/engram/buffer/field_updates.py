@@ -509,7 +509,7 @@ class AfterUpdates:
     """Batches that are drawn after the updates that were submitted before."""
 
     def __init__(self, source: Source) -> None:
-        self._source = source
+        self.source = source
         self.after_fork()
         fork.registered(self)
 
@@ -534,7 +534,7 @@ class AfterUpdates:
             if first is not None:
                 wait([first])
                 self._forget(first)
-        return self._source.sample(batch_size, return_info, timeout)
+        return self.source.sample(batch_size, return_info, timeout)
 
     def _forget(self, update: Future[ConditionalUpdateResult]) -> None:
         with self._lock:

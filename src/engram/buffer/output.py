@@ -31,13 +31,13 @@ class View:
     """Batches of a source in another form, without a copy of what is on the CPU. It keeps nothing of its own."""
 
     def __init__(self, form: str, source: Source) -> None:
-        self._source = source
+        self.source = source
         self._leaf: Callable[[object, Path], object] = _as_array if form == "numpy" else lambda leaf, _: leaf
         self._entries = None if form == "numpy" else _as_tuple
 
     def sample(self, batch_size: int, return_info: bool, timeout: float) -> object:
         """What ``ReplayBuffer.sample`` returns."""
-        sample = self._source.sample(batch_size, return_info, timeout)
+        sample = self.source.sample(batch_size, return_info, timeout)
         if not return_info or not isinstance(sample, tuple):
             return self._viewed(sample, ())
         batch, info = sample

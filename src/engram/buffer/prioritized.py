@@ -305,7 +305,7 @@ class RemoteTensorDictReplayBuffer(TensorDictReplayBuffer):
             batch_size: rows. Default: the constructor's.
             include_info: deprecated, without effect.
             return_info: return ``(batch, info)``.
-            **more: ``device`` and ``timeout``.
+            **more: ``device``, ``timeout``, ``layout`` and ``max_tokens``.
 
         >>> import torch
         >>> from tensordict import TensorDict

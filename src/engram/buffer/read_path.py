@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from copy import copy
 from functools import partial
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, cast
@@ -16,6 +17,7 @@ from engram._support import words
 from engram._support.field_paths import WINDOW_ENDS
 from engram._support.retries import Retries
 from engram._support.tensordicts import add_fields, is_lazy_stack
+from engram.buffer.ragged_batches import TokenBudget, read_within
 from engram.buffer.window_marks import WindowMarks
 from engram.buffer.write_path import map_dimensioned
 from engram.errors import NoSampleable
@@ -27,7 +29,9 @@ from engram.types import Draw, Entry, Info, Shown
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
+    from engram.buffer.ragged_batches import BatchForm
     from engram.buffer.wiring import Wiring
+    from engram.storages.ragged import RaggedLayout
 
 
 class ReadPath:
@@ -35,6 +39,9 @@ class ReadPath:
 
     #: Whether batches say which rows they hold.
     shows_rows = False
+    #: What one call asks of a batch of ragged rows, of which how they are laid out; empty: as the storage says.
+    form: BatchForm | None = None
+    layout: tuple[RaggedLayout, ...] = ()
 
     def __init__(self, wiring: Wiring) -> None:
         self._wiring = wiring
@@ -59,6 +66,24 @@ class ReadPath:
             return self.sample_with(key, batch_size, return_info, timeout)
         with wiring.pinning.gathering():
             return self.sample_with(key, batch_size, return_info, timeout)
+
+    def with_form(self, form: BatchForm) -> ReadPath:
+        """The same for one call, whose batch has this form."""
+        other = copy(self)
+        other.form, other.layout, other.looked = form, () if form.layout is None else (form.layout,), True
+        return other
+
+    def _sample_within(self, form: BatchForm, key: Key, rows: int, return_info: bool) -> object:
+        """A batch of as many rows as there are tokens for, ``rows`` at most; 0: of any number."""
+        wiring, start = self._wiring, perf_counter_ns()
+        storage = wiring.storage
+        samplers.check_drawable(len(storage))
+        columns, draw = read_within(wiring, TokenBudget(wiring, form, rows), key.value)
+        info = dict(draw.info)
+        if wiring.numbers:
+            info["index_generation"] = storage.writes_of(draw.rows, draw.tickets)
+        storage.memory.count_sampled(draw.rows)
+        return self.waited(self.finish(columns, draw.rows, info, return_info), start)
 
     def say_repeated(self, batch_size: int) -> None:
         """Log a warning where the first batch has more rows than are stored, of a sampler that then draws some several times."""
@@ -91,7 +116,9 @@ class ReadPath:
 
     def sample_with(self, key: Key, batch_size: int, return_info: bool, timeout: float | None) -> object:
         """Draw with a key, and read. ``timeout``: of the wait for the limits of the store; None: the rows are admitted."""
-        wiring = self._wiring
+        wiring, form = self._wiring, self.form
+        if form is not None and form.most:
+            return self._sample_within(form, key, batch_size, return_info)
         memory = wiring.storage.memory
         if memory is not None and wiring.draws_natively:  # as read, without a call; the store counts the wait
             with_rows, tracks = return_info or self.shows_rows, wiring.of_writer.tracks_tickets
@@ -148,7 +175,7 @@ class ReadPath:
     def finish(self, columns: object, rows: Tensor | None, info: dict[object, object], return_info: bool) -> Any:
         """From rows that were read to what the user gets. ``rows`` ``[*batch]`` may be None where they are not shown."""
         wiring = self._wiring
-        data = wiring.storage.batch(columns, None if rows is None else rows.shape)
+        data = wiring.storage.batch(columns, None if rows is None else rows.shape, *self.layout)
         if wiring.storage.gets and rows is not None:
             data = wiring.storage.got(wiring.user_index(rows), data)
         computed = wiring.source.computed_keys

@@ -25,6 +25,7 @@ from engram.buffer.lanes import Lane, Lanes, Layout
 from engram.buffer.on_device import OnDevice
 from engram.buffer.output import Output, Source, View, moved, target_of
 from engram.buffer.prefetching import Prefetching
+from engram.buffer.ragged_batches import BatchForm
 from engram.buffer.read_path import ReadPath
 from engram.buffer.recipe import Recipe, open_buffer, open_or_create, register
 from engram.buffer.row_access import RowAccess
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from engram._support.progress import OnProgress
+    from engram.buffer.ragged_batches import LayoutOfCall, SampleArguments, Tokens
     from engram.env.recording import Names
     from engram.remote.shards import ShardSavers
     from engram.saved.rows import Roles
@@ -469,16 +471,23 @@ class ReplayBuffer(Shown, Grows, BufferBase, Generic[Batch]):
 
     @overload
     def sample(
-        self, batch_size: Size = ..., return_info: Literal[False] = ..., *, device: Device = ..., timeout: Wait = ...
+        self, batch_size: Size = ..., return_info: Literal[False] = ..., **how: Unpack[SampleArguments]
     ) -> Batch: ...
     @overload
     def sample(
-        self, batch_size: Size = ..., *, return_info: Literal[True], device: Device = ..., timeout: Wait = ...
+        self, batch_size: Size = ..., *, return_info: Literal[True], **how: Unpack[SampleArguments]
     ) -> Told[Batch]: ...
     @overload
-    def sample(self, batch_size: Size, return_info: bool, *, device: Device = ..., timeout: Wait = ...) -> Any: ...
+    def sample(self, batch_size: Size, return_info: bool, **how: Unpack[SampleArguments]) -> Any: ...
     def sample(
-        self, batch_size: int | None = None, return_info: bool = False, *, device: Device = None, timeout: Wait = WAIT_S
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        *,
+        device: Device = None,
+        timeout: Wait = WAIT_S,
+        layout: LayoutOfCall = None,
+        max_tokens: Tokens = None,
     ) -> Any:
         """Draw a batch.
 
@@ -492,6 +501,16 @@ class ReplayBuffer(Shown, Grows, BufferBase, Generic[Batch]):
             timeout: seconds to wait for a :meth:`limit` of the store; 0: try once; None: for ever. With ``prefetch``, until a thread
                 has been admitted that makes the batch. Where it is given, also for the groups of a :class:`PromptGroupSampler`: without
                 it there are enough of them, or none is waited for.
+            layout: how this batch holds ragged fields; default the storage's: ``"packed"``, ``"jagged"``, ``"list"``, ``"padded"`` or
+                ``{"kind": "padded", "side": "left", "multiple": 8}``, rows of one length, zeros on that side, a length that this divides.
+            max_tokens: draw as many rows as fit: rows are drawn one after the other, and the batch ends before the first that it would
+                have more tokens with, or at ``batch_size`` rows, if that is named here. The constructor's does not count. Tokens of a
+                row are the items of its longest ragged field that is no text (of texts alone, the bytes); with ``{"tokens": 4_096}``
+                those of that field. Of padded batches the padding counts, too.
+
+                A row that did not fit is not used up: epochs go on with it, and a :class:`ConsumingSampler` or groups draw it
+                another time, so that all rows come as often as without a budget. Groups are drawn whole. With replacement long rows
+                come a little less often: in each batch one draw at most is dropped, and it is a long one more often than others.
 
         Returns:
             New tensors ``[B, ...]`` in the form of the rows (dict in, dict out; a dataclass without a call of its ``__init__``) or the
@@ -503,6 +522,9 @@ class ReplayBuffer(Shown, Grows, BufferBase, Generic[Batch]):
                 transforms is calling.
             NoSampleable: the buffer is empty (a ``RuntimeError``).
             RateLimited: the limits of the store did not admit the batch in time. Nothing is drawn.
+            ValueError, TypeError: ``layout`` or ``max_tokens`` of a buffer without ragged fields, or with ``prefetch``; ``max_tokens`` with
+                windows, limits, ``drop_last`` or ``num_groups``, or fewer than the first row, or group, has: nothing is used up.
+                KeyError: of a field that is not ragged.
             ValueError: ``batch_size`` below 1, or with ``prefetch`` another one than the constructor's; ``device`` with
                 ``output="numpy"``; with ``"namedtuple"``, a name that cannot be an attribute.
             TypeError: ``output="numpy"`` of a dtype that NumPy does not have, bfloat16 or float8. RuntimeError: no such device; or a
@@ -520,21 +542,25 @@ class ReplayBuffer(Shown, Grows, BufferBase, Generic[Batch]):
         >>> info["index"].shape
         torch.Size([4])
         """
-        settings = self._settings
-        if batch_size is None:
+        settings, reading = self._settings, self._reading
+        if layout is not None or max_tokens is not None:
+            reading = BatchForm.checked(layout, max_tokens).of(reading, self._wiring)
+        if batch_size is None and max_tokens is None:
             batch_size = settings.batch_size
-        if not isinstance(batch_size, int) or batch_size is True or batch_size != settings.batch_size:  # 4.0 equals 4
+        if batch_size is None and max_tokens is not None:
+            batch_size = 0  # of any number
+        elif not isinstance(batch_size, int) or batch_size is True or batch_size != settings.batch_size:  # 4.0 equals 4
             batch_size = settings.batch_size_of(batch_size)
         return_info = return_info is not False and bool(return_info)
         if not self._wiring.gate.samples:
             self._wiring.gate.check_open("sample")
         timeout = timeout if timeout is WAIT_S else checked_timeout(timeout, "sample")
         target = None if device is None else target_of(device, settings.output)
-        if target is not None and target.type == "cuda":
+        if target is not None and target.type == "cuda" and reading is self._reading:
             read = self._rows.replays.sample(target, batch_size, return_info)
             if read is not None:
                 return read
-        reading = self._reading if timeout is WAIT_S else self._wiring.awaiting(self._reading)
+        reading = reading if timeout is WAIT_S else self._wiring.awaiting(reading)
         sample = reading.sample(batch_size, return_info, timeout)
         return sample if target is None else moved(sample, target)
 

@@ -29,12 +29,12 @@ from engram.store.limits import WAIT_S, checked_timeout
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
     from tensordict import TensorDictBase
 
     from engram.buffer.configuration import BufferArguments
     from engram.buffer.lanes import Lane, Layout
-    from engram.types import Device, Size, Told, Wait
+    from engram.buffer.ragged_batches import SampleArguments
+    from engram.types import Size, Told
 
 __all__ = ["ReplayBuffer", "TensorDictReplayBuffer"]
 
@@ -235,9 +235,7 @@ class TensorDictReplayBuffer(ReplayBuffer["TensorDictBase"]):
         batch_size: Size = ...,
         return_info: Literal[False] = ...,
         include_info: bool | None = ...,
-        *,
-        device: Device = ...,
-        timeout: Wait = ...,
+        **how: Unpack[SampleArguments],
     ) -> TensorDictBase: ...
     @overload
     def sample(
@@ -246,27 +244,18 @@ class TensorDictReplayBuffer(ReplayBuffer["TensorDictBase"]):
         *,
         return_info: Literal[True],
         include_info: bool | None = ...,
-        device: Device = ...,
-        timeout: Wait = ...,
+        **how: Unpack[SampleArguments],
     ) -> Told[TensorDictBase]: ...
     @overload
     def sample(
-        self,
-        batch_size: Size,
-        return_info: bool,
-        include_info: bool | None = ...,
-        *,
-        device: Device = ...,
-        timeout: Wait = ...,
+        self, batch_size: Size, return_info: bool, include_info: bool | None = ..., **how: Unpack[SampleArguments]
     ) -> Any: ...
     def sample(
         self,
         batch_size: int | None = None,
         return_info: bool = False,
         include_info: bool | None = None,
-        *,
-        device: torch.device | str | None = None,
-        timeout: float | None = WAIT_S,
+        **how: Unpack[SampleArguments],
     ) -> Any:
         """As :meth:`ReplayBuffer.sample`: a TensorDict with ``"index"``. ``include_info`` is deprecated, without effect.
 
@@ -284,7 +273,7 @@ class TensorDictReplayBuffer(ReplayBuffer["TensorDictBase"]):
         """
         if include_info is not None:
             warn("sample: include_info is deprecated: samples always carry their index.")
-        return super().sample(batch_size, return_info, device=device, timeout=timeout)
+        return super().sample(batch_size, return_info, **how)
 
     def update_tensordict_priority(self, data: Any) -> None:
         """Hand the priorities of a sampled batch to the sampler; no effect on samplers without priorities.

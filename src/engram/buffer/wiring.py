@@ -403,7 +403,8 @@ class _Awaiting:
         """As the source. Raises as it does, ``NoSampleable`` after ``timeout`` seconds."""
         wiring = self._wiring
         draw = partial(self._source.sample, batch_size, return_info, timeout)
-        return wiring.gate.gathered(draw, partial(wiring.can_sample, batch_size), timeout)
+        least = batch_size or wiring.source.rows_of_unit  # 0: of any number
+        return wiring.gate.gathered(draw, partial(wiring.can_sample, least), timeout)
 
 
 def consuming_sampler(given: object, draws: int, call: str) -> Sampler:

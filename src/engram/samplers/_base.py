@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from abc import ABCMeta
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from engram.store.sampled import SampledStorage
+
+    #: Says which rows of a draw are handed out: the draw with the tickets that they have now, and positions.
+    Accept: TypeAlias = Callable[[Draw], tuple[Draw, Tensor]]
 
 
 def check_drawable(size: int) -> None:
@@ -113,6 +116,60 @@ class DeclaredSampler(Component):
             moved = list(range(len(drawn.rows))) if self.traits.draws_windows else moved
         fresh = self.draw(extent, len(moved), key)
         return moved, fresh if fresh.rows.ndim == 1 else fresh._replace(rows=fresh.rows.reshape(-1))
+
+    def draw_within(
+        self, extent: Extent, batch_size: int, key: int, accept: Accept, before: Tensor
+    ) -> tuple[Draw, Tensor]:
+        """:meth:`draw`, of which only some rows are handed out: what was drawn, and their positions, int64. The others are given back.
+
+        Args:
+            extent, batch_size, key: as of :meth:`draw`.
+            accept: returns the draw with the tickets that its rows have now, and positions of those that are handed out.
+            before: int64: rows that the batch has already.
+
+        >>> import torch
+        >>> from engram import ConsumingSampler, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=ConsumingSampler())
+        >>> _ = rb.extend(torch.arange(4))
+        >>> first = lambda draw: (draw, torch.tensor([0]))
+        >>> _, places = rb.sampler.draw_within(rb.storage.extent(), 3, 7, first, torch.empty(0, dtype=torch.int64))
+        >>> places.tolist(), len(rb)
+        ([0], 3)
+        """
+        draw = self._draw_beside(before, extent, batch_size, key)
+        try:
+            settled, places = accept(draw)
+        except BaseException:
+            self.give_back(draw, draw.rows[:0])
+            raise
+        self.give_back(settled, places)
+        return draw, places
+
+    def _draw_beside(self, before: Tensor, extent: Extent, batch_size: int, key: int) -> Draw:
+        """A draw of a batch that has rows already."""
+        return self.draw(extent, batch_size, key)
+
+    def give_back(self, draw: Draw, places: Tensor) -> None:
+        """The rows of a draw at other places than these are not handed out: another draw may take them.
+
+        >>> import torch
+        >>> from engram import ConsumingSampler, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=ConsumingSampler())
+        >>> _ = rb.extend(torch.arange(4))
+        >>> drawn = rb.sampler.draw(rb.storage.extent(), 3, key=7)
+        >>> rb.sampler.give_back(drawn, torch.tensor([0, 1]))
+        >>> len(rb)
+        2
+        """
+        if draw.tickets is not None and len(places) < len(draw.rows):
+            others = torch.ones(len(draw.rows), dtype=torch.bool, device="cpu")
+            others[places] = False
+            self.were_read(Draw(draw.rows[others], draw.tickets[others]), failed=True)
+
+    @property
+    def rows_of_unit(self) -> int:
+        """How many rows are drawn together, and handed out or not: those of a group."""
+        return 1
 
     def bind(self, storage: SampledStorage) -> None:
         """Meet the storage whose rows are drawn; raises to refuse it. A buffer calls it before it draws; programs need not.
@@ -304,7 +361,8 @@ class DeclaredSampler(Component):
     def were_read(self, draw: Draw, *, failed: bool = False) -> None:
         """The rows of a draw were read, and may be written over where they are used up. Told to one that ``consumes``.
 
-        ``failed``: they were not, as reading them raised: they count as drawn once less, and another draw takes them.
+        ``failed``: they were not, as reading them raised, or they did not fit into the batch: they count as drawn once less, and another
+        draw takes them. Told to every sampler.
 
         >>> import torch
         >>> from engram import ConsumingSampler, LazyTensorStorage, ReplayBuffer
@@ -317,7 +375,6 @@ class DeclaredSampler(Component):
         >>> rb.sampler.used_rows(10).tolist()
         [0, 1, 2]
         """
-        raise NotImplementedError
 
     def used_rows(self, n: int) -> Tensor:
         """int64: live rows that will never be drawn again, ``n`` at most. Asked of one that ``consumes``."""

@@ -134,6 +134,7 @@ class ConsumingSampler(NativeSampler):
         if index is not None and draw.tickets is not None:
             tell = index.core.take_back if failed else index.core.were_read
             tell(draw.rows.contiguous(), draw.tickets.contiguous())
+            self.ran_out = self.ran_out and not (failed and index.core.drawable)
 
     def drawable(self, storage: SampledStorage) -> int:
         self.bind(storage)

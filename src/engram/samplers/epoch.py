@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 import torch
 
 from engram._support import native
+from engram._support.retries import Retries
 from engram._support.state import Change, typed
 from engram.samplers._base import NativeSampler, check_drawable
 from engram.store import Key, Masses, Store, check_index_name
@@ -16,6 +17,7 @@ from engram.types import Commit, Draw, Extent, Info, NativeBatch, Shown, Write
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from engram.samplers._base import Accept
     from engram.store.sampled import SampledStorage
 
 #: Rows that are looked at together.
@@ -184,6 +186,29 @@ class SamplerWithoutReplacement(NativeSampler):
             rows, order, self._ran_out = drawn
         self._drawn_from, self._needed = order, needed
         return Draw(rows)
+
+    def draw_within(
+        self, extent: Extent, batch_size: int, key: int, accept: Accept, before: Tensor
+    ) -> tuple[Draw, Tensor]:
+        """As of every sampler. The epoch goes on with the first row that is not handed out: it is looked at before it is taken."""
+        if self.drop_last:
+            raise ValueError(
+                "sample: max_tokens: expected drop_last=False, as no number of rows fills a batch, got drop_last=True."
+            )
+        storage, retries = self._storage, Retries()
+        assert storage is not None  # the buffer bound it
+        assert storage.memory is not None  # its rows are in a store
+        core, epoch = storage.memory.core, self._epoch_of(storage.memory)
+        while True:
+            found = epoch.core.peek(core, retries.key_of(key), batch_size, self.shuffle)
+            if found is None:
+                self._refuse(0, batch_size)
+            rows, ends, order, start = found
+            draw, places = accept(Draw(rows))
+            if not len(places) or epoch.core.advance(order, start, int(ends[places[-1]])):
+                self._drawn_from, self._needed, self._ran_out = order, 1, False
+                return draw, places
+            retries.again(rows, [0])  # another thread or process was faster
 
     def _ranks(self, order: int, ranks: int, start: int, count: int) -> Tensor:
         """The ranks that come at some places of an epoch."""

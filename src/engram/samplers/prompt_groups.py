@@ -101,6 +101,33 @@ class GroupSampler(NativeSampler):
         self._warn_of(repeated, groups, each)
         return found
 
+    def _draw_beside(self, before: Tensor, extent: Extent, batch_size: int, key: int) -> Draw:
+        """Groups that are not in the batch yet. Of fewer than are asked for all are drawn."""
+        check_drawable(extent.size)
+        groups, each = self._shape(batch_size)
+        of = self._attached()
+        there = 0 if of is None else of.of_size(each if self.whole else 1, self._floor()) - len(before) // each
+        if len(before) and there < 1:
+            return Draw(_NO_ROWS, _NO_ROWS)
+        draw, repeated = self._drawn(max(1, min(groups, there)), each, key, before)
+        self._warn_of(repeated, groups, each)
+        return draw
+
+    def were_read(self, draw: Draw, *, failed: bool = False) -> None:
+        """As of every sampler: where uses are counted, the groups count as used once less."""
+        groups = self._attached()
+        if failed and self._rules.max_uses is not None and groups is not None and draw.tickets is not None:
+            groups.take_back(draw.rows.reshape(-1), draw.tickets.reshape(-1))
+
+    @property
+    def rows_of_unit(self) -> int:
+        """Rows of a group. Raises ``ValueError``: that follows from the size of a batch, as there is ``num_groups``."""
+        if self.samples_per_group is None:
+            raise ValueError(
+                f"sample: max_tokens: expected samples_per_group=…, which says what is a group, got num_groups={self.num_groups}."
+            )
+        return self.samples_per_group
+
     def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
         """Whether there are the groups of such a batch. Raises as drawing, but not ``NoSampleable``.
 
@@ -166,7 +193,7 @@ class GroupSampler(NativeSampler):
             try:
                 found, repeated = self._drawn(int(gone.sum()), rows.shape[1], key, rows[~gone].reshape(-1))
             except NoSampleable:
-                self._take_back(rows[~gone], tickets[~gone])
+                self.were_read(Draw(rows[~gone], tickets[~gone]), failed=True)
                 raise
             self._warn_of(repeated, *rows.shape)
             assert found.tickets is not None  # of groups they are known
@@ -184,11 +211,6 @@ class GroupSampler(NativeSampler):
         keys, moved = self._storage.field(self._key, rows, now)
         first = keys[0]
         return not moved and all(bool(torch.as_tensor(key == first).all()) for key in keys)
-
-    def _take_back(self, rows: Tensor, tickets: Tensor) -> None:
-        """Rows that were drawn are not handed out."""
-        if (groups := self._attached()) is not None:
-            groups.take_back(rows.reshape(-1), tickets.reshape(-1))
 
     def _shape(self, batch_size: int) -> tuple[int, int]:
         """Groups of a batch, and rows of each. Raises ``ValueError``: the size is no multiple of what is given."""

@@ -105,14 +105,15 @@ class ItemsWriter:
         Raises:
             RuntimeError: ``paranoid``, and items were changed through a view, which no ticket says.
         """
-        store, groups, own = self._store, self._store.schema.ragged_groups, torch.from_numpy(numbers.nonzero()[0])
+        store, groups, rows = self._store, self._store.schema.ragged_groups, numbers.nonzero()[0]
+        own = torch.from_numpy(rows)  # NumPy takes one of one number for this number
         self._numbers, known = numbers, np.zeros(len(numbers), np.int64)
         if self._parent is not None:
             theirs = self._parent.numbers[: len(numbers)]
             known[: len(theirs)] = theirs
         self._same = known == numbers - self._base
-        read, moved = store.read_spans(own, torch.from_numpy(numbers[own]))
-        numbers[own[moved]] = 0
+        read, moved = store.read_spans(own, torch.from_numpy(numbers[rows]))
+        numbers[rows[moved]] = 0
         for group, column in zip(groups, read, strict=True):
             self._spans[group.leader] = torch.zeros((len(numbers), 3), dtype=torch.int32, device="cpu")
             self._spans[group.leader][own] = column

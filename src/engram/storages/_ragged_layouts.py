@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from engram._support import tensordicts
+from engram._support import native, tensordicts
 from engram.errors import CorruptStore
 from engram.store.ragged_rows import Items
 
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.storages.ragged import ItemField, RaggedLayout
+
+#: Items that offsets of 32 bits count.
+_MOST_PACKED = (1 << 31) - 1
 
 
 class Packed(NamedTuple):
@@ -47,9 +50,9 @@ class Batches:
 
     def __init__(self, layout: RaggedLayout, *, within: bool) -> None:
         self._layout, self._within = layout, within
-        #: By the number of the leader: offsets of rows one after the other, int64; and of packed rows the same as int32, and the longest.
-        self._offsets: dict[int, Tensor] = {}
-        self._ends: dict[int, tuple[Tensor, int]] = {}
+        #: By the number of the leader: offsets of rows one after the other, int64 and int32, and the longest; and of padded rows the mask.
+        self._known: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self._masks: dict[int, Tensor] = {}
 
     def __call__(self, field: ItemField, items: Items, leader: int) -> object:
         """The rows of a field. ``leader``: the number of the field whose lengths it has."""
@@ -57,33 +60,41 @@ class Batches:
             texts = texts_of(field, items)
             return tensordicts.stack_of_objects(texts) if self._within else texts
         items = items.packed()
-        assert items.offsets is not None  # packed ones have some
-        return getattr(self, f"_{self._layout.kind}")(items, leader, self._offsets.setdefault(leader, items.offsets))
+        if leader not in self._known:
+            assert items.offsets is not None  # packed ones have some
+            ends = items.offsets.to(torch.int32) if items.ends is None else items.ends
+            longest = (int(items.lengths.max()) if len(items) else 0) if items.longest is None else items.longest
+            self._known[leader] = items.offsets, ends, longest
+        return getattr(self, f"_{self._layout.kind}")(items, leader, *self._known[leader])
 
-    def _jagged(self, items: Items, _: int, offsets: Tensor) -> object:
-        longest = int(items.lengths.max()) if len(items) else 0  # without it torch pads to the items of all rows
-        # Of one shape where the offsets are the same:
+    def _jagged(self, items: Items, _: int, offsets: Tensor, __: Tensor, longest: int) -> object:
+        # The longest: without it torch pads to the items of all rows. Of one shape where the offsets are the same.
         return torch.nested.nested_tensor_from_jagged(items.given, offsets, max_seqlen=longest)
 
-    def _packed(self, items: Items, leader: int, offsets: Tensor) -> object:
-        if leader not in self._ends:
-            self._ends[leader] = offsets.to(torch.int32), int(items.lengths.max()) if len(items.lengths) else 0
-        packed = Packed(items.given, *self._ends[leader])
+    def _packed(self, items: Items, _: int, __: Tensor, ends: Tensor, longest: int) -> object:
+        if len(items.given) > _MOST_PACKED:
+            raise RuntimeError(
+                f"sample: expected at most {_MOST_PACKED:,} items of a field in a batch, as cu_seqlens counts them in 32 bits, got "
+                f'{len(items.given):,}. Draw fewer rows, or use layout="jagged".'
+            )
+        packed = Packed(items.given, ends, longest)
         if not self._within:
             return packed
-        longest = tensordicts.one_object(packed.max_seqlen)
-        return tensordicts.wrap({**packed._asdict(), "max_seqlen": longest}, torch.Size(()), None)
+        said = {**packed._asdict(), "max_seqlen": tensordicts.one_object(longest)}
+        return tensordicts.wrap(said, torch.Size(()), None)
 
-    def _padded(self, items: Items, *_: object) -> object:
+    def _padded(self, items: Items, leader: int, _: Tensor, __: Tensor, longest: int) -> object:
         """Rows of one length: that of the longest, rounded up."""
-        n, lengths, multiple = len(items), items.lengths.unsqueeze(1), self._layout.multiple
-        longest = int(items.lengths.max()) if n else 0
+        multiple, left, mask = self._layout.multiple, self._layout.side == "left", self._masks.get(leader)
         length = -(-longest // multiple) * multiple
-        places = torch.arange(length, dtype=torch.int32, device="cpu")
-        mask = places < lengths if self._layout.side == "right" else places >= length - lengths
-        padded = Padded(items.given.new_zeros((n, length, *items.given.shape[1:])), mask)
-        padded.values[mask] = items.given
-        return tensordicts.wrap(padded._asdict(), torch.Size((n,)), None) if self._within else padded
+        made = native.pad([items.given], items.lengths, length, left, mask is None) if length else None
+        if made is None:  # no items, or torch does not let the core look at tensors
+            lengths, places = items.lengths.unsqueeze(1), torch.arange(length, dtype=torch.int32, device="cpu")
+            mask = places >= length - lengths if left else places < lengths
+            made = [items.given.new_zeros((len(items), length, *items.given.shape[1:]))]
+            made[0][mask] = items.given
+        padded = Padded(made[0], self._masks.setdefault(leader, made[-1] if mask is None else mask))
+        return tensordicts.wrap(padded._asdict(), torch.Size((len(items),)), None) if self._within else padded
 
     def _list(self, items: Items, *_: object) -> object:
         return tensordicts.stack_of_objects(items.rows()) if self._within else items.rows()

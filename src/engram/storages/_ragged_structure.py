@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from tensordict import TensorDict
 
-    from engram.storages.ragged import Path, RaggedOptions
+    from engram.storages.ragged import Path, RaggedLayout, RaggedOptions
 
 
 class RaggedStructure(Structure):
@@ -180,7 +180,10 @@ class RaggedStructure(Structure):
         batch: tuple[int, ...] | None,
         device: torch.device | None = None,
         extra: Mapping[str, Tensor] | None = None,
+        layout: RaggedLayout | None = None,
     ) -> object:
+        """As every structure's. ``layout``: of the ragged fields; None: as the storage says."""
+        layout = layout or self.options.layout
         if batch is None:
             leader = next(iter(self.leaders.values()))
             batch = (len(columns[leader]),)
@@ -190,13 +193,13 @@ class RaggedStructure(Structure):
                 f"{list(batch)}. Draw flat windows: SliceSampler(flat=True)."
             )
         within, laid_out = self.root.kind in ("tensordict", "tensorclass"), list(columns)
-        batches = Batches(self.options.layout, within=within)
+        batches = Batches(layout, within=within)
         for number, field in self.ragged.items():
             if number < len(laid_out):
                 items = cast("Items", columns[number])
                 laid = batches(field, items, self.leaders[number]) if batch else self._alone(field, items, within)
                 laid_out[number] = cast("Tensor", laid)
-        if within and batch and self.options.layout.kind == "packed":
+        if within and batch and layout.kind == "packed":
             batch = ()
         return super().unflatten(laid_out, batch, device, extra)
 

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from engram.format.schema import Schema
     from engram.saved.part_reader import PartReader
     from engram.saved.snapshot import StoragePreparation
+    from engram.storages.ragged import RaggedLayout
     from engram.store.store import NativeWrite, T
 
 
@@ -550,8 +551,10 @@ class TensorStorage(Storage):
         for column, values in zip(columns, fresh, strict=False):  # a field may have been added between both reads
             column[at] = values
 
-    def batch(self, columns: Sequence[Tensor], n: int | tuple[int, ...] | None) -> Any:
-        return self.structure.unflatten(columns, (n,) if isinstance(n, int) else n, self._device)  # type: ignore[union-attr]
+    def batch(self, columns: Sequence[Tensor], n: int | tuple[int, ...] | None, *layout: RaggedLayout | None) -> Any:
+        structure: Any = self.structure
+        shape = (n,) if isinstance(n, int) else n
+        return structure.unflatten(columns, shape, self._device, *([None, *layout] if layout else ()))
 
     def grid(self, index: Any = ..., extra: dict[str, Tensor] | None = None) -> object:
         """``ndim > 1``: live views of all whole slots, or some, in the layout of ``extend``, ``[*columns, time]``.

@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from engram._support import native
-from engram._support.retries import Retries
 from engram.errors import RowError
-from engram.store.blocks import Key
 from engram.store.memory import as_rows, dlpack_specs
-from engram.store.ragged_rows import Items, offsets_of, sharing
+from engram.store.ragged_rows import Items, sharing
 from engram.store.ragged_state import RingsTarget, heads_of
 from engram.store.store import Addresses, Store, StoreState
 from engram.types import RowsTarget, Write, WritePlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
+    from engram._core import _ItemsRead
     from engram.format.schema import RaggedGroup, Schema
+    from engram.store.blocks import Key
 
 
 def private_store(schema: Schema) -> Store:
@@ -192,26 +192,19 @@ class RaggedStore(Store):
 
         ``columns``, of all fields, hold lengths int32 ``[n]`` afterwards where spans were. ``live``: bool ``[n]``.
         """
-        found: dict[int, Tensor] = {}
         rows = live.nonzero()[:, 0]
-        tickets = self.tickets_of(rows)
+        items = dict(zip(self.items, cast("list[Items]", self.read(rows, which=[*self.items])[0]), strict=True))
         for group in self.schema.ragged_groups:
-            spans = columns[group.leader][rows].contiguous()
             columns[group.leader] = torch.zeros(len(live), dtype=torch.int32, device="cpu")
-            columns[group.leader][rows] = spans[:, 2]
-            offsets = offsets_of(spans[:, 2])
-            shapes = {number: (int(offsets[-1]), *self.items[number].shape[1:]) for number in group.members}
-            outputs = [self.items[number].new_empty(shape) for number, shape in shapes.items()]
-            self.gather(group, rows, tickets, spans, outputs, offsets[:-1])
-            found.update(zip(group.members, outputs, strict=True))
-        return [found[number] for number in self.schema.ragged]
+            columns[group.leader][rows] = items[group.leader].lengths
+        return [items[number].given for number in self.schema.ragged]
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
     def read(
         self, rows: Tensor, *, expected: Tensor | None = None, which: Sequence[int] | None = None
     ) -> tuple[list[Tensor], list[int]]:
-        wanted = tuple(range(len(self.schema.fields))) if which is None else which
+        wanted = tuple(range(len(self.schema.fields))) if which is None else tuple(which)
         leaders = [it.leader for it in self.schema.ragged_groups if not {*it.members}.isdisjoint(wanted)]
         if not leaders:
             return super().read(rows, expected=expected, which=which)
@@ -220,88 +213,43 @@ class RaggedStore(Store):
         together = [*wanted, *(leader for leader in leaders if leader not in wanted)]
         columns, moved = super().read(rows, expected=tickets, which=None if which is None else together)
         at = {number: place for place, number in enumerate(together)}
-        moved = self._resolve(at, columns, rows, tickets, moved)
+        spans = [columns[at[it.leader]].data_ptr() if it.leader in leaders else 0 for it in self.schema.ragged_groups]
+        found = rows.data_ptr(), len(rows), tickets.data_ptr(), tuple(spans), moved
+        groups, moved = self.core.read_items(self._item_layout, wanted, *found)
+        _put(groups, columns, rows, at)
         return columns[: len(wanted)], moved
 
     def sample_uniform(self, key: Key, n: int, with_rows: bool, with_numbers: bool = False) -> list[Tensor]:
-        drawn = self._drawn(key, self.core.draw_uniform(self.layout, key.address, n, True, True, False))
-        return _without(drawn, with_rows, with_numbers)
+        drawn = self._drawn(key, n, with_rows, with_numbers, False)
+        assert drawn is not None  # it waits for nothing
+        return drawn
 
     def sample_unlimited(self, key: Key, n: int, with_rows: bool, with_numbers: bool) -> list[Tensor] | None:
-        columns = self.core.draw_uniform(self.layout, key.address, n, True, True, True)
-        return None if columns is None else _without(self._drawn(key, columns), with_rows, with_numbers)
+        return self._drawn(key, n, with_rows, with_numbers, True)
 
-    def _drawn(self, key: Key, columns: list[Tensor]) -> list[Tensor]:
-        """What was drawn, with its items: rows whose items are gone already make place for others.
-
-        ``columns``: as :meth:`Store.sample_uniform` returns them, with the rows and the numbers of their writes.
-
-        Raises ``WriterStalled``: rows moved at every try.
-        """
-        moved = self._resolved(columns)
-        if not moved:
-            return columns
-        retries, again = Retries(), Key()
-        while moved:
-            retries.again(columns[-2], moved)
-            again.set(retries.key_of(key.value))
-            fresh = self.core.draw_uniform(self.layout, again.address, len(moved), True, True, False)
-            still, places = self._resolved(fresh), torch.tensor(moved, device="cpu")
-            for column, values in zip(columns, fresh, strict=False):  # a field may have been added between both reads
-                column[places] = values
-            moved = [moved[place] for place in still]
-        return columns
-
-    def _resolved(self, drawn: list[Tensor]) -> list[int]:
-        """Put items in the place of spans. The positions of rows that have them no more."""
-        rows, writes = drawn[-2:]
-        at = {number: number for number in self.items}
-        return self._resolve(at, drawn, rows, self.tickets_of_writes(rows, writes), [])
-
-    def _resolve(
-        self, at: dict[int, int], columns: list[Tensor], rows: Tensor, tickets: Tensor, moved: list[int]
-    ) -> list[int]:
-        """Put the items of rows in the place of their spans.
-
-        Args:
-            at: where in the columns each field is. The leader of every group that is read is there.
-            columns: as they were read. Those of ragged fields are replaced.
-            rows, tickets: int64 ``[n]``. Of rows whose ticket is another now nothing is read.
-            moved: positions of rows that were not whole when their columns were read.
-
-        Returns:
-            The positions whose row was not whole, has another ticket, or has lost its items.
-        """
-        gone = set(moved)
-        for number, group in enumerate(self.schema.ragged_groups):
-            if group.leader not in at:
-                continue
-            spans = columns[at[group.leader]]
-            if gone:
-                spans[sorted(gone)] = 0
-            lengths = spans[:, 2].contiguous()
-            offsets, which = offsets_of(lengths), [it for it in group.members if it in at]
-            starts = offsets[:-1]
-            values = self._items_layout(tuple(which)).allocate(int(offsets[-1]))
-            addresses = dict(zip(which, map(torch.Tensor.data_ptr, values), strict=True))
-            outputs = tuple([addresses.get(it, 0) for it in group.members])
-            lost = self.core.gather_items(
-                number, rows.data_ptr(), len(rows), tickets.data_ptr(), spans.data_ptr(), outputs, starts.data_ptr()
-            )
-            gone.update(lost)
-            for it, items in zip(which, values, strict=True):
-                columns[at[it]] = cast("Tensor", Items(items, starts, lengths, rows, offsets))
-        return sorted(gone)
-
-    def _items_layout(self, which: tuple[int, ...]) -> native.Layout:
-        """Allocates items of some fields: of a buffer that pins its batches, in pinned memory."""
-        if which not in self._layouts:
-            self._layouts[which] = native.Layout(dlpack_specs([self.schema.ragged[number] for number in which]))
-        return self._layouts[which]
+    def _drawn(
+        self, key: Key, n: int, with_rows: bool, with_numbers: bool, unless_limited: bool
+    ) -> list[Tensor] | None:
+        drawn = self.core.draw_uniform(self.layout, key.address, n, True, True, unless_limited, self._item_layout)
+        if drawn is None:
+            return None
+        (*columns, rows, numbers), groups = drawn
+        _put(groups, columns, rows)
+        return [*columns, *[rows] * with_rows, *[numbers] * with_numbers]
 
     @cached_property
-    def _layouts(self) -> dict[tuple[int, ...], native.Layout]:
-        return {}
+    def _item_layout(self) -> native.ItemLayout:
+        specs = dict(zip(self.schema.ragged, dlpack_specs([*self.schema.ragged.values()]), strict=True))
+        return native.ItemLayout(tuple(tuple((n, specs[n]) for n in it.members) for it in self.schema.ragged_groups))
+
+
+def _put(groups: _ItemsRead, columns: list[Tensor], rows: Tensor, at: Mapping[int, int] | None = None) -> None:
+    """Put items, as the core has read them, in the place of spans. ``at``: where in the columns each field is; None: at its number."""
+    for fields, _, longest, lengths, offsets, ends, values in groups:
+        starts = offsets[:-1]
+        for number, value in zip(fields, values, strict=True):
+            place = number if at is None else at[number]
+            columns[place] = cast("Tensor", Items(value, starts, lengths, rows, offsets, ends, longest))
 
 
 def _source(members: Sequence[Items]) -> tuple[int, int, int, tuple[int, ...]]:
@@ -309,9 +257,3 @@ def _source(members: Sequence[Items]) -> tuple[int, int, int, tuple[int, ...]]:
     first, total = members[0], min(len(it.values) for it in members if it.values is not None)
     values = tuple([0 if it.values is None else it.values.data_ptr() for it in members])
     return first.lengths.data_ptr(), first.starts.data_ptr(), total, values
-
-
-def _without(drawn: list[Tensor], with_rows: bool, with_numbers: bool) -> list[Tensor]:
-    """Columns, and what is asked for of the rows and numbers behind them."""
-    *columns, rows, numbers = drawn
-    return [*columns, *[rows] * with_rows, *[numbers] * with_numbers]

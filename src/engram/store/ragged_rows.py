@@ -25,9 +25,10 @@ class Items:
         lengths: int32 ``[n]``.
         numbers: int64 ``[n]``: the rows of the store that they were read from, for messages.
         offsets: int64 ``[n + 1]``, if the rows are known to lie one after the other: where they begin, and the end of the last one.
+        ends: the same as int32, and ``longest``, the items of the longest row; None: not known yet.
     """
 
-    __slots__ = ("lengths", "numbers", "offsets", "starts", "values")
+    __slots__ = ("ends", "lengths", "longest", "numbers", "offsets", "starts", "values")
 
     def __init__(
         self,
@@ -36,8 +37,11 @@ class Items:
         lengths: Tensor,
         numbers: Tensor | None = None,
         offsets: Tensor | None = None,
+        ends: Tensor | None = None,
+        longest: int | None = None,
     ) -> None:
         self.values, self.starts, self.lengths, self.numbers, self.offsets = values, starts, lengths, numbers, offsets
+        self.ends, self.longest = ends, longest
 
     @classmethod
     def of_lengths(cls, values: Tensor | None, lengths: Tensor, numbers: Tensor | None = None) -> Items:
@@ -124,7 +128,7 @@ class Items:
         first = len(self.given)
         self.values = torch.cat([self.given, fresh.given])
         self.starts, self.lengths = self.starts.clone(), self.lengths.clone()  # fields that share lengths share these
-        self.offsets = None
+        self.offsets = self.ends = self.longest = None
         self.starts[places] = fresh.starts + first
         self.lengths[places] = fresh.lengths
         if self.numbers is not None and fresh.numbers is not None:

@@ -1,0 +1,254 @@
+"""Batches of rows of any length in the form that one call asks for: how they are laid out, and as many rows as a budget of tokens has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from copy import copy
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict
+
+import torch
+from torch import Tensor
+
+from engram._support.checks import check_count
+from engram._support.field_paths import checked_path, public
+from engram._support.retries import Retries
+from engram.around import Expander
+from engram.buffer.field_updates import AfterUpdates
+from engram.buffer.output import View
+from engram.errors import NoSampleable
+from engram.samplers import check_drawable
+from engram.samplers.redraw import DrawOverBatch
+from engram.storages.ragged import LayoutKind, RaggedLayout
+from engram.types import Device, Draw, Entry, Wait
+
+if TYPE_CHECKING:
+    from engram.buffer.wiring import Wiring
+
+#: How one batch holds ragged fields, and items that it has at most: of each row those of its longest field, or of one that is named.
+LayoutOfCall: TypeAlias = LayoutKind | Mapping[str, object] | None
+Tokens: TypeAlias = int | Mapping[Entry, int] | None
+
+#: Rows that are drawn first, while nothing is known of their lengths.
+_FIRST = 16
+
+
+class SampleArguments(TypedDict, total=False):
+    """Keywords of ``sample``, as it documents them."""
+
+    device: Device
+    timeout: Wait
+    layout: LayoutOfCall
+    max_tokens: Tokens
+
+
+class BatchForm(NamedTuple):
+    """What one call of ``sample`` asks of a batch of ragged rows."""
+
+    layout: RaggedLayout | None
+    """None: as the storage says."""
+    most: int
+    """Tokens; 0: there is no budget."""
+    field: tuple[str, ...] | None
+    """Whose items count; None: of each row those of the longest field."""
+
+    @classmethod
+    def checked(cls, layout: LayoutOfCall, max_tokens: Tokens) -> BatchForm:
+        """Raises ``TypeError``, ``ValueError``: it is none."""
+        name, field, most = "sample: max_tokens", None, max_tokens
+        if isinstance(most, Mapping) and len(most) == 1:
+            ((key, most),) = most.items()
+            field = checked_path(key, name)
+        said = None if layout is None else RaggedLayout.checked(layout, "sample")
+        return cls(said, 0 if most is None else check_count(name, most, "token"), field)
+
+    def of(self, source: Any, wiring: Wiring) -> Any:
+        """The source of batches, for one call: they have this form. Raises ``ValueError``: there are none such."""
+        if isinstance(source, View | AfterUpdates):
+            around: Any = copy(source)
+            around.source = self.of(source.source, wiring)
+            return around
+        storage, instead = wiring.storage, ""
+        if storage.initialized and not storage.is_ragged:
+            instead = "a buffer with ragged fields, LazyTensorStorage(…, ragged={…}), got one whose rows have one size"
+        elif not hasattr(source, "with_form"):
+            instead = "a buffer without prefetch, whose batches are made before they are asked for"
+        elif not self.most:
+            pass
+        elif wiring.unit_reader is not None or wiring.of_sampler.draws_windows or isinstance(wiring.source, Expander):
+            instead = f"a sampler that draws rows, got {wiring.source!r:.80}. Use batch_size"
+        elif storage.memory is not None and storage.memory.bare.limited:
+            instead = "a store without limits, which admit a number of rows that is known before. Use batch_size"
+        if instead:
+            raise ValueError(f"sample: {'max_tokens' if self.most else 'layout'}: expected {instead}.")
+        return source.with_form(self)
+
+
+class TokenBudget:
+    """What is left of the tokens of a batch.
+
+    Args:
+        wiring: of the buffer. Rows were written.
+        form: with a budget.
+        rows: at most; 0: as many as fit.
+
+    Raises:
+        KeyError: no such ragged field.
+    """
+
+    def __init__(self, wiring: Wiring, form: BatchForm, rows: int) -> None:
+        self._storage, self._store, of = wiring.storage, wiring.storage.store, wiring.of_sampler
+        schema, layout = self._store.schema, form.layout or self._storage.ragged.layout
+        places = {n: place for place, group in enumerate(schema.ragged_groups) for n in group.members}
+        of_key = {schema.fields[n].key: place for n, place in places.items()}
+        if form.field is not None and form.field not in of_key:
+            known = [*map(public, of_key)]
+            raise KeyError(f"sample: max_tokens: expected a ragged field, of {known}, got {public(form.field)!r}.")
+        numeric = [place for n, place in places.items() if not schema.ragged[n].kind] or [*places.values()]
+        #: The groups of fields of which the longest counts; what divides the length of padded rows, whose padding counts, or 0.
+        self._which = numeric if form.field is None else [of_key[form.field]]
+        self._multiple = layout.multiple if layout.kind == "padded" else 0
+        self._most, self._most_rows, self.each = form.most, rows or form.most, wiring.source.rows_of_unit
+        #: Whether a row comes once in a batch, by whatever number of draws.
+        self._once = not (of.draws_uniformly or of.prioritized or of.draws_once)
+        self.rows = torch.empty(0, dtype=torch.int64, device="cpu")
+        self._taken = 0  # items, or those of the longest row
+        #: Whether a row did not fit; and why the first one is refused.
+        self.is_full, self.too_long = False, ""
+
+    @property
+    def likely(self) -> int:
+        """How many rows more may fit, at least those of one unit; 0: no more are allowed."""
+        rows, left = len(self.rows), (self._most_rows - len(self.rows)) // self.each
+        used = self._taken * (rows if self._multiple else 1)
+        n = math.ceil(rows * (self._most - used) / used) if used else _FIRST + rows
+        return 0 if self.is_full else min(left, max(n // self.each, 1)) * self.each
+
+    def looked_at(self, draw: Draw) -> tuple[Draw, Tensor, Tensor]:
+        """The draw with the tickets that its rows have now, -1 of those that hold another write; which of its units are whole, int64; and
+        the tokens of their rows, int64 ``[units, each]``.
+
+        Raises ``WriterStalled``: a row was being written at every try.
+        """
+        storage, retries, rows = self._storage, Retries(), draw.rows
+        while True:
+            tickets = storage.tickets_of(rows)
+            waits = (tickets < 0) & ~storage.hold_nothing(rows)
+            if draw.tickets is not None:
+                tickets[storage.writes_of(rows, tickets) != storage.writes_of(rows, draw.tickets)] = -1
+            spans, moved = self._store.read_spans(rows, tickets)
+            waits[moved] |= tickets[moved] >= 0
+            if not waits.any():
+                break
+            retries.again(rows, waits.nonzero().flatten().tolist())
+        whole = (tickets >= 0).reshape(-1, self.each).all(1).nonzero().flatten()
+        tokens = torch.stack([spans[place][:, 2] for place in self._which]).amax(0).to(torch.int64)
+        return draw._replace(tickets=tickets), whole, tokens.reshape(-1, self.each)[whole]
+
+    def accept(self, draw: Draw) -> tuple[Draw, Tensor]:
+        """The draw with the tickets that its rows have now, and positions of those that are handed out, int64: of rows that are there
+        still, those before the first that does not fit. Nothing is taken before :meth:`take`.
+        """
+        draw, units, tokens = self.looked_at(draw)
+        if self._once:
+            new = ~torch.isin(draw.rows, self.rows).reshape(-1, self.each).any(1)[units]
+            units, tokens = units[new], tokens[new]
+        if self._multiple:
+            taken = torch.cummax(tokens.amax(1), 0).values.clamp(min=self._taken)
+            rows = len(self.rows) + torch.arange(1, len(units) + 1, device="cpu") * self.each
+            total = -(-taken // self._multiple) * self._multiple * rows
+        else:
+            total = taken = self._taken + tokens.sum(1).cumsum(0)
+        count = int((total <= self._most).cumprod(0).sum())
+        self.is_full = count < len(units)
+        if self.is_full and not count and not len(self.rows):
+            first = str(draw.rows.reshape(-1, self.each)[units[0]].tolist())[1:-1]
+            self.too_long = f"{'row' if self.each == 1 else 'the group of rows'} {first}, which has {int(total[0]):,}, got {self._most:,}"
+        places = self.positions(units[:count])
+        self._found = picked(draw, places), int(taken[count - 1]) if count else self._taken
+        return draw, places
+
+    def positions(self, units: Tensor) -> Tensor:
+        """Those of the rows of some units of a draw."""
+        return (units[:, None] * self.each + torch.arange(self.each, device="cpu")).flatten()
+
+    def take(self) -> Draw:
+        """Take what was accepted last."""
+        draw, self._taken = self._found
+        self.rows = torch.cat((self.rows, draw.rows))
+        return draw
+
+
+def picked(draw: Draw, places: Tensor) -> Draw:
+    """Some rows of a draw whose tickets are known."""
+    assert draw.tickets is not None  # as the caller knows
+    shape = draw.rows.shape
+    info = {k: v[places] if isinstance(v, Tensor) and v.shape[:1] == shape else v for k, v in draw.info.items()}
+    return Draw(draw.rows[places], draw.tickets[places], info)
+
+
+def draw_within(wiring: Wiring, budget: TokenBudget, key: int) -> Draw:
+    """Draw rows until the tokens are used up: at least one.
+
+    Raises:
+        NoSampleable: there is none. ValueError: the first one has too many tokens. Nothing is drawn then.
+        WriterStalled: rows moved at every try.
+    """
+    storage, source, retries, number = wiring.storage, wiring.source, Retries(), Retries()
+    parts: list[Any] = []
+    logs: list[Tensor] = []
+    while n := budget.likely:
+        extent = storage.extent()
+        check_drawable(extent.size)
+        try:
+            draw, places = source.draw_within(extent, n, number.key_of(key), budget.accept, budget.rows)
+        except NoSampleable:
+            if parts:
+                break
+            raise
+        if budget.too_long:
+            raise ValueError(f"sample: max_tokens: expected the tokens of {budget.too_long}. Nothing was drawn.")
+        number.count += 1
+        if len(places):
+            parts.append(budget.take())
+            if isinstance(draw, DrawOverBatch):
+                logs.append(draw.logs[places])
+        if not parts:  # all were written over meanwhile
+            retries.again(draw.rows, [0])
+        elif not len(places) or len(draw.rows) < n or (wiring.of_sampler.has_epochs and source.ran_out):
+            break  # there are no others
+    if not parts:
+        raise ValueError(f"sample: max_tokens: expected room for the {budget.each} rows of a group.")
+    rows, tickets, infos = zip(*parts, strict=True)
+    info = {k: torch.cat([one[k] for one in infos]) if isinstance(v, Tensor) else v for k, v in infos[0].items()}
+    if logs:  # weights over the largest of the batch
+        weights = torch.cat(logs)
+        info["priority_weight"] = (weights - weights.max()).exp().to(info["priority_weight"].dtype)
+    return Draw(torch.cat(rows), torch.cat(tickets), info)
+
+
+def read_within(wiring: Wiring, budget: TokenBudget, key: int) -> tuple[Any, Draw]:
+    """Draw rows until the tokens are used up, and read them. Those that are written over before they were read are left out.
+
+    Raises as :func:`draw_within`.
+    """
+    source, retries, draw = wiring.source, Retries(), draw_within(wiring, budget, key)
+    try:
+        while True:
+            columns, moved = wiring.storage.read(draw.rows, draw.tickets)
+            if not moved:
+                break
+            retries.again(draw.rows, moved)
+            draw, units, _ = budget.looked_at(draw)
+            source.give_back(draw, whole := budget.positions(units))
+            draw = picked(draw, whole)
+            if not len(whole):
+                raise NoSampleable(
+                    "sample: all rows of the batch were written over before they were read. Sample again."
+                )
+    except BaseException:
+        source.give_back(draw, draw.rows[:0])
+        raise
+    if wiring.of_sampler.consumes:
+        source.were_read(draw)
+    return columns, draw
