@@ -12,14 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import flight
 
-from engram import (
-    ConsumingSampler,
-    LazyMemmapStorage,
-    PrioritizedReplayBuffer,
-    Ragged,
-    ReplayBuffer,
-    SliceSampler,
-)
+from engram import ConsumingSampler, LazyMemmapStorage, PrioritizedReplayBuffer, Ragged, ReplayBuffer, SliceSampler
 from engram.remote import wire
 from engram.remote.protocol import COALESCED_BYTES
 from tests.serving.servers import serving, serving_each
@@ -147,11 +140,13 @@ def test_rows_with_items_that_are_refused_here_are_refused_before_they_are_sent(
 # ---- messages that get lost -----------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.tuples(st.lists(st.sampled_from(FAULTS), max_size=3), st.integers(1, 12), st.booleans()), max_size=6))
+@given(
+    st.lists(st.tuples(st.lists(st.sampled_from(FAULTS), max_size=3), st.integers(1, 12), st.booleans()), max_size=6)
+)
 @settings(max_examples=8)
 def test_rows_are_there_once_whatever_becomes_of_messages(served, writes):
     rb, folder, _ = served
-    expected = [one for one in rb["id"].tolist()]
+    expected = rb["id"].tolist()
     written = rb.write_count
     with Proxy.before(folder) as proxy, ReplayBuffer.connect(proxy.address) as remote:
         for faults, n, late in writes:
@@ -164,10 +159,11 @@ def test_rows_are_there_once_whatever_becomes_of_messages(served, writes):
                 proxy.let_go()
         proxy.faults = []
         proxy.let_go()
-    assert sorted(rb["id"].tolist()) == sorted(expected) or len(rb) < len(expected)
     assert rb.write_count == written
-    ids = rb["id"].tolist()
-    assert len(set(ids)) == len(ids)
+    there = rb["id"].tolist()
+    lane = expected[-rb.storage.max_size // 4 :]  # a lane may have come round
+    assert len(there) == len(set(there))
+    assert [one for one in there if one >= 10_000] == [one for one in lane if one >= 10_000]
 
 
 # ---- samplers, and several stores --------------------------------------------------------------------------------------------
@@ -194,8 +190,7 @@ def test_priorities_and_flat_windows(tmp_path):
         rb.extend({key: each[key] for key in ("id", "tokens", "text")} | {"episode": torch.arange(12) // 4})
     with serving_each(folders):
         with ReplayBuffer.connect(f"unix:{folders[0]}.sock") as remote:
-            batch, info = remote.sample(return_info=True)
-            check(batch)
+            check(remote.sample())
             remote.update_priority(torch.arange(20), torch.zeros(20).index_fill(0, torch.tensor([7]), 1.0))
             assert set(check(remote.sample())) == {7}
         with ReplayBuffer.connect(f"unix:{folders[1]}.sock") as remote:
@@ -279,7 +274,7 @@ def test_the_columns_of_a_message_are_those_of_the_store(small):
     rb, _, _ = small
     made = {column.name.partition(":")[2]: column for column in wire.fields_of(rb.storage.memory.schema)}
     assert {column.name.partition(":")[2] for column in COLUMNS} == made.keys()
-    assert made["tokens"].ragged and made["log_prob"].ragged and not made["id"].ragged
+    assert [made[key].ragged for key in ("tokens", "log_prob", "id")] == [True, True, False]
 
 
 @pytest.mark.parametrize("name", [None, *WRONG])

@@ -47,3 +47,13 @@ def resized(schema: Schema, capacity: int, lanes: int) -> Schema:
     return with_rings(
         made, {n: (max(-(-items * now // before), 2 * most), most) for n, (items, most) in rings_of(schema).items()}
     )
+
+
+def usual_row_bytes(schema: Schema) -> int:
+    """Bytes of a row and its items where the rings of items are as full as those of rows."""
+    return schema.row_bytes + sum(schema.values_bytes.values()) // schema.capacity
+
+
+def most_row_bytes(schema: Schema) -> int:
+    """Bytes of a row with as many items as it may have."""
+    return schema.row_bytes + sum(it.max_length * it.item_bytes for it in schema.ragged.values())

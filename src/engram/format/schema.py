@@ -253,16 +253,6 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         """Bytes of the items of each ragged field, of all lanes, by its number. Of a schema that is valid."""
         return {number: self.lanes * it.items * it.item_bytes for number, it in self.ragged.items()}
 
-    @functools.cached_property
-    def usual_row_bytes(self) -> int:
-        """Bytes of a row and its items where the rings of items are as full as those of rows."""
-        return self.row_bytes + sum(self.values_bytes.values()) // self.capacity
-
-    @functools.cached_property
-    def most_row_bytes(self) -> int:
-        """Bytes of a row with as many items as it may have."""
-        return self.row_bytes + sum(it.max_length * it.item_bytes for it in self.ragged.values())
-
     @property
     def nbytes(self) -> int:
         """Bytes of all rows and items."""

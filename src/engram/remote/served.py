@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engram._support.unsupported import BY_NUMBER, refused, refusing
 from engram.errors import PriorityError
+from engram.format.ring_sizes import usual_row_bytes
 from engram.remote.protocol import COALESCED_BYTES, MAX_BATCHES, Mass, Served, State
 from engram.samplers._base import DeclaredSampler
 from engram.samplers.prioritized import as_priorities, rows_of
@@ -166,6 +167,7 @@ class ServedStorage(Storage, ServedRows):
         """Say what the rows are, and where."""
         self._schema = schema
         self.structure = structure_in(schema)
+        self._usual_bytes = usual_row_bytes(schema)
         self.memory = cast(
             "Store", Memory(schema, place, limits, limits, participant=participant)
         )  # as far as readers look at it
@@ -213,7 +215,7 @@ class ServedStorage(Storage, ServedRows):
 
     def batches_in_message(self, rows: int) -> int:
         """How many batches of so many rows one message asks for."""
-        return min(MAX_BATCHES, max(1, COALESCED_BYTES // max(1, rows * self._schema.usual_row_bytes)))
+        return min(MAX_BATCHES, max(1, COALESCED_BYTES // max(1, rows * self._usual_bytes)))
 
     # ---- writing -------------------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from engram.remote.connection import IN_DOUBT as DOUBTFUL
 from engram.remote.connection import Answer, Connection, Exchange, Message
 from engram.remote.served import RETRY_INTERVAL_S, Drawn, Limits, ServedStorage
 from engram.storages import Storage
-from engram.store.ragged_rows import Items
+from engram.store.ragged_rows import items_in
 from engram.store.requests import IN_DOUBT
 from engram.types import Info, Write, WritePlan
 
@@ -313,10 +313,10 @@ class RemoteStorage(ServedStorage):
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
     def ask_for(self, keys: Sequence[int], rows: int) -> None:
-        if protocol.held_bytes(rows, self._schema.usual_row_bytes) > protocol.MAX_MESSAGE:
+        if protocol.held_bytes(rows, self._usual_bytes) > protocol.MAX_MESSAGE:
             raise ValueError(
                 f"sample: batch_size: expected batches of at most {protocol.MAX_MESSAGE} bytes over a connection, got {rows} rows of "
-                f"{self._schema.usual_row_bytes} bytes and {protocol.BESIDE_ROW} beside them."
+                f"{self._usual_bytes} bytes and {protocol.BESIDE_ROW} beside them."
             )
         self.ask(protocol.Sample(rows, [key & (1 << 64) - 1 for key in keys]))
 
@@ -363,10 +363,9 @@ class RemoteStorage(ServedStorage):
         fields, counts = len(self._schema.fields), [math.prod(shape) for shape in metadata.sizes]
         entries = [wire.entry_of(it.name) for it in answer.columns[fields + 1 :]]
 
-        def drawn(number: int, shape: list[int], copied: Callable[[], list[Tensor | Items]]) -> Drawn:
+        def drawn(number: int, shape: list[int], copied: Callable[[], list[Tensor]]) -> Drawn:
             flat = copied()
-            tensors = cast("list[Tensor]", flat)  # and rows of items, which keep what they are
-            tensors = tensors if len(shape) == 1 else [it.reshape(*shape, *it.shape[1:]) for it in tensors]
+            tensors = flat if len(shape) == 1 else [it.reshape(*shape, *it.shape[1:]) for it in flat]
             info: Info = dict(zip(entries, tensors[fields + 1 :], strict=True))
             # Storages put columns together themselves: rows of windows lie one after the other.
             last = metadata.last and number == len(counts) - 1
@@ -396,8 +395,10 @@ class RemoteStorage(ServedStorage):
 
     # ---- writing -------------------------------------------------------------------------------------------------------
 
-    def write(self, plan: WritePlan, prepared: list[Tensor | Items], n: int) -> Write:
-        nbytes = n * self._schema.row_bytes + sum(it.nbytes for it in prepared if isinstance(it, Items))
+    def write(self, plan: WritePlan, prepared: list[Tensor], n: int) -> Write:
+        nbytes = n * self._schema.row_bytes + sum(
+            it.nbytes for column in prepared if (it := items_in(column)) is not None
+        )
         if protocol.held_bytes(n, 0) + nbytes > protocol.MAX_MESSAGE:
             raise ValueError(
                 f"extend: expected at most {protocol.MAX_MESSAGE} bytes at once over a connection. Write fewer rows."
@@ -413,7 +414,7 @@ class RemoteStorage(ServedStorage):
             return Write(torch.full((n,), -1, device="cpu"), 0)
         answer = self._sent(batch, len(lanes))
         (rows,) = wire.tensors_in(answer.rows, answer.columns)
-        return Write(cast("Tensor", rows), 0)
+        return Write(rows, 0)
 
     def _sent(self, batch: RecordBatch, lanes: int) -> Answer:
         with self._writing.lock:
@@ -492,7 +493,7 @@ class RemoteStorage(ServedStorage):
 
     def _tickets(self, rows: Tensor) -> Tensor:
         answer = self._edit(protocol.Tickets(), rows, torch.full_like(rows, -1))
-        return cast("Tensor", wire.tensors_in(answer.rows, answer.columns)[0])
+        return wire.tensors_in(answer.rows, answer.columns)[0]
 
     def _edit(self, command: protocol.Tickets | protocol.Remove, rows: Tensor, tickets: Tensor) -> Answer:
         try:

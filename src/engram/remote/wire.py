@@ -7,7 +7,7 @@ import json
 import math
 import operator
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import pyarrow as pa
 import torch
@@ -16,10 +16,12 @@ from torch import Tensor
 from engram._support.native import Layout, received
 from engram.format.schema import DTYPES, Field, Schema
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF, dlpack_specs
-from engram.store.ragged_rows import Items, offsets_of
+from engram.store.ragged_rows import Items, items_in, offsets_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from engram.store.memory import DlpackSpec
 
 
 #: Names of columns that are no fields begin with it.
@@ -86,10 +88,11 @@ def entry_of(name: str) -> str | tuple[str, ...]:
     return key if isinstance(key, str) else tuple(key)
 
 
-def column_of(name: str, rows: Tensor | Items) -> Column:
+def column_of(name: str, rows: Tensor) -> Column:
     """The column of a tensor ``[n, *shape]``, or of rows of items."""
-    values = rows.given if isinstance(rows, Items) else rows
-    return Column(name, DTYPE_NAMES[values.dtype], tuple(values.shape[1:]), isinstance(rows, Items))
+    items = items_in(rows)
+    values = rows if items is None else items.given
+    return Column(name, DTYPE_NAMES[values.dtype], tuple(values.shape[1:]), items is not None)
 
 
 def arrow_schema(columns: Sequence[Column]) -> pa.Schema:
@@ -117,21 +120,20 @@ def _column_in(field: pa.Field) -> Column:
     return column
 
 
-def record_batch(schema: pa.Schema, columns: Sequence[Tensor | Items], rows: int) -> pa.RecordBatch:
+def record_batch(schema: pa.Schema, columns: Sequence[Tensor], rows: int) -> pa.RecordBatch:
     """A message around contiguous tensors, and around items that lie one after the other, without a copy.
 
     Raises ``ValueError``: one has not the bytes that the schema says.
     """
     arrays = []
     for field, tensor in zip(schema, columns, strict=True):
-        if isinstance(tensor, Items):
-            arrays.append(_array_of(field, tensor, rows))
+        if (items := items_in(tensor)) is not None:
+            arrays.append(_array_of(field, items, rows))
             continue
         dense, nbytes = tensor.contiguous(), field.type.byte_width * rows
         if dense.nbytes != nbytes:
             raise ValueError(f"column {field.name!r:.80}: expected {nbytes} bytes for {rows} rows, got {dense.nbytes}.")
-        raw = pa.foreign_buffer(dense.data_ptr(), nbytes, dense) if nbytes else _NOTHING
-        arrays.append(pa.FixedSizeBinaryArray.from_buffers(field.type, rows, [None, raw]))
+        arrays.append(pa.FixedSizeBinaryArray.from_buffers(field.type, rows, [None, _raw(dense)]))
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
@@ -148,18 +150,22 @@ def _array_of(field: pa.Field, items: Items, rows: int) -> pa.Array:
             f"column {field.name!r:.80}: expected {nbytes} bytes of items of {rows} rows, got {values.nbytes} of {len(there)}."
         )
     ends = offsets * column.nbytes
-    raws = [pa.foreign_buffer(it.data_ptr(), it.nbytes, it) if it.nbytes else _NOTHING for it in (ends, values)]
-    return pa.Array.from_buffers(field.type, rows, [None, *raws])
+    return pa.Array.from_buffers(field.type, rows, [None, _raw(ends), _raw(values)])
 
 
-def tensors_in(batch: pa.RecordBatch, columns: Sequence[Column]) -> list[Tensor | Items]:
+def _raw(tensor: Tensor) -> pa.Buffer:
+    """The memory of a contiguous tensor, which the buffer keeps."""
+    return pa.foreign_buffer(tensor.data_ptr(), tensor.nbytes, tensor) if tensor.nbytes else _NOTHING
+
+
+def tensors_in(batch: pa.RecordBatch, columns: Sequence[Column]) -> list[Tensor]:
     """The columns of a message, ``[rows, *shape]`` each. Raises as :func:`batches_in`."""
     return batches_in(batch, columns, [batch.num_rows])[0]()
 
 
 def batches_in(
     batch: pa.RecordBatch, columns: Sequence[Column], sizes: Sequence[int]
-) -> list[Callable[[], list[Tensor | Items]]]:
+) -> list[Callable[[], list[Tensor]]]:
     """The columns of the batches of a message, of these sizes and one behind the other.
 
     They are copied when they are called for: into the block of a loader that draws, else into memory of their own. Columns of 64 KiB or
@@ -167,27 +173,24 @@ def batches_in(
 
     Raises ``ValueError``: the buffers of the message are not what its schema says, or it has fewer rows.
     """
-    rows, of_rows, ragged = batch.num_rows, [], {}
-    for place, (column, array) in enumerate(zip(columns, batch.columns, strict=True)):
-        if array.null_count or array.offset:
-            raise ValueError(f"column {column.name!r:.80}: expected one that is whole, without nulls.")
+    layout, row_bytes = _layout(tuple(columns))
+    rows, memories, ragged = batch.num_rows, [], {}
+    for place, (column, size, array) in enumerate(zip(columns, row_bytes, batch.columns, strict=True)):
         if column.ragged:
             ragged[place] = _ItemsOf.array(column, array)
             continue
-        nbytes, raw = column.nbytes * rows, array.buffers()[1]
-        if nbytes and (raw is None or raw.size < nbytes):
+        nbytes, raw = size * rows, array.buffers()[1]
+        if array.null_count or array.offset or (nbytes and (raw is None or raw.size < nbytes)):
             raise ValueError(f"column {column.name!r:.80}: expected {nbytes} bytes for {rows} rows, without nulls.")
-        of_rows.append(raw)
+        memories.append(raw)
     begins = [0, *itertools.accumulate(sizes)]
     if begins[-1] > rows or min(sizes, default=0) < 0:
         raise ValueError(f"expected columns with the bytes of all rows, {begins[-1]}, got those of {rows}.")
-    layout = _layout(tuple([column for column in columns if not column.ragged]))
-    plain = [partial(received, of_rows, layout, begin, size) for begin, size in zip(begins, sizes, strict=False)]
+    each = list(zip(begins, sizes, strict=False))
+    plain: list[Callable[[], list[Tensor]]] = [partial(received, memories, layout, begin, size) for begin, size in each]
     if not ragged:
         return plain
-    return [
-        partial(_with_items, of, ragged, begin, size) for of, begin, size in zip(plain, begins, sizes, strict=False)
-    ]
+    return [partial(_with_items, of, ragged, *where) for of, where in zip(plain, each, strict=True)]
 
 
 class _ItemsOf(NamedTuple):
@@ -202,15 +205,22 @@ class _ItemsOf(NamedTuple):
     def array(cls, column: Column, array: pa.Array) -> _ItemsOf:
         """Raises ``ValueError``: offsets that fall, or lie outside of the items."""
         _, ends, raw = array.buffers()
-        count = len(array) + 1
-        if ends is None or ends.size < count * 8:
-            ends = pa.py_buffer(bytes(count * 8)) if count == 1 else _NOTHING
-        offsets = torch.frombuffer(bytearray(ends), dtype=torch.int64)[:count]
+        count, size = len(array) + 1, 0 if raw is None else raw.size
+        offsets = torch.frombuffer(bytearray(ends or bytes(8)), dtype=torch.int64)[:count]
         items = offsets // column.nbytes
-        wrong = len(offsets) < count or int(offsets[0]) != 0 or bool((offsets.diff() < 0).any())
-        if wrong or int(offsets[-1]) > (raw.size if raw is not None else 0) or bool((items * column.nbytes != offsets).any()):
-            raise ValueError(f"column {column.name!r:.80}: expected offsets of whole items within those that came, which rise.")
-        return cls(raw if raw is not None else _NOTHING, _layout((column,)), items)
+        if (
+            array.null_count
+            or array.offset
+            or len(offsets) < count
+            or int(offsets[0]) != 0
+            or int(offsets[-1]) > size
+            or bool((offsets.diff() < 0).any())
+            or not torch.equal(items * column.nbytes, offsets)
+        ):
+            raise ValueError(
+                f"column {column.name!r:.80}: expected offsets of whole items within those that came, which rise, without nulls."
+            )
+        return cls(raw if raw is not None else _NOTHING, _layout_of_items(column), items)
 
     def rows(self, begin: int, size: int) -> Items:
         """Those of a batch."""
@@ -222,14 +232,23 @@ class _ItemsOf(NamedTuple):
 
 def _with_items(
     plain: Callable[[], list[Tensor]], ragged: Mapping[int, _ItemsOf], begin: int, size: int
-) -> list[Tensor | Items]:
-    columns: list[Tensor | Items] = [*plain()]
+) -> list[Tensor]:
+    columns = plain()
     for place, items in ragged.items():
-        columns.insert(place, items.rows(begin, size))
+        columns.insert(place, cast("Tensor", items.rows(begin, size)))
     return columns
 
 
 @lru_cache
-def _layout(columns: tuple[Column, ...]) -> Layout:
-    """What makes tensors of columns of rows, or of items."""
-    return Layout(dlpack_specs([Field((it.name,), it.dtype, it.shape) for it in columns]))
+def _layout(columns: tuple[Column, ...]) -> tuple[Layout, list[int]]:
+    """What makes tensors of columns that are not ragged, and the bytes of a row of each column."""
+    return Layout(_specs([it for it in columns if not it.ragged])), [it.nbytes for it in columns]
+
+
+@lru_cache
+def _layout_of_items(column: Column) -> Layout:
+    return Layout(_specs([column]))
+
+
+def _specs(columns: Sequence[Column]) -> list[DlpackSpec]:
+    return dlpack_specs([Field((it.name,), it.dtype, it.shape) for it in columns])

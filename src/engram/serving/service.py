@@ -26,13 +26,14 @@ from engram.buffer.window_marks import WindowMarks
 from engram.buffer.wiring import Wiring
 from engram.errors import IncompatibleStore, NoSampleable, RowError
 from engram.format import layout
+from engram.format.ring_sizes import most_row_bytes, usual_row_bytes
 from engram.format.schema import Schema, encode
 from engram.inspect import gauges
 from engram.inspect.advice import drawing_by, is_over_batch
 from engram.remote import protocol, wire
 from engram.store import DrawingPart, Masses, OutOfOrder, Requests, ThreadKey
 from engram.store.limits import Rules
-from engram.store.ragged_rows import Items, joined
+from engram.store.ragged_rows import items_in, joined
 from engram.store.requests import IN_DOUBT
 from engram.transforms import Compose
 from engram.types import WritePlan
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from engram.buffer import ReplayBuffer
     from engram.remote.wire import Column
     from engram.samplers import PrioritizedSampler
+    from engram.store.ragged_rows import Items
 
 
 #: Of answers that are made, or that clients have not read. Small ones are as many as streams, and are not counted.
@@ -161,7 +163,7 @@ class Batches(NamedTuple):
 
     metadata: protocol.Sampled
     columns: list[Column]
-    tensors: list[Tensor | Items]
+    tensors: list[Tensor]
 
 
 class _Drawn(NamedTuple):
@@ -171,7 +173,7 @@ class _Drawn(NamedTuple):
     """Of its rows."""
     entries: tuple[str | tuple[str, ...], ...]
     """What the draw adds to the fields and the rows' numbers."""
-    tensors: list[Tensor | Items]
+    tensors: list[Tensor]
     """Flat, ``[n, ...]``."""
 
 
@@ -194,7 +196,7 @@ class Service:
         self._key = ThreadKey()
         #: Bytes of a row, as it is stored, and of one of batches, whose stacks are wider.
         records = 1 if unit is None else unit.total
-        self._stored_bytes = records * self._schema.usual_row_bytes
+        self._stored_bytes = records * usual_row_bytes(self._schema)
         consumes = self._wiring.of_sampler.consumes
         self._drawn_bytes = records * drawn_bytes(rb.sampler, self._schema, consumes=consumes)
         #: Clients that write.
@@ -372,7 +374,7 @@ class Service:
                 break
         drawn = [batch.tensors for batch in batches]
         tensors = drawn[0] if len(drawn) == 1 else [joined(same) for same in zip(*drawn, strict=True)]
-        items = sum(it.nbytes for it in tensors if isinstance(it, Items))
+        items = sum(it.nbytes for column in tensors if (it := items_in(column)) is not None)
         if items > protocol.MAX_MESSAGE:  # of rows that are far longer than others
             raise ValueError(
                 f"sample: expected batches of at most {protocol.MAX_MESSAGE} bytes over a connection, got {items} bytes of items. Draw "
@@ -446,7 +448,7 @@ class Service:
         removed: int = storage.remove(rows.contiguous(), tickets.contiguous())
         return removed
 
-    def append(self, command: protocol.Append, columns: Sequence[Tensor | Items], n: int) -> Tensor:
+    def append(self, command: protocol.Append, columns: Sequence[Tensor], n: int) -> Tensor:
         """Write rows: their numbers.
 
         Raises as ``ReplayBuffer.extend``; ``RateLimited`` at once: clients wait. ``NotOnce``: the rows of a message that may be sent
@@ -467,20 +469,19 @@ class Service:
         rows: Tensor = write.rows
         return rows
 
-    def _check_groups(self, columns: Sequence[Tensor | Items]) -> None:
+    def _check_groups(self, columns: Sequence[Tensor]) -> None:
         """Raise ``ValueError``: a row has not the same number of items in fields that share lengths, or too many."""
         for group in self._schema.ragged_groups:
-            of_leader = cast("Items", columns[group.leader]).lengths
+            each = [cast("Items", columns[number]).lengths for number in group.members]
             most = self._schema.ragged[group.leader].max_length
-            for number in group.members:
-                name, lengths = self._schema.fields[number].name, cast("Items", columns[number]).lengths
-                if not torch.equal(lengths, of_leader) or int(lengths.amax() if len(lengths) else 0) > most:
+            for number, lengths in zip(group.members, each, strict=True):
+                if not torch.equal(lengths, each[0]) or int(lengths.amax() if len(lengths) else 0) > most:
                     raise ValueError(
-                        f"extend: field {name}: expected rows of at most {most} items, as many as field "
+                        f"extend: field {self._schema.fields[number].name}: expected rows of at most {most} items, as many as field "
                         f"{self._schema.fields[group.leader].name} has, got {lengths.tolist()!s:.80}."
                     )
 
-    def _append_once(self, command: protocol.Append, columns: Sequence[Tensor | Items], lane: Tensor | int, n: int) -> Tensor:
+    def _append_once(self, command: protocol.Append, columns: Sequence[Tensor], lane: Tensor | int, n: int) -> Tensor:
         """Write rows as requests of a writer: one for each lane."""
         if not self._wiring.appends_natively:
             raise protocol.NotOnce("extend: the writer of the store says which rows are replaced.")
@@ -571,7 +572,7 @@ def _sizes(command: protocol.Sample) -> list[int]:
 def drawn_bytes(sampler: object, schema: Schema, *, consumes: bool = False) -> int:
     """Bytes of a row of batches; of one that is used up by its draw, which must fit, as many as it may have."""
     if not isinstance(sampler, Expander):
-        return schema.most_row_bytes if consumes else schema.usual_row_bytes
+        return most_row_bytes(schema) if consumes else usual_row_bytes(schema)
     try:
         return max(schema.row_bytes, sampler.ready_bytes(schema.fields))
     except (KeyError, TypeError):  # drawing raises it, too

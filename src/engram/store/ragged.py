@@ -9,10 +9,10 @@ import torch
 
 from engram._support import native
 from engram.errors import RowError
-from engram.store.memory import as_rows, dlpack_specs
+from engram.store.memory import Addresses, as_rows, dlpack_specs
 from engram.store.ragged_rows import Items, sharing
 from engram.store.ragged_state import RingsTarget, heads_of
-from engram.store.store import Addresses, Store, StoreState
+from engram.store.store import Store, StoreState
 from engram.types import RowsTarget, Write, WritePlan
 
 if TYPE_CHECKING:

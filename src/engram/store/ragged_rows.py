@@ -140,12 +140,17 @@ class Items:
         return list(there.given.split(there.lengths.tolist()))  # type: ignore[no-untyped-call]
 
 
-def joined(parts: Sequence[Tensor | Items]) -> Tensor | Items:
-    """The rows of several columns of one field, in order."""
-    first = parts[0]
+def items_in(column: object) -> Items | None:
+    """The items of a column that is one of a ragged field; None: of another one."""
+    return column if isinstance(column, Items) else None
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """The rows of several columns of one field, in order; of a ragged one, too."""
     if len(parts) == 1:
-        return first
-    return Items.joined(cast("Sequence[Items]", parts)) if isinstance(first, Items) else torch.cat(list(parts))  # type: ignore[arg-type]
+        return parts[0]
+    items = [it for part in parts if (it := items_in(part)) is not None]
+    return cast("Tensor", Items.joined(items)) if items else torch.cat(list(parts))
 
 
 @functools.lru_cache(1 << 12)

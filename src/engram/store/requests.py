@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.store.ragged_rows import Items
     from engram.store.store import Store
 
 #: The name of the table of writers in a store.
@@ -150,7 +149,7 @@ class Requests:
         """Number of the writer's next request: 1 if the table does not know it."""
         return self._table().next(*_halves(writer))
 
-    def append_by(self, writer: UUID, number: int, lane: int, columns: Sequence[Tensor | Items], n: int) -> Written:
+    def append_by(self, writer: UUID, number: int, lane: int, columns: Sequence[Tensor], n: int) -> Written:
         """Append ``n`` rows to a lane that several writers may share, as a request of a writer: once.
 
         A repeated request has the rows, and the lane, of the first time. It counts as written where the store was emptied since.
@@ -200,7 +199,7 @@ class Requests:
         if not 0 <= lane < self._store.lanes:
             raise RowError(f"{call}: expected a lane in [0, {self._store.lanes}), got {lane}.")
 
-    def _check(self, lane: int, columns: Sequence[Tensor | Items], n: int, call: str) -> None:
+    def _check(self, lane: int, columns: Sequence[Tensor], n: int, call: str) -> None:
         self._check_lane(lane, call)
         fixed = [column for number, column in enumerate(columns) if number not in self._store.schema.ragged]
         if native.HAS_EXCHANGE and not self._layout.fits(fixed, n):

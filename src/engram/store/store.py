@@ -80,17 +80,6 @@ class StoreState(NamedTuple):
     """int64 ``[capacity]``: the numbers of the writes that rows hold, which edits leave as they are; None: such as no write had."""
 
 
-class Addresses(NamedTuple):
-    """Rows as calls of the core take them."""
-
-    columns: tuple[int, ...]
-    """Of each field; 0 of one whose rows have any number of items."""
-    items: tuple[object, ...] = ()
-    """Of each group of those."""
-    kept: object = None
-    """What must stay until the call is over, beside the columns."""
-
-
 class Saved(NamedTuple):
     """A store on its way through a copy or a pipe."""
 
@@ -625,9 +614,9 @@ class Store:
         """
         return self._write(plan, n, self._which[: len(columns)], tuple(map(torch.Tensor.data_ptr, columns)))
 
-    def addresses(self, columns: Sequence[Tensor]) -> Addresses:
+    def addresses(self, columns: Sequence[Tensor]) -> memory.Addresses:
         """Columns as for :meth:`write`, for a call of the core."""
-        return Addresses(tuple(map(torch.Tensor.data_ptr, columns)))
+        return memory.Addresses(tuple(map(torch.Tensor.data_ptr, columns)))
 
     def _write(self, plan: WritePlan, n: int, which: tuple[int, ...], addresses: tuple[int, ...]) -> Write:
         if plan.rows is not None:

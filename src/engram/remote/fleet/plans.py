@@ -111,14 +111,11 @@ def order_of(parts: Sequence[NDArray[np.int64]]) -> Tensor | None:
 
 def joined(parts: Sequence[Tensor], order: Tensor | None, units: int | None = None) -> Tensor:
     """Units of several parts, in an order. One part that is in order is not copied. ``units``: so many, of several rows each."""
-    whole = cast("Tensor", ragged_rows.joined(parts))
-    if isinstance(whole, ragged_rows.Items):
-        if order is None:
-            return whole
-        if units is not None:
-            each = torch.arange(len(whole), device="cpu").view(units, -1)
-            order = each[order].flatten()
-        return whole[order]
+    whole = ragged_rows.joined(parts)
+    if (items := ragged_rows.items_in(whole)) is not None:  # whose units stay one behind the other
+        if order is not None and units is not None:
+            order = torch.arange(len(items), device="cpu").view(units, -1)[order].flatten()
+        return whole if order is None else cast("Tensor", items[order])
     if units is not None:
         whole = whole.view(units, whole.shape[0] // units, *whole.shape[1:])
     return whole if order is None else whole.index_select(0, order)

@@ -145,7 +145,7 @@ class FleetStorage(ServedStorage):
         self.members = Members(storages, missing, joining, epochs="has_epochs" in first.served.traits_of_sampler)
         self.ledger = Ledger(self.members)
         self.describe(schema, f"in {len(storages)} served stores", self.ledger, first.memory.participant)
-        self.draws = Draws(self.members, first.served, schema.usual_row_bytes, stratum)
+        self.draws = Draws(self.members, first.served, self._usual_bytes, stratum)
         #: Rows of the batches in each message under way.
         self._ahead: deque[int] = deque()
         self._homes = fork.rlock()
