@@ -25,10 +25,14 @@ namespace {
 constexpr std::uint64_t kBrief = 256;  // keys
 const RowSpec kBytes{1, 8, {}};
 
-const Field& key_of(std::span<std::byte> memory, const Store& store) {
+void make_around(Keys* self, std::span<std::byte> memory, const Store& store) {
   const std::uint64_t field = Keys::field_of(memory);
   check(field < store.fields(), "keys in a field that the store does not have");
-  return store.field(field);
+  const RaggedGroup* text = nullptr;
+  if (store.ragged() != nullptr) {
+    for (const RaggedGroup& group : store.ragged()->groups()) text = group.leader == field ? &group : text;
+  }
+  new (self) Keys(memory, store.control(), store.field(field), text);
 }
 
 // Puts the bytes of a str, as UTF-8, or of a bytes object, filled up with zeros. False: it is neither, or too long.
@@ -116,8 +120,7 @@ void bind_keys(nb::module_& m) {
       .def(
           "__init__",
           [](Keys* self, Address memory, std::uint64_t bytes, const Store& store, nb::handle) {
-            const std::span<std::byte> inside = block(memory, bytes);
-            new (self) Keys(inside, store.control(), key_of(inside, store));
+            make_around(self, block(memory, bytes), store);
           },
           "memory"_a, "bytes"_a, "store"_a, "keep"_a, nb::keep_alive<1, 5>())
       .def_prop_ro("field", [](const Keys& self) { return self.field(); }, "Number of the key's field.")

@@ -67,7 +67,7 @@ void Keys::copy(std::span<std::byte> from, std::span<std::byte> to) {
 
 std::uint64_t Keys::field_of(std::span<std::byte> memory) { return copied(header_in(memory)->field); }
 
-Keys::Keys(std::span<std::byte> memory, const Control& tickets, const Field& key)
+Keys::Keys(std::span<std::byte> memory, const Control& tickets, const Field& key, const RaggedGroup* text)
     : ContentIndex(RedoWords::of(*header_in(memory)), tickets, copied(header_in(memory)->rows)),
       header_(header_in(memory)),
       field_(copied(header_->field)),
@@ -77,7 +77,12 @@ Keys::Keys(std::span<std::byte> memory, const Control& tickets, const Field& key
       buckets_(reinterpret_cast<Id*>(nodes_ + rows_)),
       key_(key),
       read_(key_bytes_) {
-  check(key_.data != nullptr && key_.row_bytes == key_bytes_, "keys in a field of another size");
+  check(key_.data != nullptr && (text != nullptr || key_.row_bytes == key_bytes_), "keys in a field of another size");
+  if (text == nullptr) return;
+  text_ = *text;
+  check(key_.row_bytes == Span::kBytes && text_->leader == field_ && !text_->fields.empty() && text_->fields[0].field == field_ &&
+            text_->fields[0].item_bytes == 1,
+        "keys in a field whose rows are bytes");
 }
 
 // ---- trees ---------------------------------------------------------------------------------------------------------
@@ -122,12 +127,20 @@ bool Keys::newest_first(Id tree, std::uint64_t hash, Visit&& visit, unsigned dep
 
 // Reads the key of a row; the number of the write that the row holds, or 0: it holds none. Where keys lie is known here alone. A row that is
 // being edited holds its write all the same; if its key is being replaced, what is read may be torn.
+void Keys::copy_key(std::uint64_t row) {
+  if (!text_) return copy_from_shared(read_.data(), key_.row(row), key_bytes_);
+  const Span span = Span::at(key_.row(row));  // perhaps torn: then the row's ticket is another one
+  const std::uint64_t length = Ragged::fits(*text_, span) ? std::min<std::uint64_t>(span.length, key_bytes_) : 0;
+  copy_from_shared(read_.data(), Ragged::items_of(*text_, text_->fields[0], tickets_.lane_of(row), span), length);
+  std::fill(read_.begin() + static_cast<std::ptrdiff_t>(length), read_.end(), std::byte{0});
+}
+
 std::uint64_t Keys::read_key(std::uint64_t row) {
   for (;;) {
     const std::uint64_t word = tickets_.held_word(row);
     if (!Control::holds_write(word) || tickets_.left_behind(row, word)) return 0;
     const std::uint64_t write = tickets_.write_of(row, word);
-    copy_from_shared(read_.data(), key_.row(row), key_bytes_);
+    copy_key(row);
     fence(std::memory_order_acquire);
     if (tickets_.word(row).load(std::memory_order_relaxed) == word) return write;
   }
@@ -164,7 +177,7 @@ void Keys::look_at_each(Rows rows, std::uint64_t n) {
     prefetch_row(key_, static_cast<std::int64_t>(row));
   };
   const auto ask_for_buckets = [&](std::uint64_t row, std::uint64_t& hash) {
-    copy_from_shared(read_.data(), key_.row(row), key_bytes_);
+    copy_key(row);
     hash = hash_of_key(read_.data(), key_bytes_);
     __builtin_prefetch(&bucket(hash), 1);
     if (nodes_[row].write != 0) __builtin_prefetch(&bucket(nodes_[row].hash), 1);

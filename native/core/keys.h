@@ -11,12 +11,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <span>
 #include <vector>
 
 #include "content_index.h"
 #include "control.h"
 #include "gather.h"
+#include "ragged.h"
 #include "row_trees.h"
 #include "shared_mutex.h"
 
@@ -51,9 +53,9 @@ class Keys : public ContentIndex {
   static void copy(std::span<std::byte> from, std::span<std::byte> to);
   static std::uint64_t field_of(std::span<std::byte> memory);
 
-  /// A view of formatted memory, which must outlive it, as must the rows of `key`, the field that the header names. Throws
-  /// std::invalid_argument: not such memory.
-  Keys(std::span<std::byte> memory, const Control& tickets, const Field& key);
+  /// A view of formatted memory, which must outlive it, as must the rows of `key`, the field that the header names, and their items.
+  /// `text`: the group that the field leads, if its rows have any number of bytes. Throws std::invalid_argument: not such memory.
+  Keys(std::span<std::byte> memory, const Control& tickets, const Field& key, const RaggedGroup* text = nullptr);
 
   std::uint64_t field() const { return field_; }
   std::uint64_t key_bytes() const { return key_bytes_; }
@@ -97,6 +99,7 @@ class Keys : public ContentIndex {
   template <class Visit>
   bool newest_first(Id tree, std::uint64_t hash, Visit&& visit, unsigned depth = 0) const;
 
+  void copy_key(std::uint64_t row);
   std::uint64_t read_key(std::uint64_t row);
   bool is_read(const std::byte* key) const { return std::memcmp(read_.data(), key, key_bytes_) == 0; }
   bool look_at(std::uint64_t row) override;
@@ -110,6 +113,7 @@ class Keys : public ContentIndex {
   Trees trees_;
   Id* buckets_;
   Field key_;
+  std::optional<RaggedGroup> text_;
   std::vector<std::byte> read_;  // the key that was read last, by the call under way
 };
 

@@ -104,7 +104,7 @@ class Ragged {
   Word& floor(std::uint64_t lane, std::uint64_t group) const { return words_[lane * stride_ + 2 + 2 * group]; }
 
   /// Where the items of a span begin in a field.
-  std::byte* items_of(const RaggedGroup& group, const ItemField& field, std::uint64_t lane, const Span& span) const {
+  static std::byte* items_of(const RaggedGroup& group, const ItemField& field, std::uint64_t lane, const Span& span) {
     return field.data + (lane * group.items + span.offset % group.items) * field.item_bytes;
   }
   /// Whether a span, which a caller may have made up, lies within the ring.

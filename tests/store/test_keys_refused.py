@@ -129,10 +129,3 @@ def test_a_dataset_keeps_its_rows():
     with pytest.raises(RuntimeError):
         rb.remove(keys=5)
     assert rb.rows_of(5).rows.tolist() == [1]
-
-
-def test_rows_of_any_length_are_no_keys():
-    rb = ReplayBuffer(storage=LazyTensorStorage(4))
-    rb.extend({"uid": ["a", "bc"]})
-    with pytest.raises(TypeError, match="got rows of any length"):
-        rb.index_keys("uid")

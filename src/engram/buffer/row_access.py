@@ -304,7 +304,8 @@ def index_keys(self: _HasRows, field: str | tuple[str, ...]) -> None:
     edited. If several live rows have one key, :meth:`rows_of` gives the one that was written last; if that one goes, the one before.
 
     Args:
-        field: a stored field with one integer per row, or with the bytes of a text, uint8 ``[n]``, filled up with zeros.
+        field: a stored field with one integer per row, with texts (``Ragged("utf-8")`` or ``Ragged("bytes")``) of at most 1,024 bytes, or
+            with the bytes of a text, uint8 ``[n]``, filled up with zeros.
 
     Raises:
         KeyError: no such field. TypeError: its content is no key, or the storage has no tensors on this machine's CPU. Before the first
@@ -319,6 +320,11 @@ def index_keys(self: _HasRows, field: str | tuple[str, ...]) -> None:
     >>> rb.index_keys("uid")
     >>> _ = rb.extend({"uid": torch.tensor([70, 80]), "obs": torch.zeros(2, 3)})
     >>> rb.rows_of([80, 90]).rows.tolist()
+    [1, -1]
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(100))
+    >>> _ = rb.extend({"uid": ["run-1", "run-22"], "tokens": [torch.arange(2), torch.arange(3)]})
+    >>> rb.index_keys("uid")
+    >>> rb.rows_of(["run-22", "run-2"]).rows.tolist()
     [1, -1]
     """
     self._rows.index_keys(field)

@@ -12,7 +12,7 @@ from engram._support import native
 from engram._support.checks import as_numbers
 from engram._support.field_paths import FieldPath, public
 from engram.errors import IncompatibleStore
-from engram.format.schema import DTYPES, Field, Schema
+from engram.format.schema import DTYPES, Field, Schema, items_of
 from engram.store.indexes import TicketIndex
 from engram.store.row_indexes import MAX_KEY_BYTES
 
@@ -46,7 +46,7 @@ class KeyIndex(TicketIndex[native.Keys]):
             OSError: no space for its file.
         """
         number = key_field(store.schema, key)
-        rows, key_bytes = store.capacity, store.schema.fields[number].row_bytes
+        rows, key_bytes = store.capacity, key_bytes_of(store.schema.fields[number])
         index, _ = cls.of_name(store.indexes, cls.NAME, native.keys_bytes(rows), rows, number, key_bytes)
         if index.core.field != number:
             raise IncompatibleStore(
@@ -136,19 +136,26 @@ def key_field(schema: Schema, key: FieldPath) -> int:
             f"index_keys: expected a stored field, one of {list(map(public, sorted(numbers)))}, got {public(key)!r}."
         )
     field = schema.fields[numbers[key]]
-    number = field.dtype in _INTEGERS and field.row_bytes == DTYPES[field.dtype]
-    if not (number or _is_text(field)) or not 0 < field.row_bytes <= MAX_KEY_BYTES:
-        found = "rows of any length" if numbers[key] in schema.ragged else f"{field.dtype} {list(field.shape)}"
+    number = field.dtype in _INTEGERS and field.row_bytes == DTYPES[field.dtype] and field.ragged is None
+    if not (number or _is_text(field)) or not 0 < key_bytes_of(field) <= MAX_KEY_BYTES:
+        found = f"{field.dtype} {list(field.shape)}" if field.ragged is None else items_of(field.ragged)
         raise TypeError(
-            f"index_keys: {public(key)!r}: expected one integer per row, {', '.join(_INTEGERS)}, or the bytes of a text, uint8 [n] with "
-            f"n of at most {MAX_KEY_BYTES}, filled up with zeros; got {found}. Number the rows, or hash their "
-            "names."
+            f"index_keys: {public(key)!r}: expected one integer per row, {', '.join(_INTEGERS)}, or a text of at most {MAX_KEY_BYTES} "
+            f'bytes: Ragged("utf-8") or Ragged("bytes") with max_length=, or uint8 [n], filled up with zeros; got {found}. Number the '
+            "rows, or hash their names."
         )
     return numbers[key]
 
 
 def _is_text(field: Field) -> bool:
+    if field.ragged is not None:
+        return field.ragged.kind in ("utf-8", "bytes")
     return field.dtype == "uint8" and len(field.shape) == 1
+
+
+def key_bytes_of(field: Field) -> int:
+    """The bytes of a key, of a text the most that it may have."""
+    return field.row_bytes if field.ragged is None else field.ragged.max_length
 
 
 def count_keys(keys: object) -> int:
@@ -171,7 +178,7 @@ def packed_keys(field: Field, keys: object, call: str) -> tuple[Tensor, int]:
     if isinstance(keys, Tensor | np.ndarray):
         return _packed_bytes(field, torch.as_tensor(keys), call)
     texts = [keys] if isinstance(keys, str | bytes) else list(keys) if isinstance(keys, list | tuple) else None
-    packed = None if texts is None else native.pack_texts(texts, field.row_bytes)
+    packed = None if texts is None else native.pack_texts(texts, key_bytes_of(field))
     if texts is None or packed is None:
         raise _refused_texts(field, keys, texts, call)
     return packed, len(texts)
@@ -196,7 +203,7 @@ def _packed_numbers(field: Field, keys: object, call: str) -> tuple[Tensor, int]
 
 def _packed_bytes(field: Field, keys: Tensor, call: str) -> tuple[Tensor, int]:
     """Keys that are bytes already: uint8 ``[n, length]``, or ``[length]`` for one."""
-    length = field.row_bytes
+    length = key_bytes_of(field)
     if keys.dtype is not torch.uint8 or keys.ndim not in (1, 2):
         raise TypeError(
             f"{call}: keys: expected texts, or their bytes as uint8 [n, {length}], as the field {public(field.key)!r} has them, got "
@@ -225,8 +232,8 @@ def _refused_texts(field: Field, keys: object, texts: list[object] | None, call:
                 f"{expected} str or bytes, as the field {name!r} has texts, got {type(text).__name__} at {place}."
             )
         size = len(text if isinstance(text, bytes) else text.encode(errors="surrogatepass"))
-        if size > field.row_bytes:
+        if size > key_bytes_of(field):
             return ValueError(
-                f"{expected} at most {field.row_bytes} bytes, as the field {name!r} has, got {size} at {place}: {text!r:.60}."
+                f"{expected} at most {key_bytes_of(field)} bytes, as the field {name!r} has, got {size} at {place}: {text!r:.60}."
             )
     return ValueError(f"{expected} texts that UTF-8 can write, got a lone surrogate in one of them.")
