@@ -151,7 +151,8 @@ class TokenBudget:
         """
         draw, units, tokens = self.looked_at(draw)
         if self._once:
-            new = ~torch.isin(draw.rows, self.rows).reshape(-1, self.each).any(1)[units]
+            seen, rows_of = {*self.rows.tolist()}, draw.rows.reshape(-1, self.each)[units].tolist()
+            new = [i for i, unit in enumerate(rows_of) if seen.isdisjoint(unit) and not seen.update(unit)]
             units, tokens = units[new], tokens[new]
         if self._multiple:
             taken = torch.cummax(tokens.amax(1), 0).values.clamp(min=self._taken)
@@ -215,7 +216,7 @@ def draw_within(wiring: Wiring, budget: TokenBudget, key: int) -> Draw:
                 logs.append(draw.logs[places])
         if not parts:  # all were written over meanwhile
             retries.again(draw.rows, [0])
-        elif not len(places) or len(draw.rows) < n or (wiring.of_sampler.has_epochs and source.ran_out):
+        elif not len(places) or (wiring.of_sampler.has_epochs and source.ran_out):
             break  # there are no others
     if not parts:
         raise ValueError(f"sample: max_tokens: expected room for the {budget.each} rows of a group.")
