@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from html import escape
-from typing import TYPE_CHECKING, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
 import torch
 
 from engram._support.closing import Closes
+from engram._support.tensordicts import is_tensor_collection
 from engram._support.words import count, format_number, format_share, format_size
 from engram.around import finals_of
 from engram.around.query import Query
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from engram.transforms import Compose
 
 B = TypeVar("B")
+B_co = TypeVar("B_co", covariant=True)
 T = TypeVar("T")
 
 
@@ -43,6 +45,50 @@ class Shows(Generic[B]):
 
 
 _shows: Shows[BufferBase] = Shows()
+
+
+class Iterated(Protocol[B_co]):
+    """A buffer with batches of a kind."""
+
+    _settings: Settings
+    _wiring: Wiring
+    _prefetching: Prefetching | None
+
+    def sample(self) -> B_co: ...
+
+    def _batches(self, *, begun: bool = False) -> Iterator[B_co]: ...
+
+    def __iter__(self) -> Iterator[B_co]: ...
+
+
+def batches(self: Iterated[B], *, begun: bool = False) -> Iterator[B]:
+    """Those of a pass. ``begun``: go on behind a batch that was handed out, perhaps the last of its pass."""
+    if not begun:
+        self._wiring.source.ran_out = False
+    while not begun or self._prefetching or not self._wiring.source.ran_out:
+        begun = True
+        yield self.sample()
+
+
+def next_batch(self: Iterated[B]) -> B | None:
+    """The next batch of a persistent iterator; None at its end, after which it begins again. Td batches: no device.
+
+    >>> import torch
+    >>> from engram import LazyTensorStorage, ReplayBuffer
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+    >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
+    >>> rb.next()["obs"].shape
+    torch.Size([4, 3])
+    """
+    settings = self._settings
+    if settings.iterator is None:
+        settings.iterator = self._batches(begun=True) if settings.resumes() else iter(self)
+    batch = next(settings.iterator, None)
+    if batch is None:
+        settings.iterator = None
+    elif is_tensor_collection(batch):
+        batch = batch.clear_device_()
+    return batch
 
 
 class BufferBase(Closes):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from copy import copy
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from engram._support.field_paths import checked_path, public
 from engram._support.retries import Retries
 from engram.around import Expander
 from engram.buffer.field_updates import AfterUpdates
-from engram.buffer.output import View
+from engram.buffer.output import Source, View
 from engram.errors import NoSampleable
 from engram.samplers import check_drawable
 from engram.samplers.redraw import DrawOverBatch
@@ -59,20 +59,20 @@ class BatchForm(NamedTuple):
         if isinstance(most, Mapping) and len(most) == 1:
             ((key, most),) = most.items()
             field = checked_path(key, name)
-        said = None if layout is None else RaggedLayout.checked(layout, "sample")
-        return cls(said, 0 if most is None else check_count(name, most, "token"), field)
+        laid_out = None if layout is None else RaggedLayout.checked(layout, "sample")
+        return cls(laid_out, 0 if most is None else check_count(name, most, "token"), field)
 
-    def of(self, source: Any, wiring: Wiring) -> Any:
-        """The source of batches, for one call: they have this form. Raises ``ValueError``: there are none such."""
+    def of(self, source: Source, wiring: Wiring, *, ahead: bool) -> Source:
+        """The source of batches, for one call of this form. ``ahead``: it prefetches. Raises ``ValueError``: there are none such."""
         if isinstance(source, View | AfterUpdates):
-            around: Any = copy(source)
-            around.source = self.of(source.source, wiring)
+            around = copy(source)
+            around.source = self.of(source.source, wiring, ahead=ahead)
             return around
         storage, instead = wiring.storage, ""
         if storage.initialized and not storage.is_ragged:
             instead = "a buffer with ragged fields, LazyTensorStorage(…, ragged={…}), got one whose rows have one size"
-        elif not hasattr(source, "with_form"):
-            instead = "a buffer without prefetch, whose batches are made before they are asked for"
+        elif ahead:
+            instead = "a buffer without prefetch, whose batches are made before a call asks for them"
         elif not self.most:
             pass
         elif wiring.unit_reader is not None or wiring.of_sampler.draws_windows or isinstance(wiring.source, Expander):
@@ -81,11 +81,18 @@ class BatchForm(NamedTuple):
             instead = "a store without limits, which admit a number of rows that is known before. Use batch_size"
         if instead:
             raise ValueError(f"sample: {'max_tokens' if self.most else 'layout'}: expected {instead}.")
-        return source.with_form(self)
+        return cast("Formed", source).with_form(self)
+
+
+class Formed(Source, Protocol):
+    """A source whose batches have the form that a call asks for."""
+
+    def with_form(self, form: BatchForm) -> Source:
+        """The same for one call."""
 
 
 class TokenBudget:
-    """What is left of the tokens of a batch.
+    """The tokens of a batch, and those that its rows take.
 
     Args:
         wiring: of the buffer. Rows were written.
@@ -151,8 +158,10 @@ class TokenBudget:
         """
         draw, units, tokens = self.looked_at(draw)
         if self._once:
-            seen, rows_of = {*self.rows.tolist()}, draw.rows.reshape(-1, self.each)[units].tolist()
-            new = [i for i, unit in enumerate(rows_of) if seen.isdisjoint(unit) and not seen.update(unit)]
+            seen, new = {*self.rows.tolist()}, torch.ones(len(units), dtype=torch.bool, device="cpu")
+            for place, unit in enumerate(draw.rows.reshape(-1, self.each)[units].tolist()):
+                new[place] = seen.isdisjoint(unit)
+                seen.update(unit)
             units, tokens = units[new], tokens[new]
         if self._multiple:
             taken = torch.cummax(tokens.amax(1), 0).values.clamp(min=self._taken)
@@ -196,7 +205,7 @@ def draw_within(wiring: Wiring, budget: TokenBudget, key: int) -> Draw:
         WriterStalled: rows moved at every try.
     """
     storage, source, retries, number = wiring.storage, wiring.source, Retries(), Retries()
-    parts: list[Any] = []
+    parts: list[Draw] = []
     logs: list[Tensor] = []
     while n := budget.likely:
         extent = storage.extent()
@@ -220,7 +229,7 @@ def draw_within(wiring: Wiring, budget: TokenBudget, key: int) -> Draw:
             break  # there are no others
     if not parts:
         raise ValueError(f"sample: max_tokens: expected room for the {budget.each} rows of a group.")
-    rows, tickets, infos = zip(*parts, strict=True)
+    rows, tickets, infos = map(list, zip(*parts, strict=True))
     info = {k: torch.cat([one[k] for one in infos]) if isinstance(v, Tensor) else v for k, v in infos[0].items()}
     if logs:  # weights over the largest of the batch
         weights = torch.cat(logs)
@@ -228,7 +237,7 @@ def draw_within(wiring: Wiring, budget: TokenBudget, key: int) -> Draw:
     return Draw(torch.cat(rows), torch.cat(tickets), info)
 
 
-def read_within(wiring: Wiring, budget: TokenBudget, key: int) -> tuple[Any, Draw]:
+def read_within(wiring: Wiring, budget: TokenBudget, key: int) -> tuple[list[Tensor], Draw]:
     """Draw rows until the tokens are used up, and read them. Those that are written over before they were read are left out.
 
     Raises as :func:`draw_within`.

@@ -11,11 +11,10 @@ from torch import Tensor
 from engram import inspect, storages, writers
 from engram._support import fork
 from engram._support.closing import end
-from engram._support.tensordicts import is_tensor_collection
 from engram._support.unsupported import reject_unsupported
 from engram.buffer import configuration as conf
 from engram.buffer import row_access
-from engram.buffer.base import BufferBase, Display, Shown, Shows
+from engram.buffer.base import BufferBase, Display, Shown, Shows, batches, next_batch
 from engram.buffer.connected import CONNECTED
 from engram.buffer.connecting import connect_buffer
 from engram.buffer.field_updates import ConditionalUpdateResult, add_field, submit_update_if_present
@@ -544,7 +543,9 @@ class ReplayBuffer(Shown, Grows, BufferBase, Generic[Batch]):
         """
         settings, reading = self._settings, self._reading
         if layout is not None or max_tokens is not None:
-            reading = BatchForm.checked(layout, max_tokens).of(reading, self._wiring)
+            reading = BatchForm.checked(layout, max_tokens).of(
+                reading, self._wiring, ahead=self._prefetching is not None
+            )
         if batch_size is None and max_tokens is None:
             batch_size = settings.batch_size
         if batch_size is None and max_tokens is not None:
@@ -595,33 +596,7 @@ class ReplayBuffer(Shown, Grows, BufferBase, Generic[Batch]):
             raise RuntimeError("iteration: expected a batch size: pass ReplayBuffer(batch_size=…).")
         return self._batches()
 
-    def _batches(self, *, begun: bool = False) -> Iterator[Batch]:
-        """``begun``: go on behind a batch that was handed out, perhaps the last of its pass."""
-        if not begun:
-            self._wiring.source.ran_out = False
-        while not begun or self._prefetching or not self._wiring.source.ran_out:
-            begun = True
-            yield self.sample()
-
-    def next(self) -> Batch | None:
-        """The next batch of a persistent iterator; None at its end, after which it begins again. Td batches: no device.
-
-        >>> import torch
-        >>> from engram import LazyTensorStorage, ReplayBuffer
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
-        >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
-        >>> rb.next()["obs"].shape
-        torch.Size([4, 3])
-        """
-        settings = self._settings
-        if settings.iterator is None:
-            settings.iterator = self._batches(begun=True) if settings.resumes() else iter(self)
-        batch = next(settings.iterator, None)
-        if batch is None:
-            settings.iterator = None
-        elif is_tensor_collection(batch):
-            batch = batch.clear_device_()
-        return batch
+    _batches, next = batches, next_batch
 
     def limit(self, *limits: Limit | None) -> Self:
         """Let inserts wait for samples, or samples for inserts: see docs/flow-control.md.

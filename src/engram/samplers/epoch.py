@@ -190,7 +190,17 @@ class SamplerWithoutReplacement(NativeSampler):
     def draw_within(
         self, extent: Extent, batch_size: int, key: int, accept: Accept, before: Tensor
     ) -> tuple[Draw, Tensor]:
-        """As of every sampler. The epoch goes on with the first row that is not handed out: it is looked at before it is taken."""
+        """As of every sampler. The epoch goes on with the first row that is not handed out: it is looked at before it is taken.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement(shuffle=False))
+        >>> _ = rb.extend(torch.arange(4))
+        >>> first = lambda draw: (draw, torch.tensor([0]))
+        >>> _ = rb.sampler.draw_within(rb.storage.extent(), 3, 7, first, torch.empty(0, dtype=torch.int64))
+        >>> rb.sample(2).tolist()
+        [1, 2]
+        """
         if self.drop_last:
             raise ValueError(
                 "sample: max_tokens: expected drop_last=False, as no number of rows fills a batch, got drop_last=True."
