@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from copy import copy
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, TypedDict, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
 
 from engram._support.checks import check_count
-from engram._support.field_paths import checked_path, public
+from engram._support.field_paths import checked_path
 from engram._support.retries import Retries
 from engram.around import Expander
 from engram.buffer.field_updates import AfterUpdates
@@ -73,22 +73,15 @@ class BatchForm(NamedTuple):
             instead = "a buffer with ragged fields, LazyTensorStorage(…, ragged={…}), got one whose rows have one size"
         elif ahead:
             instead = "a buffer without prefetch, whose batches are made before a call asks for them"
-        elif not self.most:
-            pass
-        elif wiring.unit_reader is not None or wiring.of_sampler.draws_windows or isinstance(wiring.source, Expander):
+        elif self.most and (
+            wiring.unit_reader or wiring.of_sampler.draws_windows or isinstance(wiring.source, Expander)
+        ):
             instead = f"a sampler that draws rows, got {wiring.source!r:.80}. Use batch_size"
-        elif storage.memory is not None and storage.memory.bare.limited:
+        elif self.most and storage.memory is not None and storage.memory.bare.limited:
             instead = "a store without limits, which admit a number of rows that is known before. Use batch_size"
         if instead:
             raise ValueError(f"sample: {'max_tokens' if self.most else 'layout'}: expected {instead}.")
-        return cast("Formed", source).with_form(self)
-
-
-class Formed(Source, Protocol):
-    """A source whose batches have the form that a call asks for."""
-
-    def with_form(self, form: BatchForm) -> Source:
-        """The same for one call."""
+        return source.with_form(self)  # type: ignore[attr-defined, no-any-return] # of a ReadPath
 
 
 class TokenBudget:
@@ -109,8 +102,7 @@ class TokenBudget:
         places = {n: place for place, group in enumerate(schema.ragged_groups) for n in group.members}
         of_key = {schema.fields[n].key: place for n, place in places.items()}
         if form.field is not None and form.field not in of_key:
-            known = [*map(public, of_key)]
-            raise KeyError(f"sample: max_tokens: expected a ragged field, of {known}, got {public(form.field)!r}.")
+            raise KeyError(f"sample: max_tokens: expected one of the ragged fields {[*of_key]}, got {form.field}.")
         numeric = [place for n, place in places.items() if not schema.ragged[n].kind] or [*places.values()]
         #: The groups of fields of which the longest counts; what divides the length of padded rows, whose padding counts, or 0.
         self._which = numeric if form.field is None else [of_key[form.field]]
@@ -204,28 +196,29 @@ def draw_within(wiring: Wiring, budget: TokenBudget, key: int) -> Draw:
         NoSampleable: there is none. ValueError: the first one has too many tokens. Nothing is drawn then.
         WriterStalled: rows moved at every try.
     """
-    storage, source, retries, number = wiring.storage, wiring.source, Retries(), Retries()
+    storage, source, retries = wiring.storage, wiring.source, Retries()
     parts: list[Draw] = []
     logs: list[Tensor] = []
     while n := budget.likely:
         extent = storage.extent()
         check_drawable(extent.size)
         try:
-            draw, places = source.draw_within(extent, n, number.key_of(key), budget.accept, budget.rows)
+            draw, places = source.draw_within(extent, n, retries.key_of(key), budget.accept, budget.rows)
         except NoSampleable:
             if parts:
                 break
             raise
         if budget.too_long:
             raise ValueError(f"sample: max_tokens: expected the tokens of {budget.too_long}. Nothing was drawn.")
-        number.count += 1
         if len(places):
             parts.append(budget.take())
             if isinstance(draw, DrawOverBatch):
                 logs.append(draw.logs[places])
-        if not parts:  # all were written over meanwhile
+        if parts:
+            retries.count += 1  # of the next draw's key
+        else:  # all were written over meanwhile
             retries.again(draw.rows, [0])
-        elif not len(places) or (wiring.of_sampler.has_epochs and source.ran_out):
+        if parts and (not len(places) or (wiring.of_sampler.has_epochs and source.ran_out)):
             break  # there are no others
     if not parts:
         raise ValueError(f"sample: max_tokens: expected room for the {budget.each} rows of a group.")

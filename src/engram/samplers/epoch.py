@@ -205,12 +205,11 @@ class SamplerWithoutReplacement(NativeSampler):
             raise ValueError(
                 "sample: max_tokens: expected drop_last=False, as no number of rows fills a batch, got drop_last=True."
             )
-        storage, retries = self._storage, Retries()
-        assert storage is not None  # the buffer bound it
-        assert storage.memory is not None  # its rows are in a store
-        core, epoch = storage.memory.core, self._epoch_of(storage.memory)
+        store, retries = None if self._storage is None else self._storage.memory, Retries()
+        assert store is not None  # the buffer has bound the storage, whose rows are in one
+        epoch = self._epoch_of(store)
         while True:
-            found = epoch.core.peek(core, retries.key_of(key), batch_size, self.shuffle)
+            found = epoch.core.peek(store.core, retries.key_of(key), batch_size, self.shuffle)
             if found is None:
                 self._refuse(0, batch_size)
             rows, ends, order, start = found
