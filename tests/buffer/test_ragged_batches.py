@@ -343,10 +343,11 @@ def test_draws_with_replacement_fit_and_depend_on_the_seed_alone():
         assert drawn(sampler) == drawn(sampler)
 
 
-def test_a_batch_of_all_rows_has_each_once_where_samplers_say_so():
+def test_a_batch_that_is_drawn_in_several_parts_has_each_row_once_where_samplers_say_so():
     rb = buffer(StalenessAwareSampler())
-    numbers = rb.sample(max_tokens=100_000)["number"].tolist()
-    assert len({*numbers}) == len(numbers) > ROWS // 2
+    for _ in range(30):
+        numbers = rb.sample(max_tokens=900)["number"].tolist()
+        assert len({*numbers}) == len(numbers) > 16  # rows of the first part
 
 
 def test_weights_over_the_batch_are_over_the_batch_that_is_handed_out():
@@ -400,16 +401,22 @@ def test_rows_that_are_written_over_while_they_are_drawn_are_left_out(name, monk
         assert all(count == EACH for count in Counter(n // EACH for n in numbers).values())
 
 
-def test_reading_that_fails_uses_nothing_up(monkeypatch):
-    rb = buffer(ConsumingSampler())
+@pytest.mark.parametrize(
+    "sampler", [ConsumingSampler, lambda: PromptGroupSampler(samples_per_group=EACH, group_key="group", max_uses=1)]
+)
+@pytest.mark.parametrize(("name", "quiet"), [("read", 0), ("read_spans", 0), ("read_spans", 1)])
+def test_drawing_or_reading_that_fails_uses_nothing_up(sampler, name, quiet, monkeypatch):
+    rb, left = buffer(sampler()), [quiet]
 
     def fail():
-        raise KeyboardInterrupt
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
 
-    between(rb, monkeypatch, "read", fail, calls=1)
+    between(rb, monkeypatch, name, fail, calls=quiet + 1)
     with pytest.raises(KeyboardInterrupt):
-        rb.sample(max_tokens=75)
-    assert len(rb) == ROWS
+        rb.sample(max_tokens=900)
+    assert sorted(rb.sample(max_tokens=100_000)["number"].tolist()) == list(range(ROWS))
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------------------

@@ -150,10 +150,7 @@ class TokenBudget:
         """
         draw, units, tokens = self.looked_at(draw)
         if self._once:
-            seen, new = {*self.rows.tolist()}, torch.ones(len(units), dtype=torch.bool, device="cpu")
-            for place, unit in enumerate(draw.rows.reshape(-1, self.each)[units].tolist()):
-                new[place] = seen.isdisjoint(unit)
-                seen.update(unit)
+            new = ~torch.isin(draw.rows[units * self.each], self.rows)
             units, tokens = units[new], tokens[new]
         if self._multiple:
             taken = torch.cummax(tokens.amax(1), 0).values.clamp(min=self._taken)
@@ -196,30 +193,29 @@ def draw_within(wiring: Wiring, budget: TokenBudget, key: int) -> Draw:
         NoSampleable: there is none. ValueError: the first one has too many tokens. Nothing is drawn then.
         WriterStalled: rows moved at every try.
     """
-    storage, source, retries = wiring.storage, wiring.source, Retries()
+    source, retries, has_epochs = wiring.source, Retries(), wiring.of_sampler.has_epochs
     parts: list[Draw] = []
     logs: list[Tensor] = []
-    while n := budget.likely:
-        extent = storage.extent()
-        check_drawable(extent.size)
-        try:
+    try:
+        while (n := budget.likely) and not (parts and has_epochs and source.ran_out):
+            check_drawable((extent := wiring.storage.extent()).size)
             draw, places = source.draw_within(extent, n, retries.key_of(key), budget.accept, budget.rows)
-        except NoSampleable:
-            if parts:
+            if budget.too_long:
+                raise ValueError(f"sample: max_tokens: expected the tokens of {budget.too_long}. Nothing was drawn.")
+            if not len(places) and not parts:  # all were written over meanwhile
+                retries.again(draw.rows, [0])
+                continue
+            if not len(places):  # there are no others
                 break
-            raise
-        if budget.too_long:
-            raise ValueError(f"sample: max_tokens: expected the tokens of {budget.too_long}. Nothing was drawn.")
-        if len(places):
             parts.append(budget.take())
+            retries.count += 1  # of the next draw's key
             if isinstance(draw, DrawOverBatch):
                 logs.append(draw.logs[places])
-        if parts:
-            retries.count += 1  # of the next draw's key
-        else:  # all were written over meanwhile
-            retries.again(draw.rows, [0])
-        if parts and (not len(places) or (wiring.of_sampler.has_epochs and source.ran_out)):
-            break  # there are no others
+    except BaseException as error:
+        if not (isinstance(error, NoSampleable) and parts):
+            for part in parts:
+                source.give_back(part, part.rows[:0])
+            raise
     if not parts:
         raise ValueError(f"sample: max_tokens: expected room for the {budget.each} rows of a group.")
     rows, tickets, infos = map(list, zip(*parts, strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, SupportsIndex, TypeVar, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, SupportsIndex, TypeVar, Unpack, cast, overload
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from engram._support.closing import end
 from engram._support.unsupported import reject_unsupported
 from engram.buffer import configuration as conf
 from engram.buffer import row_access
-from engram.buffer.base import BufferBase, Display, Shown, Shows, batches, next_batch
+from engram.buffer.base import Display, Iterates, Shown, Shows
 from engram.buffer.connected import CONNECTED
 from engram.buffer.connecting import connect_buffer
 from engram.buffer.field_updates import ConditionalUpdateResult, add_field, submit_update_if_present
@@ -40,7 +40,7 @@ from engram.store.limits import WAIT_S, Limit, checked_timeout
 from engram.types import Batch, Sampler, Write, Writer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from engram._support.progress import OnProgress
     from engram.buffer.ragged_batches import LayoutOfCall, SampleArguments, Tokens
@@ -54,7 +54,7 @@ E = TypeVar("E")
 shows: Shows[ReplayBuffer[Any]] = Shows()
 
 
-class ReplayBuffer(Shown, Grows, BufferBase, Generic[Batch]):
+class ReplayBuffer(Shown, Grows, Iterates[Batch]):
     """Rows in, batches out.
 
     Args:
@@ -589,14 +589,6 @@ class ReplayBuffer(Shown, Grows, BufferBase, Generic[Batch]):
         True
         """
         return self._wiring.can_sample(self._settings.batch_size_of(batch_size, drawing=False))
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Batches, until the sampler ran out; for ever with replacement. Needs the constructor's ``batch_size``."""
-        if self._settings.batch_size is None:
-            raise RuntimeError("iteration: expected a batch size: pass ReplayBuffer(batch_size=…).")
-        return self._batches()
-
-    _batches, next = batches, next_batch
 
     def limit(self, *limits: Limit | None) -> Self:
         """Let inserts wait for samples, or samples for inserts: see docs/flow-control.md.
