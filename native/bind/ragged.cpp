@@ -137,6 +137,42 @@ void bind_writes(nb::class_<Store>& type) {
           "As patch, of the items of a group's fields whose address is not 0: as many as each row has, else ValueError.");
 }
 
+void bind_reads(nb::class_<Store>& type) {
+  type
+      .def(
+          "gather_items",
+          [](const Store& self, std::uint64_t group, Address rows, std::uint64_t n, Address expected, Address spans, const nb::tuple& outputs,
+             Address places) {
+            const auto found = addresses_in<std::byte>(outputs);
+            std::vector<std::int64_t> moved;
+            {
+              const WithoutInterpreter running(false);
+              moved = self.gather_items(group, at<const std::int64_t>(rows), n, at<const std::int64_t>(expected), at<const std::byte>(spans),
+                                        found, at<const std::int64_t>(places));
+            }
+            return moved;
+          },
+          "group"_a, "rows"_a, "n"_a, "expected"_a, "spans"_a, "outputs"_a, "places"_a,
+          "Copies the items of rows with these tickets (int64 [n]) and spans (12 bytes each): of each field to an output, or 0, from item "
+          "places[i] on. The positions of rows that have them no more.")
+      .def(
+          "read_items",
+          [](const Store& self, const ItemLayout& layout, const std::vector<std::uint64_t>& which, Address rows, std::uint64_t n,
+             Address tickets, const nb::tuple& spans, std::vector<std::int64_t> moved) {
+            const auto found = addresses_in<std::byte>(spans);
+            ItemsRead items(layout);
+            {
+              const WithoutInterpreter running(false);
+              moved = items.read(self, &which, at<const std::int64_t>(rows), n, at<const std::int64_t>(tickets), found, std::move(moved));
+            }
+            return nb::make_tuple(std::move(items).groups(), moved);
+          },
+          "layout"_a, "which"_a, "rows"_a, "n"_a, "tickets"_a, "spans"_a, "moved"_a,
+          "Some fields' items of rows with these tickets (int64 [n]) and spans (12 bytes each, of each group with such "
+          "fields), row after row: of each of these groups (fields, items, those of the longest row, lengths int32 [n], offsets int64 [n + 1], the same as int32, [values, …]); and "
+          "the positions of rows that have them no more, beside those that `moved` before.");
+}
+
 }  // namespace
 
 std::vector<std::int64_t> ItemsRead::read(const Store& store, const std::vector<std::uint64_t>* which, const std::int64_t* rows,
@@ -232,38 +268,6 @@ void bind_ragged(nb::module_& m, nb::class_<Store>& type) {
           "memory"_a, "nbytes"_a, "groups"_a, "alone"_a,
           "The items of ragged fields: (field of the spans, items of a lane's ring, ((field, address, bytes of an item), …)) each. `alone`: no "
           "other process has the store open.")
-      .def(
-          "gather_items",
-          [](const Store& self, std::uint64_t group, Address rows, std::uint64_t n, Address expected, Address spans, const nb::tuple& outputs,
-             Address places) {
-            const auto found = addresses_in<std::byte>(outputs);
-            std::vector<std::int64_t> moved;
-            {
-              const WithoutInterpreter running(false);
-              moved = self.gather_items(group, at<const std::int64_t>(rows), n, at<const std::int64_t>(expected), at<const std::byte>(spans),
-                                        found, at<const std::int64_t>(places));
-            }
-            return moved;
-          },
-          "group"_a, "rows"_a, "n"_a, "expected"_a, "spans"_a, "outputs"_a, "places"_a,
-          "Copies the items of rows with these tickets (int64 [n]) and spans (12 bytes each): of each field to an output, or 0, from item "
-          "places[i] on. The positions of rows that have them no more.")
-      .def(
-          "read_items",
-          [](const Store& self, const ItemLayout& layout, const std::vector<std::uint64_t>& which, Address rows, std::uint64_t n,
-             Address tickets, const nb::tuple& spans, std::vector<std::int64_t> moved) {
-            const auto found = addresses_in<std::byte>(spans);
-            ItemsRead items(layout);
-            {
-              const WithoutInterpreter running(false);
-              moved = items.read(self, &which, at<const std::int64_t>(rows), n, at<const std::int64_t>(tickets), found, std::move(moved));
-            }
-            return nb::make_tuple(std::move(items).groups(), moved);
-          },
-          "layout"_a, "which"_a, "rows"_a, "n"_a, "tickets"_a, "spans"_a, "moved"_a,
-          "Some fields' items of rows with these tickets (int64 [n]) and spans (12 bytes each, of each group with such "
-          "fields), row after row: of each of these groups (fields, items, those of the longest row, lengths int32 [n], offsets int64 [n + 1], the same as int32, [values, …]); and "
-          "the positions of rows that have them no more, beside those that `moved` before.")
       .def_prop_ro(
           "evicted", [](const Store& self) { return self.ragged() == nullptr ? 0 : self.ragged()->page().evicted.load(); },
           "Rows that lost their items to newer ones, since the store was made.")
@@ -290,6 +294,7 @@ void bind_ragged(nb::module_& m, nb::class_<Store>& type) {
           },
           "lane"_a, "heads"_a, "The offset of the next item of each group, of a paused store whose rows were replaced.");
   bind_writes(type);
+  bind_reads(type);
 }
 
 }  // namespace engram

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar, cast
 import torch
 
 from engram._support.closing import Closes
+from engram._support.tensordicts import is_tensor_collection
 from engram._support.words import count, format_number, format_share, format_size
 from engram.around import finals_of
 from engram.around.query import Query
@@ -104,6 +105,46 @@ class BufferBase(Closes):
     def _discard_prefetched(self, call: str, *, keys: bool = True) -> None:
         if self._prefetching is not None:
             self._prefetching.discard(call, keys=keys)
+
+
+class Iterates(BufferBase, Generic[B]):
+    """A buffer whose batches come one after the other."""
+
+    sample: Callable[..., B]
+
+    def __iter__(self) -> Iterator[B]:
+        """Batches, until the sampler ran out; for ever with replacement. Needs the constructor's ``batch_size``."""
+        if self._settings.batch_size is None:
+            raise RuntimeError("iteration: expected a batch size: pass ReplayBuffer(batch_size=…).")
+        return self._batches()
+
+    def _batches(self, *, begun: bool = False) -> Iterator[B]:
+        """``begun``: go on behind a batch that was handed out, perhaps the last of its pass."""
+        if not begun:
+            self._wiring.source.ran_out = False
+        while not begun or self._prefetching or not self._wiring.source.ran_out:
+            begun = True
+            yield self.sample()
+
+    def next(self) -> B | None:
+        """The next batch of a persistent iterator; None at its end, after which it begins again. Td batches: no device.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> rb.next()["obs"].shape
+        torch.Size([4, 3])
+        """
+        settings = self._settings
+        if settings.iterator is None:
+            settings.iterator = self._batches(begun=True) if settings.resumes() else iter(self)
+        batch = next(settings.iterator, None)
+        if batch is None:
+            settings.iterator = None
+        elif is_tensor_collection(batch):
+            batch = batch.clear_device_()
+        return batch
 
 
 class Shown:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from copy import copy
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
 
 from engram._support.checks import check_count
-from engram._support.field_paths import checked_path, public
+from engram._support.field_paths import checked_path
 from engram._support.retries import Retries
 from engram.around import Expander
 from engram.buffer.field_updates import AfterUpdates
-from engram.buffer.output import View
+from engram.buffer.output import Source, View
 from engram.errors import NoSampleable
 from engram.samplers import check_drawable
 from engram.samplers.redraw import DrawOverBatch
@@ -59,33 +59,33 @@ class BatchForm(NamedTuple):
         if isinstance(most, Mapping) and len(most) == 1:
             ((key, most),) = most.items()
             field = checked_path(key, name)
-        said = None if layout is None else RaggedLayout.checked(layout, "sample")
-        return cls(said, 0 if most is None else check_count(name, most, "token"), field)
+        laid_out = None if layout is None else RaggedLayout.checked(layout, "sample")
+        return cls(laid_out, 0 if most is None else check_count(name, most, "token"), field)
 
-    def of(self, source: Any, wiring: Wiring) -> Any:
-        """The source of batches, for one call: they have this form. Raises ``ValueError``: there are none such."""
+    def of(self, source: Source, wiring: Wiring, *, ahead: bool) -> Source:
+        """The source of batches, for one call of this form. ``ahead``: it prefetches. Raises ``ValueError``: there are none such."""
         if isinstance(source, View | AfterUpdates):
-            around: Any = copy(source)
-            around.source = self.of(source.source, wiring)
+            around = copy(source)
+            around.source = self.of(source.source, wiring, ahead=ahead)
             return around
         storage, instead = wiring.storage, ""
         if storage.initialized and not storage.is_ragged:
             instead = "a buffer with ragged fields, LazyTensorStorage(…, ragged={…}), got one whose rows have one size"
-        elif not hasattr(source, "with_form"):
-            instead = "a buffer without prefetch, whose batches are made before they are asked for"
-        elif not self.most:
-            pass
-        elif wiring.unit_reader is not None or wiring.of_sampler.draws_windows or isinstance(wiring.source, Expander):
+        elif ahead:
+            instead = "a buffer without prefetch, whose batches are made before a call asks for them"
+        elif self.most and (
+            wiring.unit_reader or wiring.of_sampler.draws_windows or isinstance(wiring.source, Expander)
+        ):
             instead = f"a sampler that draws rows, got {wiring.source!r:.80}. Use batch_size"
-        elif storage.memory is not None and storage.memory.bare.limited:
+        elif self.most and storage.memory is not None and storage.memory.bare.limited:
             instead = "a store without limits, which admit a number of rows that is known before. Use batch_size"
         if instead:
             raise ValueError(f"sample: {'max_tokens' if self.most else 'layout'}: expected {instead}.")
-        return source.with_form(self)
+        return source.with_form(self)  # type: ignore[attr-defined, no-any-return] # of a ReadPath
 
 
 class TokenBudget:
-    """What is left of the tokens of a batch.
+    """The tokens of a batch, and those that its rows take.
 
     Args:
         wiring: of the buffer. Rows were written.
@@ -102,8 +102,7 @@ class TokenBudget:
         places = {n: place for place, group in enumerate(schema.ragged_groups) for n in group.members}
         of_key = {schema.fields[n].key: place for n, place in places.items()}
         if form.field is not None and form.field not in of_key:
-            known = [*map(public, of_key)]
-            raise KeyError(f"sample: max_tokens: expected a ragged field, of {known}, got {public(form.field)!r}.")
+            raise KeyError(f"sample: max_tokens: expected one of the ragged fields {[*of_key]}, got {form.field}.")
         numeric = [place for n, place in places.items() if not schema.ragged[n].kind] or [*places.values()]
         #: The groups of fields of which the longest counts; what divides the length of padded rows, whose padding counts, or 0.
         self._which = numeric if form.field is None else [of_key[form.field]]
@@ -151,7 +150,7 @@ class TokenBudget:
         """
         draw, units, tokens = self.looked_at(draw)
         if self._once:
-            new = ~torch.isin(draw.rows, self.rows).reshape(-1, self.each).any(1)[units]
+            new = ~torch.isin(draw.rows[units * self.each], self.rows)
             units, tokens = units[new], tokens[new]
         if self._multiple:
             taken = torch.cummax(tokens.amax(1), 0).values.clamp(min=self._taken)
@@ -194,32 +193,32 @@ def draw_within(wiring: Wiring, budget: TokenBudget, key: int) -> Draw:
         NoSampleable: there is none. ValueError: the first one has too many tokens. Nothing is drawn then.
         WriterStalled: rows moved at every try.
     """
-    storage, source, retries, number = wiring.storage, wiring.source, Retries(), Retries()
-    parts: list[Any] = []
+    source, retries, has_epochs = wiring.source, Retries(), wiring.of_sampler.has_epochs
+    parts: list[Draw] = []
     logs: list[Tensor] = []
-    while n := budget.likely:
-        extent = storage.extent()
-        check_drawable(extent.size)
-        try:
-            draw, places = source.draw_within(extent, n, number.key_of(key), budget.accept, budget.rows)
-        except NoSampleable:
-            if parts:
+    try:
+        while (n := budget.likely) and not (parts and has_epochs and source.ran_out):
+            check_drawable((extent := wiring.storage.extent()).size)
+            draw, places = source.draw_within(extent, n, retries.key_of(key), budget.accept, budget.rows)
+            if budget.too_long:
+                raise ValueError(f"sample: max_tokens: expected the tokens of {budget.too_long}. Nothing was drawn.")
+            if not len(places) and not parts:  # all were written over meanwhile
+                retries.again(draw.rows, [0])
+                continue
+            if not len(places):  # there are no others
                 break
-            raise
-        if budget.too_long:
-            raise ValueError(f"sample: max_tokens: expected the tokens of {budget.too_long}. Nothing was drawn.")
-        number.count += 1
-        if len(places):
             parts.append(budget.take())
+            retries.count += 1  # of the next draw's key
             if isinstance(draw, DrawOverBatch):
                 logs.append(draw.logs[places])
-        if not parts:  # all were written over meanwhile
-            retries.again(draw.rows, [0])
-        elif not len(places) or len(draw.rows) < n or (wiring.of_sampler.has_epochs and source.ran_out):
-            break  # there are no others
+    except BaseException as error:
+        if not (isinstance(error, NoSampleable) and parts):
+            for part in parts:
+                source.give_back(part, part.rows[:0])
+            raise
     if not parts:
         raise ValueError(f"sample: max_tokens: expected room for the {budget.each} rows of a group.")
-    rows, tickets, infos = zip(*parts, strict=True)
+    rows, tickets, infos = map(list, zip(*parts, strict=True))
     info = {k: torch.cat([one[k] for one in infos]) if isinstance(v, Tensor) else v for k, v in infos[0].items()}
     if logs:  # weights over the largest of the batch
         weights = torch.cat(logs)
@@ -227,7 +226,7 @@ def draw_within(wiring: Wiring, budget: TokenBudget, key: int) -> Draw:
     return Draw(torch.cat(rows), torch.cat(tickets), info)
 
 
-def read_within(wiring: Wiring, budget: TokenBudget, key: int) -> tuple[Any, Draw]:
+def read_within(wiring: Wiring, budget: TokenBudget, key: int) -> tuple[list[Tensor], Draw]:
     """Draw rows until the tokens are used up, and read them. Those that are written over before they were read are left out.
 
     Raises as :func:`draw_within`.

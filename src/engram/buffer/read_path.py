@@ -76,13 +76,12 @@ class ReadPath:
     def _sample_within(self, form: BatchForm, key: Key, rows: int, return_info: bool) -> object:
         """A batch of as many rows as there are tokens for, ``rows`` at most; 0: of any number."""
         wiring, start = self._wiring, perf_counter_ns()
-        storage = wiring.storage
-        samplers.check_drawable(len(storage))
+        samplers.check_drawable(len(wiring.storage))
         columns, draw = read_within(wiring, TokenBudget(wiring, form, rows), key.value)
         info = dict(draw.info)
         if wiring.numbers:
-            info["index_generation"] = storage.writes_of(draw.rows, draw.tickets)
-        storage.memory.count_sampled(draw.rows)
+            info["index_generation"] = wiring.storage.writes_of(draw.rows, draw.tickets)
+        wiring.storage.memory.count_sampled(draw.rows)
         return self.waited(self.finish(columns, draw.rows, info, return_info), start)
 
     def say_repeated(self, batch_size: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, SupportsIndex, TypeVar, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, SupportsIndex, TypeVar, Unpack, cast, overload
 
 import torch
 from torch import Tensor
@@ -11,11 +11,10 @@ from torch import Tensor
 from engram import inspect, storages, writers
 from engram._support import fork
 from engram._support.closing import end
-from engram._support.tensordicts import is_tensor_collection
 from engram._support.unsupported import reject_unsupported
 from engram.buffer import configuration as conf
 from engram.buffer import row_access
-from engram.buffer.base import BufferBase, Display, Shown, Shows
+from engram.buffer.base import Display, Iterates, Shown, Shows
 from engram.buffer.connected import CONNECTED
 from engram.buffer.connecting import connect_buffer
 from engram.buffer.field_updates import ConditionalUpdateResult, add_field, submit_update_if_present
@@ -41,7 +40,7 @@ from engram.store.limits import WAIT_S, Limit, checked_timeout
 from engram.types import Batch, Sampler, Write, Writer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from engram._support.progress import OnProgress
     from engram.buffer.ragged_batches import LayoutOfCall, SampleArguments, Tokens
@@ -55,7 +54,7 @@ E = TypeVar("E")
 shows: Shows[ReplayBuffer[Any]] = Shows()
 
 
-class ReplayBuffer(Shown, Grows, BufferBase, Generic[Batch]):
+class ReplayBuffer(Shown, Grows, Iterates[Batch]):
     """Rows in, batches out.
 
     Args:
@@ -544,7 +543,9 @@ class ReplayBuffer(Shown, Grows, BufferBase, Generic[Batch]):
         """
         settings, reading = self._settings, self._reading
         if layout is not None or max_tokens is not None:
-            reading = BatchForm.checked(layout, max_tokens).of(reading, self._wiring)
+            reading = BatchForm.checked(layout, max_tokens).of(
+                reading, self._wiring, ahead=self._prefetching is not None
+            )
         if batch_size is None and max_tokens is None:
             batch_size = settings.batch_size
         if batch_size is None and max_tokens is not None:
@@ -588,40 +589,6 @@ class ReplayBuffer(Shown, Grows, BufferBase, Generic[Batch]):
         True
         """
         return self._wiring.can_sample(self._settings.batch_size_of(batch_size, drawing=False))
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Batches, until the sampler ran out; for ever with replacement. Needs the constructor's ``batch_size``."""
-        if self._settings.batch_size is None:
-            raise RuntimeError("iteration: expected a batch size: pass ReplayBuffer(batch_size=…).")
-        return self._batches()
-
-    def _batches(self, *, begun: bool = False) -> Iterator[Batch]:
-        """``begun``: go on behind a batch that was handed out, perhaps the last of its pass."""
-        if not begun:
-            self._wiring.source.ran_out = False
-        while not begun or self._prefetching or not self._wiring.source.ran_out:
-            begun = True
-            yield self.sample()
-
-    def next(self) -> Batch | None:
-        """The next batch of a persistent iterator; None at its end, after which it begins again. Td batches: no device.
-
-        >>> import torch
-        >>> from engram import LazyTensorStorage, ReplayBuffer
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
-        >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
-        >>> rb.next()["obs"].shape
-        torch.Size([4, 3])
-        """
-        settings = self._settings
-        if settings.iterator is None:
-            settings.iterator = self._batches(begun=True) if settings.resumes() else iter(self)
-        batch = next(settings.iterator, None)
-        if batch is None:
-            settings.iterator = None
-        elif is_tensor_collection(batch):
-            batch = batch.clear_device_()
-        return batch
 
     def limit(self, *limits: Limit | None) -> Self:
         """Let inserts wait for samples, or samples for inserts: see docs/flow-control.md.

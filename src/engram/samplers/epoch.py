@@ -190,17 +190,26 @@ class SamplerWithoutReplacement(NativeSampler):
     def draw_within(
         self, extent: Extent, batch_size: int, key: int, accept: Accept, before: Tensor
     ) -> tuple[Draw, Tensor]:
-        """As of every sampler. The epoch goes on with the first row that is not handed out: it is looked at before it is taken."""
+        """As of every sampler. The epoch goes on with the first row that is not handed out: it is looked at before it is taken.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement(shuffle=False))
+        >>> _ = rb.extend(torch.arange(4))
+        >>> first = lambda draw: (draw, torch.tensor([0]))
+        >>> _ = rb.sampler.draw_within(rb.storage.extent(), 3, 7, first, torch.empty(0, dtype=torch.int64))
+        >>> rb.sample(2).tolist()
+        [1, 2]
+        """
         if self.drop_last:
             raise ValueError(
                 "sample: max_tokens: expected drop_last=False, as no number of rows fills a batch, got drop_last=True."
             )
-        storage, retries = self._storage, Retries()
-        assert storage is not None  # the buffer bound it
-        assert storage.memory is not None  # its rows are in a store
-        core, epoch = storage.memory.core, self._epoch_of(storage.memory)
+        store, retries = None if self._storage is None else self._storage.memory, Retries()
+        assert store is not None  # the buffer has bound the storage, whose rows are in one
+        epoch = self._epoch_of(store)
         while True:
-            found = epoch.core.peek(core, retries.key_of(key), batch_size, self.shuffle)
+            found = epoch.core.peek(store.core, retries.key_of(key), batch_size, self.shuffle)
             if found is None:
                 self._refuse(0, batch_size)
             rows, ends, order, start = found

@@ -102,13 +102,11 @@ class GroupSampler(NativeSampler):
         return found
 
     def _draw_beside(self, before: Tensor, extent: Extent, batch_size: int, key: int) -> Draw:
-        """Groups that are not in the batch yet. Of fewer than are asked for all are drawn."""
+        """Groups that are not in the batch yet, or those that are where there are no others. Of fewer than are asked for all are drawn."""
         check_drawable(extent.size)
         groups, each = self._shape(batch_size)
-        of = self._attached()
-        there = 0 if of is None else of.of_size(each if self.whole else 1, self._floor()) - len(before) // each
-        if len(before) and there < 1:
-            return Draw(_NO_ROWS, _NO_ROWS)
+        of, known = self._attached(), 0 if self._rules.max_uses == 1 else len(before) // each
+        there = 0 if of is None else of.of_size(each if self.whole else 1, self._floor()) - known
         draw, repeated = self._drawn(max(1, min(groups, there)), each, key, before)
         self._warn_of(repeated, groups, each)
         return draw

@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 
     from engram.storages.ragged import ItemField, RaggedLayout
 
-#: Items that offsets of 32 bits count.
-_MOST_PACKED = (1 << 31) - 1
-
 
 class Packed(NamedTuple):
     """Rows one after the other, as attention kernels take them."""
@@ -72,11 +69,8 @@ class Batches:
         return torch.nested.nested_tensor_from_jagged(items.given, offsets, max_seqlen=longest)
 
     def _packed(self, items: Items, _: int, __: Tensor, ends: Tensor, longest: int) -> object:
-        if len(items.given) > _MOST_PACKED:
-            raise RuntimeError(
-                f"sample: expected at most {_MOST_PACKED:,} items of a field in a batch, as cu_seqlens counts them in 32 bits, got "
-                f'{len(items.given):,}. Draw fewer rows, or use layout="jagged".'
-            )
+        if len(items.given) >= 1 << 31:
+            raise RuntimeError(f"sample: packed: expected fewer than 2**31 items of a field, got {len(items.given):,}.")
         packed = Packed(items.given, ends, longest)
         if not self._within:
             return packed

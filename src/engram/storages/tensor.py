@@ -552,9 +552,8 @@ class TensorStorage(Storage):
             column[at] = values
 
     def batch(self, columns: Sequence[Tensor], n: int | tuple[int, ...] | None, *layout: RaggedLayout | None) -> Any:
-        structure: Any = self.structure
-        shape = (n,) if isinstance(n, int) else n
-        return structure.unflatten(columns, shape, self._device, *([None, *layout] if layout else ()))
+        shape, more = (n,) if isinstance(n, int) else n, (None, *layout) if layout else ()
+        return self.structure.unflatten(columns, shape, self._device, *more)  # type: ignore[arg-type, union-attr]
 
     def grid(self, index: Any = ..., extra: dict[str, Tensor] | None = None) -> object:
         """``ndim > 1``: live views of all whole slots, or some, in the layout of ``extend``, ``[*columns, time]``.

@@ -213,8 +213,8 @@ class RaggedStore(Store):
         together = [*wanted, *(leader for leader in leaders if leader not in wanted)]
         columns, moved = super().read(rows, expected=tickets, which=None if which is None else together)
         at = {number: place for place, number in enumerate(together)}
-        spans = [columns[at[it.leader]].data_ptr() if it.leader in leaders else 0 for it in self.schema.ragged_groups]
-        found = rows.data_ptr(), len(rows), tickets.data_ptr(), tuple(spans), moved
+        spans = [columns[at[it.leader]] if it.leader in leaders else rows for it in self.schema.ragged_groups]
+        found = rows.data_ptr(), len(rows), tickets.data_ptr(), tuple([span.data_ptr() for span in spans]), moved
         groups, moved = self.core.read_items(self._item_layout, wanted, *found)
         _put(groups, columns, rows, at)
         return columns[: len(wanted)], moved
