@@ -97,6 +97,23 @@ def test_what_is_drawn_is_what_was_written(served):
         assert len(set(seen)) > 3
 
 
+def test_batches_are_laid_out_as_the_client_says(served):
+    rb, _, address = served
+    with ReplayBuffer.connect(address, batch_size=6) as remote:
+        batch, info = remote.sample(layout="packed", return_info=True)
+        expected = rb[info["index"]]["tokens"]
+        assert torch.equal(batch["tokens"].values, expected.values())
+        assert torch.equal(batch["tokens"].cu_seqlens, expected.offsets().to(torch.int32))
+        remote.storage.layout = {"kind": "padded", "multiple": 8}
+        batch, info = remote.sample(return_info=True)
+        assert batch["tokens"].values.shape[1] % 8 == 0
+        assert torch.equal(batch["tokens"].values[batch["tokens"].mask], rb[info["index"]]["tokens"].values())
+        with pytest.raises(ValueError, match="max_tokens: expected rows of this machine"):
+            remote.sample(max_tokens=100)
+        with pytest.raises(ValueError, match="layout: kind: expected one of"):
+            remote.storage.layout = "flat"
+
+
 @pytest.mark.parametrize("full", [None, "block"])
 def test_what_is_written_there_is_here(served, full):
     rb, _, address = served

@@ -73,6 +73,8 @@ class BatchForm(NamedTuple):
             instead = "a buffer with ragged fields, LazyTensorStorage(…, ragged={…}), got one whose rows have one size"
         elif ahead:
             instead = "a buffer without prefetch, whose batches are made before a call asks for them"
+        elif self.most and storage.traits.is_remote:
+            instead = "rows of this machine, got those of a server. Use batch_size"
         elif self.most and (
             wiring.unit_reader or wiring.of_sampler.draws_windows or isinstance(wiring.source, Expander)
         ):

@@ -16,7 +16,7 @@ from engram.remote.protocol import COALESCED_BYTES, MAX_BATCHES, Mass, Served, S
 from engram.samplers._base import DeclaredSampler
 from engram.samplers.prioritized import as_priorities, rows_of
 from engram.samplers.staleness import check_version
-from engram.storages import Count, Storage
+from engram.storages import Count, LazyTensorStorage, Storage
 from engram.storages._columns import rows_of_coordinates, rows_of_written
 from engram.storages._ragged_structure import structure_in
 from engram.types import Info, NativeBatch, Shown, Traits
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from engram.format.schema import Schema
     from engram.saved.rows import Roles
+    from engram.storages.ragged import RaggedLayout
     from engram.store import Key, Store
     from engram.store.limits import Rules
     from engram.store.sampled import SampledStorage
@@ -178,6 +179,12 @@ class ServedStorage(Storage, ServedRows):
     initialized = True
     device = torch.device("cpu")
     shared = True
+    #: As of a tensor storage, for this process.
+    layout = LazyTensorStorage.layout
+
+    @property
+    def is_ragged(self) -> bool:
+        return bool(self._schema.ragged)
 
     @property
     def lanes(self) -> int:
@@ -243,8 +250,9 @@ class ServedStorage(Storage, ServedRows):
 
     # ---- reading -------------------------------------------------------------------------------------------------------
 
-    def batch(self, columns: Sequence[Tensor], n: int | tuple[int, ...] | None) -> object:
-        return self.structure.unflatten(columns, (n,) if isinstance(n, int) else n, self.device)
+    def batch(self, columns: Sequence[Tensor], n: int | tuple[int, ...] | None, *layout: RaggedLayout | None) -> object:
+        more = (None, *layout) if layout else ()
+        return self.structure.unflatten(columns, (n,) if isinstance(n, int) else n, self.device, *more)  # type: ignore[arg-type]
 
     def rows_at(self, coordinates: Tensor) -> Tensor:
         """As of a tensor storage, whose coordinates batches have."""
