@@ -203,7 +203,7 @@ void bind_groups(nb::module_& m) {
           "__init__",
           [](Groups* self, Address memory, std::uint64_t bytes, const Store& store, nb::handle) {
             const std::span<std::byte> inside = block(memory, bytes);
-            new (self) Groups(inside, store.control(), fields_of(inside, store));
+            new (self) Groups(inside, store.control(), fields_of(inside, store), store.led_by(Groups::policy_of(inside).field));
           },
           "memory"_a, "bytes"_a, "store"_a, "keep"_a, nb::keep_alive<1, 5>())
       .def_prop_ro("field", [](const Groups& self) { return self.field(); }, "Number of the key's field.")

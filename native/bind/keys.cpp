@@ -28,11 +28,7 @@ const RowSpec kBytes{1, 8, {}};
 void make_around(Keys* self, std::span<std::byte> memory, const Store& store) {
   const std::uint64_t field = Keys::field_of(memory);
   check(field < store.fields(), "keys in a field that the store does not have");
-  const RaggedGroup* text = nullptr;
-  if (store.ragged() != nullptr) {
-    for (const RaggedGroup& group : store.ragged()->groups()) text = group.leader == field ? &group : text;
-  }
-  new (self) Keys(memory, store.control(), store.field(field), text);
+  new (self) Keys(memory, store.control(), store.field(field), store.led_by(field));
 }
 
 // Puts the bytes of a str, as UTF-8, or of a bytes object, filled up with zeros. False: it is neither, or too long.

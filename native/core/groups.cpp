@@ -158,7 +158,7 @@ GroupsPolicy Groups::policy_of(std::span<std::byte> memory) {
   return policy;
 }
 
-Groups::Groups(std::span<std::byte> memory, const Control& tickets, std::vector<Field> fields)
+Groups::Groups(std::span<std::byte> memory, const Control& tickets, std::vector<Field> fields, const RaggedGroup* text)
     : ContentIndex(RedoWords::of(*header_in(memory)), tickets, copied(header_in(memory)->rows)),
       header_(header_in(memory)),
       policy_(policy_of(memory)),
@@ -174,8 +174,8 @@ Groups::Groups(std::span<std::byte> memory, const Control& tickets, std::vector<
       looked_at_(key_stride_) {
   const bool by_spread = policy_.order == GroupsOrder::spread;
   check(fields_.size() == 1 + policy_.ready.size() + (policy_.dated ? 1 : 0) + (by_spread ? 1 : 0), "groups with other fields than theirs");
-  check(fields_[0].row_bytes == key_bytes_, "groups by a field of another size");
   for (const Field& field : fields_) check(field.data != nullptr, "groups by a field that is not there");
+  key_ = RowKey(fields_[0], key_bytes_, text);
   const RowRules rules = policy_.rules();
   reader_ = RuleReader(rules, std::span(fields_).subspan(1, rules.fields().size()));
   if (is_earlier(*header_)) return;
@@ -428,7 +428,7 @@ void Groups::forget(std::uint64_t row) {
 
 // Notes what a row says that was whole under that word. Whether it is admitted; its ticket is to be looked at again.
 bool Groups::read(std::uint64_t row, std::uint64_t word) {
-  copy_from_shared(looked_at_.data(), fields_[0].row(row), key_bytes_);
+  key_.copy(tickets_, row, looked_at_.data());
   version_ = reader_.read(row);
   const bool ready = policy_.dated ? version_ >= copied(header_->floor) : !std::isnan(version_);  // NaN is not
   if (!counts()) return ready;

@@ -28,6 +28,7 @@
 #include "control.h"
 #include "gather.h"
 #include "random.h"
+#include "row_key.h"
 #include "row_rules.h"
 #include "row_set.h"
 #include "row_trees.h"
@@ -105,8 +106,9 @@ class Groups : public ContentIndex {
   static GroupsPolicy policy_of(std::span<std::byte> memory);
 
   /// A view of formatted memory, which must outlive it, as must the rows of `fields`: the key, those that say whether a row is ready, and
-  /// the version and the reward if there are such, as policy_of() names them. Throws std::invalid_argument: not such memory.
-  Groups(std::span<std::byte> memory, const Control& tickets, std::vector<Field> fields);
+  /// the version and the reward if there are such, as policy_of() names them. `text`: as for RowKey. Throws std::invalid_argument: not
+  /// such memory.
+  Groups(std::span<std::byte> memory, const Control& tickets, std::vector<Field> fields, const RaggedGroup* text = nullptr);
 
   std::uint64_t field() const { return policy_.field; }
   const GroupsPolicy& policy() const { return policy_; }
@@ -242,6 +244,7 @@ class Groups : public ContentIndex {
   Trees in_order_;                  // of these rows, one tree
   Id* newest_ = nullptr;            // of a group that is in order: that row; else 0
   std::vector<Field> fields_;               // the key, those that say whether a row is ready, the version, the reward
+  RowKey key_;
   RuleReader reader_;                       // of the second and the third
   std::vector<std::byte> looked_at_;        // the key of a row, of the call under way, filled up to key_stride_
   double version_ = 0;                      // and its version

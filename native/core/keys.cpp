@@ -75,15 +75,8 @@ Keys::Keys(std::span<std::byte> memory, const Control& tickets, const Field& key
       nodes_(reinterpret_cast<Node*>(memory.data() + kPage)),
       trees_(nodes_, rows_),
       buckets_(reinterpret_cast<Id*>(nodes_ + rows_)),
-      key_(key),
-      read_(key_bytes_) {
-  check(key_.data != nullptr && (text != nullptr || key_.row_bytes == key_bytes_), "keys in a field of another size");
-  if (text == nullptr) return;
-  text_ = *text;
-  check(key_.row_bytes == Span::kBytes && text_->leader == field_ && !text_->fields.empty() && text_->fields[0].field == field_ &&
-            text_->fields[0].item_bytes == 1,
-        "keys in a field whose rows are bytes");
-}
+      key_(key, key_bytes_, text),
+      read_(key_bytes_) {}
 
 // ---- trees ---------------------------------------------------------------------------------------------------------
 
@@ -125,22 +118,14 @@ bool Keys::newest_first(Id tree, std::uint64_t hash, Visit&& visit, unsigned dep
 
 // ---- rows ------------------------------------------------------------------------------------------------------------
 
-// Reads the key of a row; the number of the write that the row holds, or 0: it holds none. Where keys lie is known here alone. A row that is
+// Reads the key of a row; the number of the write that the row holds, or 0: it holds none.  A row that is
 // being edited holds its write all the same; if its key is being replaced, what is read may be torn.
-void Keys::copy_key(std::uint64_t row) {
-  if (!text_) return copy_from_shared(read_.data(), key_.row(row), key_bytes_);
-  const Span span = Span::at(key_.row(row));  // perhaps torn: then the row's ticket is another one
-  const std::uint64_t length = Ragged::fits(*text_, span) ? std::min<std::uint64_t>(span.length, key_bytes_) : 0;
-  copy_from_shared(read_.data(), Ragged::items_of(*text_, text_->fields[0], tickets_.lane_of(row), span), length);
-  std::fill(read_.begin() + static_cast<std::ptrdiff_t>(length), read_.end(), std::byte{0});
-}
-
 std::uint64_t Keys::read_key(std::uint64_t row) {
   for (;;) {
     const std::uint64_t word = tickets_.held_word(row);
     if (!Control::holds_write(word) || tickets_.left_behind(row, word)) return 0;
     const std::uint64_t write = tickets_.write_of(row, word);
-    copy_key(row);
+    key_.copy(tickets_, row, read_.data());
     fence(std::memory_order_acquire);
     if (tickets_.word(row).load(std::memory_order_relaxed) == word) return write;
   }
@@ -174,10 +159,10 @@ void Keys::look_at_each(Rows rows, std::uint64_t n) {
   const auto ask_for_row = [&](std::uint64_t row) {
     __builtin_prefetch(&tickets_.word(row));
     __builtin_prefetch(&nodes_[row], 1);
-    prefetch_row(key_, static_cast<std::int64_t>(row));
+    key_.prefetch(static_cast<std::int64_t>(row));
   };
   const auto ask_for_buckets = [&](std::uint64_t row, std::uint64_t& hash) {
-    copy_key(row);
+    key_.copy(tickets_, row, read_.data());
     hash = hash_of_key(read_.data(), key_bytes_);
     __builtin_prefetch(&bucket(hash), 1);
     if (nodes_[row].write != 0) __builtin_prefetch(&bucket(nodes_[row].hash), 1);
@@ -216,7 +201,7 @@ void Keys::find(const std::byte* keys, std::uint64_t n, std::int64_t* rows, std:
       if (root == 0 || root > rows_) return;
       __builtin_prefetch(&nodes_[root - 1]);
       __builtin_prefetch(&tickets_.word(root - 1));  // mostly it is the row
-      prefetch_row(key_, static_cast<std::int64_t>(root) - 1);
+      key_.prefetch(static_cast<std::int64_t>(root) - 1);
     };
     for (std::uint64_t i = begin; i < std::min(end, begin + 2 * kAhead); ++i) __builtin_prefetch(&bucket(hashes[i - begin]));
     for (std::uint64_t i = begin; i < std::min(end, begin + kAhead); ++i) ask_for_root(i);

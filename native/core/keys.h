@@ -11,14 +11,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <optional>
 #include <span>
 #include <vector>
 
 #include "content_index.h"
 #include "control.h"
-#include "gather.h"
-#include "ragged.h"
+#include "row_key.h"
 #include "row_trees.h"
 #include "shared_mutex.h"
 
@@ -99,7 +97,6 @@ class Keys : public ContentIndex {
   template <class Visit>
   bool newest_first(Id tree, std::uint64_t hash, Visit&& visit, unsigned depth = 0) const;
 
-  void copy_key(std::uint64_t row);
   std::uint64_t read_key(std::uint64_t row);
   bool is_read(const std::byte* key) const { return std::memcmp(read_.data(), key, key_bytes_) == 0; }
   bool look_at(std::uint64_t row) override;
@@ -112,8 +109,7 @@ class Keys : public ContentIndex {
   Node* nodes_;
   Trees trees_;
   Id* buckets_;
-  Field key_;
-  std::optional<RaggedGroup> text_;
+  RowKey key_;
   std::vector<std::byte> read_;  // the key that was read last, by the call under way
 };
 

@@ -104,6 +104,8 @@ class Store {
   void use(std::unique_ptr<Ragged> ragged);
   /// Null: no field is ragged.
   const Ragged* ragged() const { return ragged_.get(); }
+  /// The group of ragged fields that a field leads; null: none.
+  const RaggedGroup* led_by(std::uint64_t field) const;
   /// Appends the row of a slot, which is of that owner, and frees the slot: in one step, whenever the process dies. As append() of one row.
   /// `open` is attached. Throws std::invalid_argument, and nothing is written: the slot has another owner.
   std::uint64_t seal(const OpenRows& open, std::uint64_t slot, std::uint64_t owner, std::uint64_t lane, Columns columns, std::int64_t* row,

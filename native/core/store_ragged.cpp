@@ -26,6 +26,12 @@ void Store::use(std::unique_ptr<Ragged> ragged) {
   ragged_ = std::move(ragged);
 }
 
+const RaggedGroup* Store::led_by(std::uint64_t field) const {
+  if (ragged_ == nullptr) return nullptr;
+  const auto found = std::find_if(ragged_->groups().begin(), ragged_->groups().end(), [&](const RaggedGroup& it) { return it.leader == field; });
+  return found == ragged_->groups().end() ? nullptr : &*found;
+}
+
 void Store::check_items(std::uint64_t n, const RaggedWrite* items) const {
   check((items != nullptr) == (ragged_ != nullptr), "rows with items, where a field is ragged, and without them elsewhere");
   check(items == nullptr || (&items->ragged() == ragged_.get() && items->rows() == n), "items of as many rows as are written");

@@ -409,7 +409,7 @@ class PromptGroupSampler(GroupSampler):
         num_groups: different groups in a batch; each has ``batch_size / num_groups`` rows.
         samples_per_group: rows of each group; a batch has ``batch_size / samples_per_group`` groups. Give exactly one of the two.
         complete: whether groups with fewer rows are passed over. Default: with ``samples_per_group``.
-        group_key: the field with the key: one integer per row, or the bytes of a text that are filled up to one length, uint8 ``[n]``;
+        group_key: the field with the key: one integer per row, a text, or its bytes, filled up to one length, uint8 ``[n]``;
             in a :class:`LazyStackStorage` a string, too.
         strategy: which rows of a group: ``"random"``, each equally likely and none twice; ``"recency"``, those that were written or
             edited last, the newest at the end; ``"reward"``, the highest rewards, the highest first, and of equal ones the newest;

@@ -12,9 +12,9 @@ from engram._support import native
 from engram._support.checks import as_numbers
 from engram._support.field_paths import FieldPath, public
 from engram.errors import IncompatibleStore
-from engram.format.schema import DTYPES, Field, Schema, items_of
+from engram.format.schema import DTYPES, Field, Schema
 from engram.store.indexes import TicketIndex
-from engram.store.row_indexes import MAX_KEY_BYTES
+from engram.store.row_indexes import MAX_KEY_BYTES, TEXTS, content_of, is_text, key_bytes_of
 
 if TYPE_CHECKING:
     from engram.store.store import Store
@@ -137,25 +137,12 @@ def key_field(schema: Schema, key: FieldPath) -> int:
         )
     field = schema.fields[numbers[key]]
     number = field.dtype in _INTEGERS and field.row_bytes == DTYPES[field.dtype] and field.ragged is None
-    if not (number or _is_text(field)) or not 0 < key_bytes_of(field) <= MAX_KEY_BYTES:
-        found = f"{field.dtype} {list(field.shape)}" if field.ragged is None else items_of(field.ragged)
+    if not (number or is_text(field)) or not 0 < key_bytes_of(field) <= MAX_KEY_BYTES:
         raise TypeError(
-            f"index_keys: {public(key)!r}: expected one integer per row, {', '.join(_INTEGERS)}, or a text of at most {MAX_KEY_BYTES} "
-            f'bytes: Ragged("utf-8") or Ragged("bytes") with max_length=, or uint8 [n], filled up with zeros; got {found}. Number the '
-            "rows, or hash their names."
+            f"index_keys: {public(key)!r}: expected one integer per row, {', '.join(_INTEGERS)}, or {TEXTS}; got {content_of(field)}. "
+            "Number the rows, or hash their names."
         )
     return numbers[key]
-
-
-def _is_text(field: Field) -> bool:
-    if field.ragged is not None:
-        return field.ragged.kind in ("utf-8", "bytes")
-    return field.dtype == "uint8" and len(field.shape) == 1
-
-
-def key_bytes_of(field: Field) -> int:
-    """The bytes of a key, of a text the most that it may have."""
-    return field.row_bytes if field.ragged is None else field.ragged.max_length
 
 
 def count_keys(keys: object) -> int:
@@ -171,7 +158,7 @@ def packed_keys(field: Field, keys: object, call: str) -> tuple[Tensor, int]:
     Raises:
         TypeError: they are no texts, or no ints. ValueError: one is longer than the field, or a number that it cannot hold.
     """
-    if not _is_text(field):
+    if not is_text(field):
         return _packed_numbers(field, keys, call)
     if isinstance(keys, np.ndarray) and keys.dtype.kind in "USO":
         keys = keys.reshape(-1).tolist()

@@ -15,7 +15,7 @@ from engram._support.field_paths import FieldPath, public
 from engram._support.state import check_keys, integer
 from engram.errors import IncompatibleStore
 from engram.format import layout
-from engram.format.schema import DTYPES, Field
+from engram.format.schema import DTYPES, Field, items_of
 from engram.store.indexes import LockedIndex, TicketIndex
 from engram.store.memory import Block, dlpack_specs, read_block
 
@@ -347,7 +347,7 @@ def _policy_of(store: Store, key: FieldPath, rules: GroupRules) -> Any:
     ready = tuple(_with_dtype(store, _ready_field(store, path)) for path in rules.ready)
     version = None if rules.version is None else _with_dtype(store, _version_field(store, rules.version))
     reward = None if rules.reward is None else _with_dtype(store, _reward_field(store, rules.reward))
-    key_bytes, most = store.schema.fields[number].row_bytes, rules.max_uses or 0
+    key_bytes, most = key_bytes_of(store.schema.fields[number]), rules.max_uses or 0
     return number, key_bytes, ready, most, version, rules.max_staleness, rules.order, rules.least, reward
 
 
@@ -513,14 +513,33 @@ def _reward_field(store: Store, key: FieldPath) -> int:
 def _key_field(store: Store, key: FieldPath) -> int:
     """The number of the field whose content says which group a row is in. Raises ``KeyError``, ``TypeError``."""
     number, field = _stored(store, "group_key", key)
-    integers = not field.dtype.startswith(("float", "bfloat", "complex"))
-    text = field.dtype == "uint8" and len(field.shape) == 1
-    if not integers or not (field.row_bytes == DTYPES[field.dtype] or text) or field.row_bytes > MAX_KEY_BYTES:
+    integer = field.row_bytes == DTYPES[field.dtype] and not field.dtype.startswith(("float", "bfloat", "complex"))
+    if not (is_text(field) or (integer and field.ragged is None)) or key_bytes_of(field) > MAX_KEY_BYTES:
         raise TypeError(
-            f"sample: {public(key)!r}: expected one integer per row, or the bytes of a text, uint8 [n] with n of at most {MAX_KEY_BYTES}, "
-            f"filled up with zeros; got {field.dtype} {list(field.shape)}. Number the prompts, or hash them."
+            f"sample: {public(key)!r}: expected one integer per row, or {TEXTS}; got {content_of(field)}. Number the prompts, or hash them."
         )
     return number
+
+
+#: What a text is that a row is found by, or that says its group.
+TEXTS = f'a text of at most {MAX_KEY_BYTES} bytes: Ragged("utf-8") or Ragged("bytes") with max_length=, or uint8 [n], filled up with zeros'
+
+
+def is_text(field: Field) -> bool:
+    """Whether rows of a field hold texts, or bytes."""
+    if field.ragged is not None:
+        return field.ragged.kind in ("utf-8", "bytes")
+    return field.dtype == "uint8" and len(field.shape) == 1
+
+
+def key_bytes_of(field: Field) -> int:
+    """The bytes of a key, of a text the most that it may have."""
+    return field.row_bytes if field.ragged is None else field.ragged.max_length
+
+
+def content_of(field: Field) -> str:
+    """What rows of a field hold, for messages."""
+    return f"{field.dtype} {list(field.shape)}" if field.ragged is None else items_of(field.ragged)
 
 
 def _ready_field(store: Store, key: FieldPath) -> int:
