@@ -16,8 +16,7 @@ from engram._support.unsupported import reject_unsupported
 from engram.buffer import configuration as conf
 from engram.buffer import row_access
 from engram.buffer.base import BufferBase, Display, Shown, Shows
-from engram.buffer.connected import CONNECTED
-from engram.buffer.connecting import connect_buffer
+from engram.buffer.connecting import CONNECTED, connect_buffer
 from engram.buffer.field_updates import ConditionalUpdateResult, add_field, submit_update_if_present
 from engram.buffer.following import NotFollowing, follow_buffer
 from engram.buffer.growing import Grows
