@@ -18,6 +18,7 @@ from engram._support.unsupported import BY_NUMBER, meant, refused, refusing
 from engram.buffer.configuration import READING_ARGUMENTS, ConnectArguments
 from engram.buffer.recipe import kind_of, noted_settings, noted_unit
 from engram.buffer.row_access import RowAccess
+from engram.buffer.services import Service
 from engram.errors import NoSampleable
 from engram.remote.fleet import check_missing
 from engram.saved.checkpoints import replacing
@@ -152,7 +153,7 @@ class Shards(NamedTuple):
         return len(self.each) == 1 and self.stratum is None
 
 
-class OnRay:
+class OnRay(Service):
     """The service of a client of shards: the client, and its pickles, make other clients."""
 
     backend = "ray"
@@ -179,9 +180,6 @@ class OnRay:
         from engram.remote.shards import ShardSavers
 
         return ShardSavers(self.shards.each, partial(_discard, weakref.ref(buffer)))
-
-    def close(self) -> None:
-        """Others use the shards."""
 
 
 def _discard(known: weakref.ref[Facade]) -> None:

@@ -28,7 +28,7 @@ from engram.buffer.read_path import ReadPath
 from engram.buffer.recipe import Recipe, open_buffer, open_or_create, register
 from engram.buffer.row_access import RowAccess
 from engram.buffer.saving import Saving
-from engram.buffer.services import Direct, Service, as_remote, deployed, makes_client, makes_clients, service_in
+from engram.buffer.services import Service, as_remote, deployed, makes_client, makes_clients, service_in
 from engram.buffer.window_marks import of_batch
 from engram.buffer.wiring import component
 from engram.buffer.write_path import Appender, WritePath, rows_of
@@ -115,7 +115,7 @@ class ReplayBuffer(Shown, Grows, BufferBase, Generic[Batch]):
     #: Whether :meth:`close` was called.
     closed = False
     _following = NotFollowing()
-    _service: Service = Direct()
+    _service: Service = Service()
 
     def __init__(
         self,
