@@ -199,7 +199,7 @@ def put(td: TensorDict, entries: Mapping[Any, Tensor]) -> None:
             td.set(key, value)
 
 
-def add_fields(data: object, fields: Mapping[str | tuple[str, ...], Tensor]) -> None:
+def add_fields(data: object, fields: Mapping[Any, Any]) -> None:
     """Add fields to a new batch. What is neither a dict nor a TensorDict has no place for them, and stays as it is."""
     if isinstance(data, dict):
         for key, value in fields.items():

@@ -13,7 +13,7 @@ from engram._support.words import no_space
 from engram.format.files import FIXED_BYTES
 from engram.format.schema import Field
 from engram.format.sizes import resident_sizes
-from engram.store.blocks import ALIGNMENT, GENERATION, INDEX, WEIGHT, BlockLayout
+from engram.store.blocks import ALIGNMENT, GENERATION, INDEX, WEIGHT, BlockLayout, aligned, empty_block
 from engram.store.memory import row_stride, torch_dtype
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class Layout:
         blocks = BlockLayout((*named, INDEX, GENERATION, _VALID, *([WEIGHT] if weighted else [])))
         self.batch_size = batch_size
         self.weighted = weighted
-        self.nbytes = -(-blocks.nbytes(batch_size) // ALIGNMENT) * ALIGNMENT
+        self.nbytes = blocks.nbytes(batch_size)
         offsets = blocks.offsets(batch_size)
         self.fields = tuple(offsets[: len(named)])
         """Where each field begins."""
@@ -169,9 +169,7 @@ class Layout:
 
     def empty(self, device: torch.device | str) -> Tensor:
         """An uninitialised block on a device, at a multiple of 64 bytes."""
-        block = torch.empty(self.nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
-        begin = -block.data_ptr() % ALIGNMENT
-        return block[begin : begin + self.nbytes]
+        return empty_block(self.nbytes, device)
 
     def views(self, block: Tensor) -> Batch:
         """The parts of a block.
@@ -222,15 +220,14 @@ class ResidentRows:
         begins, nbytes = [], 0
         for size in sizes:
             begins.append(nbytes)
-            nbytes += -(-size // ALIGNMENT) * ALIGNMENT
+            nbytes += aligned(size)
         free, _ = accelerator.room()
         if nbytes > free:
             raise NoRoom(
                 f"all rows stay on {accelerator.device}: {no_space(nbytes, free, 'Use fewer rows or a smaller dtype')}"
             )
-        memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=accelerator.device)
-        first = -memory.data_ptr() % ALIGNMENT
-        parts = [memory[first + at : first + at + size] for at, size in zip(begins, sizes, strict=True)]
+        memory = empty_block(nbytes, accelerator.device)
+        parts = [memory[at : at + size] for at, size in zip(begins, sizes, strict=True)]
         self._of, self.nbytes = (store, store.schema), nbytes
         self.words, self.writes, self.lanes = (part.view(torch.int64) for part in parts[:3])
         self.fields = [part.view(capacity, math.prod(part.shape) // capacity) for part in parts[3:]]
@@ -245,9 +242,7 @@ class ResidentRows:
             store.lanes,
             store.lane_length,
             tuple(
-                Column(
-                    memory.data_ptr() + first + at, field.row_bytes, field.row_bytes, torch_dtype(field), field.shape
-                )
+                Column(memory.data_ptr() + at, field.row_bytes, field.row_bytes, torch_dtype(field), field.shape)
                 for at, field in zip(begins[3:], fields, strict=True)
             ),
         )
