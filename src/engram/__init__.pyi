@@ -1,6 +1,6 @@
 """The public names of engram, and where each is: the table that the package reads when it is imported.
 
-A line a name, as ``from module import Name as Name``. Buffers come from ``prioritized``: ``ReplayBuffer.open`` must know every
+A line a name, as ``from module import Name as Name``. Buffers come from ``tensordict``: ``ReplayBuffer.open`` must know every
 class that a store may have been used with.
 """
 
@@ -36,18 +36,18 @@ from engram.around.slices import StreamingSliceSampler as StreamingSliceSampler
 from engram.around.trajectory import Trajectory as Trajectory
 from engram.buffer.field_updates import ConditionalUpdateResult as ConditionalUpdateResult
 from engram.buffer.growing import OpenRow as OpenRow
-from engram.buffer.prioritized import HERReplayBuffer as HERReplayBuffer
-from engram.buffer.prioritized import PrioritizedReplayBuffer as PrioritizedReplayBuffer
-from engram.buffer.prioritized import RemoteTensorDictReplayBuffer as RemoteTensorDictReplayBuffer
-from engram.buffer.prioritized import ReplayBuffer as ReplayBuffer
-from engram.buffer.prioritized import TensorDictPrioritizedReplayBuffer as TensorDictPrioritizedReplayBuffer
-from engram.buffer.prioritized import TensorDictReplayBuffer as TensorDictReplayBuffer
 from engram.buffer.row_access import KeyedRows as KeyedRows
 from engram.buffer.schedulers import LambdaScheduler as LambdaScheduler
 from engram.buffer.schedulers import LinearScheduler as LinearScheduler
 from engram.buffer.schedulers import ParameterScheduler as ParameterScheduler
 from engram.buffer.schedulers import SchedulerList as SchedulerList
 from engram.buffer.schedulers import StepScheduler as StepScheduler
+from engram.buffer.tensordict import HERReplayBuffer as HERReplayBuffer
+from engram.buffer.tensordict import PrioritizedReplayBuffer as PrioritizedReplayBuffer
+from engram.buffer.tensordict import RemoteTensorDictReplayBuffer as RemoteTensorDictReplayBuffer
+from engram.buffer.tensordict import ReplayBuffer as ReplayBuffer
+from engram.buffer.tensordict import TensorDictPrioritizedReplayBuffer as TensorDictPrioritizedReplayBuffer
+from engram.buffer.tensordict import TensorDictReplayBuffer as TensorDictReplayBuffer
 from engram.checkpoint.checkpointer import Checkpointer as Checkpointer
 from engram.checkpoint.checkpointer import StatefulReplay as StatefulReplay
 from engram.checkpoint.ranks import Ranks as Ranks

@@ -19,7 +19,7 @@ from engram import (
     SamplesPerInsert,
 )
 from engram._support.native import NotAdmitted
-from engram.buffer.connected import RequestsUnderWay
+from engram.buffer.connecting import RequestsUnderWay
 from tests.serving.servers import serving_each
 
 LIMITS = {"ratio": SamplesPerInsert(1, min_size=20, tolerance=0), "queue": MaxInFlight(20)}

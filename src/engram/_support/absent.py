@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 #: Modules by the paths that they had in the package, which are imported until 1.0, and where they are. Those inside of a folder
 #: moved with it, unless they are named, too.
 _MOVED = {
+    "buffer.prioritized": "buffer.tensordict",
     "checkpoint.endpoint": "checkpoint.requests",
     "checkpoint.job": "checkpoint.save",
     "cluster": "serving.on_ray",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engram import _core
+from engram._support.checks import check_count
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -41,11 +42,7 @@ def set_num_threads(n: int) -> None:
     >>> engram.num_threads()
     2
     """
-    if type(n) is not int:
-        raise TypeError(f"set_num_threads: expected an int, got {type(n).__name__}.")
-    if not 1 <= n <= 1024:
-        raise ValueError(f"set_num_threads: expected a number of threads in [1, 1024], got {n}.")
-    _core.set_num_threads(n)
+    _core.set_num_threads(check_count("set_num_threads", n, "threads", most=1024))
 
 
 def num_threads() -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import sys
 from types import NoneType
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
     from torch import Tensor
+
+_K = TypeVar("_K", bound=str | tuple[str, ...])
 
 
 @functools.cache
@@ -199,7 +201,7 @@ def put(td: TensorDict, entries: Mapping[Any, Tensor]) -> None:
             td.set(key, value)
 
 
-def add_fields(data: object, fields: Mapping[str | tuple[str, ...], Tensor]) -> None:
+def add_fields(data: object, fields: Mapping[_K, object]) -> None:
     """Add fields to a new batch. What is neither a dict nor a TensorDict has no place for them, and stays as it is."""
     if isinstance(data, dict):
         for key, value in fields.items():
@@ -209,7 +211,7 @@ def add_fields(data: object, fields: Mapping[str | tuple[str, ...], Tensor]) -> 
             else:
                 data[name] = value
     elif is_plain_tensordict(data):
-        put(data, fields)
+        put(data, cast("Mapping[_K, Tensor]", fields))
 
 
 def detached(td: TensorDict) -> TensorDict:

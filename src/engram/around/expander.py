@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict, cast
 
 from engram import samplers
 from engram._support import fork
@@ -25,6 +25,15 @@ if TYPE_CHECKING:
 
     from engram.around.windows import WindowSampler
     from engram.store.sampled import SampledStorage
+
+
+class TrajectoryArguments(TypedDict, total=False):
+    """Keywords of expanders that say which rows are one trajectory."""
+
+    traj_key: object
+    end_keys: object
+    index: str | None
+    end_when: str | None
 
 
 class Expander(DeclaredSampler):

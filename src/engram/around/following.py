@@ -6,7 +6,7 @@ import os
 import weakref
 from pathlib import Path
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 import torch
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from engram.around.expander import TrajectoryArguments
     from engram.format.schema import Field
     from engram.store.sampled import SampledStorage
 
@@ -551,19 +552,12 @@ class NextFromFollowing(Expander):
     """
 
     def __init__(
-        self,
-        sampler: Sampler | type[Sampler],
-        finals: FinalObservations,
-        *,
-        traj_key: object = None,
-        end_keys: object = None,
-        index: str | None = None,
-        end_when: str | None = None,
+        self, sampler: Sampler | type[Sampler], finals: FinalObservations, **trajectories: Unpack[TrajectoryArguments]
     ) -> None:
         if not isinstance(finals, FinalObservations):
             raise TypeError(f"NextFromFollowing: finals: expected FinalObservations, got {type(finals).__name__}.")
         self.finals = finals
-        super().__init__(sampler, traj_key=traj_key, end_keys=end_keys, index=index, end_when=end_when)
+        super().__init__(sampler, **trajectories)
         source = self.innermost
         if source.traits.draws_once:
             raise TypeError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from engram.store import Store, dlpack_specs
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from engram.around.expander import TrajectoryArguments
     from engram.around.reading import Reading
     from engram.storages import TensorStorage
     from engram.store.sampled import SampledStorage
@@ -136,10 +137,7 @@ class Hindsight(Expander):
         achieved_goal_key: object = None,
         reward_key: object = ("next", "reward"),
         end_fn: Callable[..., object] | None = None,
-        traj_key: object = None,
-        end_keys: object = None,
-        index: str | None = None,
-        end_when: str | None = None,
+        **trajectories: Unpack[TrajectoryArguments],
     ) -> None:
         for name, function in {"reward_fn": reward_fn, "end_fn": bool if end_fn is None else end_fn}.items():
             if not callable(function):
@@ -159,7 +157,7 @@ class Hindsight(Expander):
         self.reward_key = checked_path(reward_key, "Hindsight: reward_key")
         if isinstance(sampler, Expander) and any(isinstance(inner, Hindsight) for inner in sampler.chain):
             raise TypeError("Hindsight: sampler: expected one without hindsight, got a Hindsight inside.")
-        super().__init__(sampler, traj_key=traj_key, end_keys=end_keys, index=index, end_when=end_when)
+        super().__init__(sampler, **trajectories)
 
     def change(self, reading: Reading) -> None:
         """As for every expander.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 
@@ -19,6 +19,7 @@ from engram.transforms.windows import Windows, checked_dim, ends_of
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from engram.around.expander import TrajectoryArguments
     from engram.types import Sampler
 
 
@@ -300,10 +301,7 @@ class FrameStack(Expander):
         *,
         padding: str = "same",
         padding_value: float = 0,
-        traj_key: object = None,
-        end_keys: object = None,
-        index: str | None = None,
-        end_when: str | None = None,
+        **trajectories: Unpack[TrajectoryArguments],
     ) -> None:
         self.n = check_steps("FrameStack: n", n)
         dim = None if dim is None else checked_dim("FrameStack: dim", dim)
@@ -315,7 +313,7 @@ class FrameStack(Expander):
         self.in_keys = keys
         self.padding = padding
         self.padding_value = value
-        super().__init__(sampler, traj_key=traj_key, end_keys=end_keys, index=index, end_when=end_when)
+        super().__init__(sampler, **trajectories)
 
     @property
     def changed(self) -> tuple[FieldPath, ...]:
@@ -431,10 +429,7 @@ class NStep(Expander):
         *,
         reward_key: object = ("next", "reward"),
         next_keys: object = ("next",),
-        traj_key: object = None,
-        end_keys: object = None,
-        index: str | None = None,
-        end_when: str | None = None,
+        **trajectories: Unpack[TrajectoryArguments],
     ) -> None:
         self.n = check_steps("NStep: n", n)
         self.gamma = check_discount("NStep: gamma", gamma)
@@ -442,7 +437,7 @@ class NStep(Expander):
         self.next_keys = as_paths(next_keys, "NStep: next_keys") or ()
         if isinstance(sampler, Expander) and any(isinstance(inner, NStep) for inner in sampler.chain):
             raise TypeError("NStep: sampler: expected one without returns of several steps, got an NStep inside.")
-        super().__init__(sampler, traj_key=traj_key, end_keys=end_keys, index=index, end_when=end_when)
+        super().__init__(sampler, **trajectories)
 
     @property
     def changed(self) -> tuple[FieldPath, ...]:
@@ -517,10 +512,7 @@ class RewardToGo(Expander):
         reward_key: object = ("next", "reward"),
         out_key: object = "reward_to_go",
         steps_key: object = None,
-        traj_key: object = None,
-        end_keys: object = None,
-        index: str | None = None,
-        end_when: str | None = None,
+        **trajectories: Unpack[TrajectoryArguments],
     ) -> None:
         self.gamma = check_discount("RewardToGo: gamma", gamma)
         self.reward_key = as_path(reward_key, "RewardToGo: reward_key") or ("next", "reward")
@@ -528,7 +520,7 @@ class RewardToGo(Expander):
         self.steps_key = as_path(steps_key, "RewardToGo: steps_key")
         if self.steps_key is not None:
             self.noted = (*self.noted, "steps_key")
-        super().__init__(sampler, traj_key=traj_key, end_keys=end_keys, index=index, end_when=end_when)
+        super().__init__(sampler, **trajectories)
 
     def change(self, reading: Reading) -> None:
         reward = reading.number_of_reward(self.reward_key, "RewardToGo")

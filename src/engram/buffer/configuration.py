@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from types import new_class
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, SupportsIndex, TypeAlias, TypedDict, TypeVar
@@ -240,15 +240,7 @@ class Configuration:
 
 
 #: Keywords of the constructor that the components of a buffer are made with, beside those that it names.
-OF_COMPONENTS = (
-    "sample_unit",
-    "remover",
-    "consume_after_n_samples",
-    "dim_extend",
-    "shared",
-    "delayed_init",
-    "checkpointer",
-)
+OF_COMPONENTS = tuple(it.name for it in fields(Configuration) if it.default is not MISSING)
 
 
 class Settings:

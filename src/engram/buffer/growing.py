@@ -9,6 +9,7 @@ import torch
 from engram._support.field_paths import checked_path, public
 from engram._support.native import NotAdmitted
 from engram._support.nested import flatten
+from engram._support.tensordicts import add_fields
 from engram._support.words import count
 from engram.format.schema import name_of
 from engram.store.limits import checked_timeout
@@ -205,7 +206,9 @@ class GrowingRows:
         if storage.memory is None:
             row = storage.ragged.without_items()
             row |= paths_of(data, fields, row, "open_row") | paths_of(late, {}, row, "open_row: late")
-            storage.prepare(_nested(row), "open_row", batched=False)
+            nested: dict[str, object] = {}
+            add_fields(nested, row)
+            storage.prepare(nested, "open_row", batched=False)
         rows = rows or OpenRowIndex.of_store(storage.store, slots)
         known = [field.key for field in rows.schema.fields]
         columns, ragged = self._sorted(rows, paths_of(data, fields, known, "open_row"), "open_row")
@@ -407,16 +410,3 @@ def paths_of(
         nested = isinstance(value, dict) and path not in known
         found |= {(*path, *inner): leaf for inner, leaf in flatten(value)} if nested else {path: value}
     return found
-
-
-def _nested(data: Mapping[Path, object]) -> dict[str, object]:
-    """A row of nested dicts."""
-    row: dict[str, object] = {}
-    for path, value in data.items():
-        at = row
-        for part in path[:-1]:
-            inner = at.setdefault(part, {})
-            assert isinstance(inner, dict)  # no key is the beginning of another
-            at = inner
-        at[path[-1]] = value
-    return row

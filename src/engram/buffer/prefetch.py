@@ -7,6 +7,7 @@ import queue
 import threading
 import weakref
 from collections import deque
+from dataclasses import dataclass
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -28,42 +29,27 @@ if TYPE_CHECKING:
 LEAVE_S = 5.0
 
 
+@dataclass(slots=True, eq=False)
 class _Batch:
     """One that was asked for."""
 
-    __slots__ = (
-        "before",
-        "drawn",
-        "error",
-        "key",
-        "last",
-        "made",
-        "making",
-        "mode",
-        "raw",
-        "reading",
-        "room",
-        "there",
-        "unwanted",
-    )
-
-    def __init__(self, key: Key) -> None:
-        self.key = key
-        self.raw: object = None
-        self.before: dict[str, object] | None = None
-        self.made: object = None
-        self.error: BaseException | None = None
-        self.drawn = self.last = False
-        #: What its thread sleeps on, while the limits of the store do not admit it; and whether the thread is to give it up.
-        self.room: LimitWait | None = None
-        self.unwanted = False
-        #: Whether it needs nothing any more: it is made, or its error is what the caller gets.
-        self.there = False
-        #: Held while a thread is to read it.
-        self.reading: threading.Lock | None = None
-        #: Held while a thread is to do what it can.
-        self.making: threading.Lock | None = None
-        self.mode: Callable[[], AbstractContextManager[object]] = torch.enable_grad
+    key: Key
+    raw: object = None
+    before: dict[str, object] | None = None
+    made: object = None
+    error: BaseException | None = None
+    drawn: bool = False
+    last: bool = False
+    #: What its thread sleeps on, while the limits of the store do not admit it; and whether the thread is to give it up.
+    room: LimitWait | None = None
+    unwanted: bool = False
+    #: Whether it needs nothing any more: it is made, or its error is what the caller gets.
+    there: bool = False
+    #: Held while a thread is to read it.
+    reading: threading.Lock | None = None
+    #: Held while a thread is to do what it can.
+    making: threading.Lock | None = None
+    mode: Callable[[], AbstractContextManager[object]] = torch.enable_grad
 
     def hand_over(self) -> None:
         """From now on a thread has it, which sees the gradient mode of this call."""

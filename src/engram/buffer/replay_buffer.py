@@ -15,8 +15,7 @@ from engram._support.unsupported import reject_unsupported
 from engram.buffer import configuration as conf
 from engram.buffer import row_access
 from engram.buffer.base import Display, Iterates, Shown, Shows
-from engram.buffer.connected import CONNECTED
-from engram.buffer.connecting import connect_buffer
+from engram.buffer.connecting import CONNECTED, connect_buffer
 from engram.buffer.field_updates import ConditionalUpdateResult, add_field, submit_update_if_present
 from engram.buffer.following import NotFollowing, follow_buffer
 from engram.buffer.growing import Grows
@@ -29,7 +28,7 @@ from engram.buffer.read_path import ReadPath
 from engram.buffer.recipe import Recipe, open_buffer, open_or_create, register
 from engram.buffer.row_access import RowAccess
 from engram.buffer.saving import Saving
-from engram.buffer.services import Direct, Service, as_remote, deployed, makes_client, makes_clients, service_in
+from engram.buffer.services import Service, as_remote, deployed, makes_client, makes_clients, service_in
 from engram.buffer.window_marks import of_batch
 from engram.buffer.wiring import component
 from engram.buffer.write_path import Appender, WritePath, rows_of
@@ -117,7 +116,7 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
     #: Whether :meth:`close` was called.
     closed = False
     _following = NotFollowing()
-    _service: Service = Direct()
+    _service: Service = Service()
 
     def __init__(
         self,

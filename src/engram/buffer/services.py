@@ -56,16 +56,17 @@ class Facade(Protocol):
 B = TypeVar("B", bound=Facade)
 
 
-class Service(Protocol):
-    """Makes what uses the same rows as one buffer."""
+class Service:
+    """Makes what uses the same rows as one buffer: of one that runs in the processes that have it."""
 
     #: As TorchRL names it.
-    backend: str
+    backend = "direct"
     #: What rows travel by.
-    transport: str
+    transport = "direct"
 
     def client(self, buffer: Facade) -> Facade:
         """A buffer of its own for the same rows."""
+        return buffer
 
     def reduced(self, buffer: Facade) -> Reduced | None:
         """What makes it again where a pickle of it arrives; None: it is pickled as other objects are."""
@@ -75,24 +76,6 @@ class Service(Protocol):
 
     def close(self) -> None:
         """The buffer was closed."""
-
-
-class Direct:
-    """The service of a buffer that runs in the processes that have it."""
-
-    backend = transport = "direct"
-
-    def client(self, buffer: Facade) -> Facade:
-        return buffer
-
-    def reduced(self, buffer: object) -> None:
-        """As other objects."""
-
-    def savers(self, buffer: object) -> None:
-        """This process saves it."""
-
-    def close(self) -> None:
-        """There is nothing to end."""
 
 
 def makes_client(doc: str) -> Callable[[B], B]:

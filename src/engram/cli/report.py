@@ -59,7 +59,7 @@ def opened(path: Path) -> Iterator[ReplayBuffer]:
         OSError, :data:`REFUSALS`: as ``ReplayBuffer.open`` and ``follow``.
     """
     kind = drawable(path)
-    from engram.buffer.prioritized import ReplayBuffer  # by which every class of buffers is known
+    from engram.buffer.tensordict import ReplayBuffer  # by which every class of buffers is known
 
     if kind == "store":
         buffer = ReplayBuffer.open(path, readonly=True)

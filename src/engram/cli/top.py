@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from engram._support.words import format_share, format_size
-from engram.buffer.prioritized import ReplayBuffer
+from engram.buffer.tensordict import ReplayBuffer
 from engram.cli.show import fitted, stat_lines
 from engram.inspect import effective_size
 from engram.samplers import RandomSampler

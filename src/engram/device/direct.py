@@ -12,9 +12,8 @@ from engram._support import fork, native
 from engram.device.pinning import Block, Blocks
 from engram.errors import PriorityError, WriterStalled
 from engram.format.files import FIXED_BYTES
-from engram.store.device.chain import Batch, Chain, Kind, columns_of, signed
+from engram.store.device.chain import Batch, Chain, Kind, UpdateRing, columns_of, signed
 from engram.store.device.registry import REGISTRY, NotRegistered, Registry
-from engram.store.device.updates import UpdateRing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

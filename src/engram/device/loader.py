@@ -18,7 +18,7 @@ from engram._support.devices import existing_device
 from engram._support.nested import map_tensors, tensors
 from engram._support.words import warn
 from engram.device.direct import Changed, DirectReader, NotDirect, Queued, Readable
-from engram.device.pinning import Blocks, Drawn
+from engram.device.pinning import Blocks, Drawn, Sent
 from engram.samplers import declared
 from engram.store.device.accelerator import Accelerator
 from engram.store.device.chain import NoRoom, ResidentRows
@@ -34,16 +34,6 @@ __all__ = ["DeviceLoader", "Streams"]
 
 #: The name that programs of engram 0.1 import.
 Streams = Accelerator
-
-
-class _Ready(NamedTuple):
-    batch: object
-    memory: list[Tensor]
-    """The tensors whose memory it has."""
-    nbytes: int
-    spilled: bool
-    events: tuple[torch.Event, ...] = ()
-    """The batch is complete when these have occurred; none: when the work on the consumer's stream has."""
 
 
 class _Update(NamedTuple):
@@ -527,13 +517,13 @@ class _Run:
         self.streams = streams
         self.blocks = blocks
         self.rule = rule
-        self.ready: queue.SimpleQueue[_Ready | BaseException | None] = queue.SimpleQueue()
+        self.ready: queue.SimpleQueue[Sent | BaseException | None] = queue.SimpleQueue()
         self.slots = threading.Semaphore(rule.depth)
         self.stopped = False
         self.thread: threading.Thread | None = None
         self._start_if_needed()
 
-    def take(self) -> _Ready | None:
+    def take(self) -> Sent | None:
         """The next batch, whose copy is queued; None at the end."""
         if self.stopped:
             return None
@@ -542,7 +532,7 @@ class _Run:
             drawn = self.blocks.draw(self.batches)
             if drawn is None:
                 return None
-            ready = _Ready(*self.blocks.send(drawn.batch, drawn.block))
+            ready = self.blocks.send(drawn.batch, drawn.block)
             self.rule.note(ready.nbytes, drawn.seconds)
             return ready
         found = self.ready.get()
@@ -580,11 +570,11 @@ class _Run:
         self.slots.acquire()
         return not self.stopped
 
-    def _sent(self, drawn: Drawn) -> _Ready:
+    def _sent(self, drawn: Drawn) -> Sent:
         streams = self.streams
         # Leaves that are already on the device were computed on this thread's stream; the stream of the copies does not wait for it.
         there = any(streams.holds(leaf) for leaf in tensors(drawn.batch))
         events = [streams.mark(streams.current())] if there else []
         with streams.on(streams.up):
             sent = self.blocks.send(drawn.batch, drawn.block)
-        return _Ready(*sent, (*events, streams.mark(streams.up)))
+        return sent._replace(events=(*events, streams.mark(streams.up)))

@@ -211,6 +211,8 @@ class Sent(NamedTuple):
     """The bytes of the block that was copied."""
     spilled: bool
     """Whether its block was too small for it."""
+    events: tuple[torch.Event, ...] = ()
+    """The batch is complete when these have occurred; none: when the work on the consumer's stream has."""
 
 
 class Blocks:

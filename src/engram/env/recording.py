@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from engram._support.field_paths import FieldPath, checked_path, public
-from engram._support.tensordicts import wrap
+from engram._support.tensordicts import add_fields, wrap
 from engram.storages import DefaultStorage, Storage
 
 if TYPE_CHECKING:
@@ -115,11 +115,7 @@ class Recording:
         self._tensordicts = tensordicts
         #: A row, with the places of :data:`FIELDS` in them for values.
         self._form: Form = {}
-        for at, (*above, name) in enumerate(paths.values()):
-            entries = self._form
-            for part in above:
-                entries = entries.setdefault(part, {})  # type: ignore[assignment] # names do not collide
-            entries[name] = at
+        add_fields(self._form, {path: at for at, path in enumerate(paths.values())})
         buffer.end_trajectory(self._lanes, roles=self._roles)
 
     def _rows(self, values: Sequence[Nested | np.generic], batch: torch.Size) -> object:

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from engram.store.memory import DTYPE_NAMES, DTYPE_OF
 from engram.types import Commit, Declared
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from torch import Tensor
@@ -68,15 +69,10 @@ class Preparation(Protocol[S_co]):
         """The snapshot of this moment. Call it while writers are paused."""
 
 
-class _StatePreparation:
-    """The preparation of a snapshot of a state."""
+class Unprepared(NamedTuple, Generic[S_co]):
+    """The preparation of a snapshot that needs none."""
 
-    def __init__(self, component: Dumpable) -> None:
-        self._component = component
-
-    def take(self) -> StateSnapshot:
-        component = self._component
-        return StateSnapshot(component.part, type(component).__name__, saved(component, component.part))
+    take: Callable[[], S_co]
 
 
 class StateSnapshot(NamedTuple):
@@ -122,7 +118,7 @@ class Dumpable(Stateful):
         >>> len(other)
         3
         """
-        return _StatePreparation(self)
+        return Unprepared(lambda: StateSnapshot(self.part, type(self).__name__, saved(self, self.part)))
 
     def prepare_part(self, reader: PartReader) -> Commit:
         """Check a part. Raises as :meth:`loads`; nothing is changed."""

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 from engram._support.checks import check_count
 from engram.buffer.configuration import READING_ARGUMENTS
 from engram.buffer.connecting import NAMESPACE, OnRay, Shards, Transport, attached, name_of
-from engram.buffer.prioritized import ReplayBuffer
 from engram.buffer.services import imported_ray
+from engram.buffer.tensordict import ReplayBuffer
 from engram.remote.fleet import check_missing
 
 if TYPE_CHECKING:

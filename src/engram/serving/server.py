@@ -20,7 +20,7 @@ import pyarrow as pa
 import torch
 from pyarrow import ArrowException, flight
 
-from engram.buffer.prioritized import ReplayBuffer
+from engram.buffer.tensordict import ReplayBuffer
 from engram.remote import protocol, wire
 from engram.serving.service import Service, TooMany
 

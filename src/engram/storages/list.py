@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import numpy as np
@@ -16,6 +17,7 @@ from engram._support.tensordicts import detached, is_tensor_collection, is_tenso
 from engram._support.unsupported import NOT_TRACED, TracingArguments, reject_unsupported, take_compilable
 from engram.errors import IncompatibleCheckpoint, RowError
 from engram.format.schema import Node, Schema
+from engram.saved.parts import Unprepared
 from engram.saved.snapshot import StoragePreparation, StorageSnapshot, WholeSnapshot, named_writes
 from engram.storages._base import Count, Rows, Storage, check_count, check_plan
 from engram.storages._geometry import Geometry
@@ -441,7 +443,12 @@ class ListStorage(Storage):
 
     def prepare_snapshot(self, *, without: Collection[tuple[str, str]] = (), whole: bool = True) -> StoragePreparation:
         del whole  # items are copied in any case
-        return _ItemsPreparation(self, without)
+        return Unprepared(partial(self._snapshot, without))
+
+    def _snapshot(self, without: Collection[tuple[str, str]]) -> StorageSnapshot:
+        """Items are copied while writers wait."""
+        state = self.state_dict(without=without)
+        return WholeSnapshot(type(self).__name__, state, state["clock"], int(state["numbers"].count_nonzero()), 0)
 
     def counters(self) -> dict[str, float]:
         counted = self._rows.counters()
@@ -473,19 +480,6 @@ class ListStorage(Storage):
     def __repr__(self) -> str:
         bound = "unbounded" if self._max_size is None else f"{self._max_size:,}"
         return f"{type(self).__name__}(size={len(self):,}/{bound})"
-
-
-class _ItemsPreparation(NamedTuple):
-    """Items are copied while writers wait."""
-
-    storage: ListStorage
-    without: Collection[tuple[str, str]]
-
-    def take(self) -> StorageSnapshot:
-        state = self.storage.state_dict(without=self.without)
-        return WholeSnapshot(
-            type(self.storage).__name__, state, state["clock"], int(state["numbers"].count_nonzero()), 0
-        )
 
 
 class _ItemsLoad(NamedTuple):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeAlias, Unpack, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias, Unpack, cast, runtime_checkable
 
 import msgspec
 import torch
@@ -18,6 +19,7 @@ from engram._support.words import count, warn
 from engram.errors import IncompatibleCheckpoint, IncompatibleStore
 from engram.format.layout import SINGLE
 from engram.format.schema import Field, Node, Schema, decode, differences, encode
+from engram.saved.parts import Unprepared
 from engram.saved.snapshot import RowsSnapshot, StoragePreparation, StorageSnapshot
 from engram.storages._base import Rows, Storage
 from engram.storages._geometry import OF_DATA, Geometry, LazyArguments, take_later
@@ -279,27 +281,22 @@ class OwnStorage(TensorStorage):
         return load
 
     def prepare_snapshot(self, *, without: Collection[tuple[str, str]] = (), whole: bool = True) -> StoragePreparation:
-        return _Preparation(self, without) if whole else SnapshotPreparation(self, without, whole=False)
+        return (
+            Unprepared(partial(self._snapshot, without)) if whole else SnapshotPreparation(self, without, whole=False)
+        )
+
+    def _snapshot(self, without: Collection[tuple[str, str]]) -> StorageSnapshot:
+        """Rows are copied while writers wait."""
+        store = self.memory
+        if store is None:
+            return SnapshotPreparation(self, without, whole=False).take()
+        state = self.state_dict(without=without)
+        rows, live = copied(state.pop("rows")), len(self)
+        return RowsSnapshot("OwnStorage", store.held(), state, 0, live, live * store.schema.row_bytes, rows)
 
     def __repr__(self) -> str:
         fields = "not written yet" if self.structure is None else count(len(self.structure.fields), "field")
         return f"OwnStorage({self._columns.name}, size={len(self):,}/{self._capacity:,}, {fields})"
-
-
-class _Preparation(NamedTuple):
-    """Rows are copied while writers wait."""
-
-    storage: OwnStorage
-    without: Collection[tuple[str, str]]
-
-    def take(self) -> StorageSnapshot:
-        storage, store = self.storage, self.storage.memory
-        if store is None:
-            return SnapshotPreparation(storage, self.without, whole=False).take()
-        state = storage.state_dict(without=self.without)
-        rows = copied(state.pop("rows"))
-        live = len(storage)
-        return RowsSnapshot("OwnStorage", store.held(), state, 0, live, live * store.schema.row_bytes, rows)
 
 
 def adapted(given: object) -> object:

@@ -134,19 +134,16 @@ class BlockLayout:
         offsets, at = [], 0
         for row_bytes in self._row_bytes:
             offsets.append(at)
-            at += _aligned(row_bytes * rows)
+            at += aligned(row_bytes * rows)
         return offsets
 
     def nbytes(self, rows: int) -> int:
         """Bytes of a block of so many rows: a multiple of 64."""
-        return sum(_aligned(row_bytes * rows) for row_bytes in self._row_bytes)
+        return sum(aligned(row_bytes * rows) for row_bytes in self._row_bytes)
 
     def empty(self, rows: int, batches: int = 1) -> NDArray[np.uint8]:
         """An uninitialised block for so many batches one behind the other, uint8 ``[batches * nbytes(rows)]``, at a multiple of 64."""
-        nbytes = batches * self.nbytes(rows)
-        memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device="cpu")
-        begin = -memory.data_ptr() % ALIGNMENT
-        block: NDArray[np.uint8] = memory[begin : begin + nbytes].numpy()
+        block: NDArray[np.uint8] = empty_block(batches * self.nbytes(rows), "cpu").numpy()
         return block
 
     def views(self, block: object, n: int, *, rows: int | None = None, at: int = 0) -> list[Tensor]:
@@ -260,5 +257,13 @@ class DrawingInto(DrawingPart):
         return self._native.used
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """The next multiple of 64."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def empty_block(nbytes: int, device: torch.device | str) -> Tensor:
+    """Uninitialised memory on a device, uint8 ``[nbytes]``, at a multiple of 64 bytes."""
+    memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
+    begin = -memory.data_ptr() % ALIGNMENT
+    return memory[begin : begin + nbytes]

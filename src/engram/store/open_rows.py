@@ -10,6 +10,7 @@ import torch
 from engram._support import native
 from engram.errors import CorruptStore, IncompatibleStore, RateLimited
 from engram.store.adding import adopt_fields
+from engram.store.blocks import aligned
 from engram.store.indexes import LockedIndex
 from engram.store.memory import Block, torch_dtype
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 #: Between looks for a slot that has become free.
 _POLL_S = 0.002
-_ALIGNED = 64
 #: Bytes of the count of how often a slot was taken.
 _TIMES = 8
 
@@ -77,7 +77,7 @@ class _SlotLayout(NamedTuple):
         columns = {}
         for number, field in enumerate(schema.fields):
             items = schema.ragged.get(number)
-            end = -(-end // _ALIGNED) * _ALIGNED
+            end = aligned(end)
             columns[number] = end
             end += field.row_bytes if items is None else items.max_length * items.item_bytes
         return cls(lengths, given, columns, end)

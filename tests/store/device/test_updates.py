@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from engram.errors import CorruptStore
-from engram.store.device.chain import Chain, columns_of
-from engram.store.device.updates import Drained, UpdateRing
+from engram.store.device.chain import Chain, Drained, UpdateRing, columns_of
 from engram.types import WritePlan
 from tests import waiting
 from tests.store.device.stores import content, filled, prioritized

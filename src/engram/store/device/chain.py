@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch
 
+from engram._support import fork, native
 from engram._support.words import no_space
 from engram.format.files import FIXED_BYTES
 from engram.format.schema import Field
 from engram.format.sizes import resident_sizes
-from engram.store.blocks import ALIGNMENT, GENERATION, INDEX, WEIGHT, BlockLayout
+from engram.store.blocks import ALIGNMENT, GENERATION, INDEX, WEIGHT, BlockLayout, aligned, empty_block
 from engram.store.memory import row_stride, torch_dtype
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.store.device.accelerator import Accelerator
-    from engram.store.indexes import Index
+    from engram.store.indexes import Index, Indexes
     from engram.store.store import Store
 
 
@@ -147,7 +149,7 @@ class Layout:
         blocks = BlockLayout((*named, INDEX, GENERATION, _VALID, *([WEIGHT] if weighted else [])))
         self.batch_size = batch_size
         self.weighted = weighted
-        self.nbytes = -(-blocks.nbytes(batch_size) // ALIGNMENT) * ALIGNMENT
+        self.nbytes = blocks.nbytes(batch_size)
         offsets = blocks.offsets(batch_size)
         self.fields = tuple(offsets[: len(named)])
         """Where each field begins."""
@@ -167,9 +169,7 @@ class Layout:
 
     def empty(self, device: torch.device | str) -> Tensor:
         """An uninitialised block on a device, at a multiple of 64 bytes."""
-        block = torch.empty(self.nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
-        begin = -block.data_ptr() % ALIGNMENT
-        return block[begin : begin + self.nbytes]
+        return empty_block(self.nbytes, device)
 
     def views(self, block: Tensor) -> Batch:
         """The parts of a block.
@@ -220,15 +220,14 @@ class ResidentRows:
         begins, nbytes = [], 0
         for size in sizes:
             begins.append(nbytes)
-            nbytes += -(-size // ALIGNMENT) * ALIGNMENT
+            nbytes += aligned(size)
         free, _ = accelerator.room()
         if nbytes > free:
             raise NoRoom(
                 f"all rows stay on {accelerator.device}: {no_space(nbytes, free, 'Use fewer rows or a smaller dtype')}"
             )
-        memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=accelerator.device)
-        first = -memory.data_ptr() % ALIGNMENT
-        parts = [memory[first + at : first + at + size] for at, size in zip(begins, sizes, strict=True)]
+        memory = empty_block(nbytes, accelerator.device)
+        parts = [memory[at : at + size] for at, size in zip(begins, sizes, strict=True)]
         self._of, self.nbytes = (store, store.schema), nbytes
         self.words, self.writes, self.lanes = (part.view(torch.int64) for part in parts[:3])
         self.fields = [part.view(capacity, math.prod(part.shape) // capacity) for part in parts[3:]]
@@ -243,9 +242,7 @@ class ResidentRows:
             store.lanes,
             store.lane_length,
             tuple(
-                Column(
-                    memory.data_ptr() + first + at, field.row_bytes, field.row_bytes, torch_dtype(field), field.shape
-                )
+                Column(memory.data_ptr() + at, field.row_bytes, field.row_bytes, torch_dtype(field), field.shape)
                 for at, field in zip(begins[3:], fields, strict=True)
             ),
         )
@@ -455,3 +452,164 @@ class Chain:
         self.launch(block.data_ptr(), 0, ranks.data_ptr())
         self.counters.zero_()
         self.launches = 0
+
+
+#: Words before the slots, and before the entries of a slot; which of the first ones the host writes.
+_HEADER, _SLOT_HEADER, _CONSUMED = 8, 4, 1
+_ENTRIES_AT_ONCE = 1024
+#: Of the counters on the device: batches sent.
+_SENT = 5
+
+
+class Drained(NamedTuple):
+    """What the host has taken from a ring."""
+
+    batches: int = 0
+    """Since the ring was made."""
+    entries: int = 0
+    """Handed to the priorities that are attached, which drop those whose row was written since."""
+    refused: int = 0
+    """Entries with a priority that none can be: negative, not finite or too large; or of a row that does not exist."""
+
+
+class UpdateRing:
+    """Priorities that a learner computes on a device, on their way to a store on the host.
+
+    :meth:`send` launches two kernels and waits for nothing: it may be captured in a CUDA graph, and each replay takes the next slot. When
+    all slots are full, the entries are dropped and counted. Once priorities are attached, the first :meth:`send` starts a native thread
+    that applies what arrives, under its tickets and without Python's lock. Draws show an update some batches later. An update that is
+    under way is lost when the process dies. In a forked child nothing is applied.
+
+    Args:
+        capacity: rows of the store.
+        entries: of a slot: a batch at most.
+        slots: batches that may be under way.
+        device: where the priorities are computed.
+        memory: int64 ``[UpdateRing.words(entries, slots)]`` on the host, zeroed, which the device may write to; None: new memory, for a
+            device that is the CPU.
+        address: where the memory begins on the device; None: where it begins on the host.
+        dtype: of the priorities: float32 or float64.
+        launcher: as for ``Chain``.
+
+    Raises:
+        RuntimeError: :func:`engram.store.device.chain.kernels_of`. Whatever Triton raises where it cannot compile.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        entries: int,
+        slots: int,
+        device: torch.device | str,
+        *,
+        memory: Tensor | None = None,
+        address: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        launcher: Launcher = call,
+    ) -> None:
+        self.device = torch.device(device)
+        self.capacity = capacity
+        self.entries = entries
+        self.slots = slots
+        self.dtype = dtype
+        self._kernels, self._launcher = kernels_of(self.device), launcher
+        self._memory = (
+            torch.zeros(self.words(entries, slots), dtype=torch.int64, device="cpu") if memory is None else memory
+        )
+        self._address = self._memory.data_ptr() if address is None else address
+        self._state = torch.zeros(72, dtype=torch.int64, device=self.device)
+        self.counters = self._state[64:]
+        """On the device: at 5 the batches sent, at 7 the entries that were dropped because the ring was full."""
+        self._attached: tuple[Index, Indexes] | None = None
+        self._drain: native.UpdateDrain | None = None
+        if not self._kernels.INTERPRETED:  # compiled and loaded now; the ring counts one empty batch
+            self.send(*(torch.zeros(0, dtype=kind, device=self.device) for kind in (torch.int64, torch.int64, dtype)))
+
+    @staticmethod
+    def words(entries: int, slots: int) -> int:
+        """Words of 64 bits that a ring needs."""
+        return _HEADER + slots * (_SLOT_HEADER + 3 * entries)
+
+    def send(self, rows: Tensor, tickets: Tensor, priorities: Tensor) -> None:
+        """Launch the kernels that put a batch into the ring, on the current stream.
+
+        Args:
+            rows: int64 ``[n]`` on the device; -1 is passed over. tickets: int64 ``[n]``, as of a :class:`Batch`.
+            priorities: ``[n]``, of the ring's dtype. All are contiguous.
+
+        Raises:
+            ValueError: another dtype or shape; or the priorities that are attached have another number of rows.
+            RuntimeError: their store was closed before the first call.
+            WriterStalled, CorruptStore: of the priorities, since the last call. Nothing is applied before they are attached again.
+        """
+        self._run()
+        n = len(rows)
+        kinds = [(tensor.dtype, tuple(tensor.shape), tensor.is_contiguous()) for tensor in (rows, tickets, priorities)]
+        if kinds != [(kind, (n,), True) for kind in (torch.int64, torch.int64, self.dtype)] or n > self.entries:
+            raise ValueError(
+                f"update_priority: expected contiguous rows and tickets of int64 and priorities of {self.dtype}, at most {self.entries} "
+                f"each, got {kinds}."
+            )
+        where = (self._state, self._address, self.entries, n)
+        given = (*where, rows, tickets, priorities)
+        self._launcher(self._kernels.update[(1,)], *given, SLOTS=self.slots, BLOCK=_ENTRIES_AT_ONCE)
+        self._launcher(self._kernels.publish[(1,)], *where, SLOTS=self.slots)
+
+    def attach(self, priorities: Index, indexes: Indexes) -> None:
+        """Let updates reach an index of priorities, from the next :meth:`send` or :meth:`flush` on, in place of what was attached.
+
+        Args:
+            priorities: of as many rows as the ring. indexes: those of their store; :meth:`Indexes.close` ends the updates.
+
+        Raises as :meth:`close`.
+        """
+        self.close()
+        self._attached = (priorities, indexes)
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until all batches are applied that were sent on the current stream, for which the device is waited for.
+
+        Args:
+            timeout_s: default :func:`engram._support.native.wait_limit`.
+
+        Returns:
+            False: they were not applied in that time, or no priorities are attached.
+
+        Raises as :meth:`send`.
+        """
+        drain = self._run()
+        sent = int(self.counters[_SENT])
+        return drain is not None and drain.flush(sent, native.wait_limit() if timeout_s is None else timeout_s)
+
+    def close(self) -> None:
+        """Apply what has arrived, and detach the priorities. Repeatable. Call it before the ring's memory is given back.
+
+        Raises as :meth:`send`.
+        """
+        drain, self._drain, self._attached = self._drain, None, None
+        if drain is not None:
+            self._stop()
+            drain.check()
+
+    @property
+    def stats(self) -> Drained:
+        """What was taken so far. What the device counts is in :attr:`counters`."""
+        batches, *others = (int(self._memory[_CONSUMED]),) if self._drain is None else self._drain.counts
+        return Drained(batches - (not self._kernels.INTERPRETED), *others)  # without the one that the constructor sent
+
+    def _run(self) -> native.UpdateDrain | None:
+        """The thread that applies updates, started if there is none yet. None: no priorities are attached. Raises what ended it."""
+        if self._drain is None and self._attached is not None:
+            priorities, indexes = self._attached
+            if priorities.core.rows != self.capacity:
+                raise ValueError(
+                    f"update_priority: expected priorities of {self.capacity} rows, as many as the ring is for, got those of "
+                    f"{priorities.core.rows}. Attach those of the store that is drawn from."
+                )
+            ring = (self._memory.data_ptr(), self._memory.nbytes, self.slots, self.entries)
+            drain = native.UpdateDrain(*ring, self.dtype is torch.float32, priorities.core, self._memory)
+            self._drain, self._stop = fork.registered(drain, uses_others=True), weakref.finalize(self, drain.stop)
+            indexes.drains.add(drain)
+        if self._drain is not None:
+            self._drain.check()
+        return self._drain

@@ -15,6 +15,7 @@ import torch
 from engram._support import fork, native
 from engram._support.devices import check_room
 from engram._support.words import warn
+from engram.store.blocks import ALIGNMENT, aligned
 from engram.store.device.accelerator import Accelerator
 from engram.store.device.priorities import DevicePriorities
 from engram.store.memory import Block, torch_dtype
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 LOOK_S, PRIORITIES_S, REST_S = 0.05, 1.0, 5.0
 #: Bytes of the two blocks through which rows go, each.
 BLOCK_BYTES = 16 << 20
-_ALIGNED = 64
 #: How often a flush tries to read rows that graphs replace, and the time between.
 _TRIES, _RETRY_S = 100, 0.01
 _KIND = "priorities"
@@ -305,14 +305,14 @@ class Mirror:
 
     def _size(self, n: int) -> int:
         """Bytes of a room for ``n`` rows."""
-        return _ALIGNED + sum(-(-n * nbytes // _ALIGNED) * _ALIGNED for *_, nbytes in self._parts)
+        return ALIGNMENT + sum(aligned(n * nbytes) for *_, nbytes in self._parts)
 
     def _divided(self, room: Tensor, n: int) -> tuple[list[Tensor], Tensor]:
         """Of a room for ``n`` rows the places of the columns, the last one that of counts of edits; and that of the cursor."""
-        parts, at = [], _ALIGNED
+        parts, at = [], ALIGNMENT
         for dtype, shape, nbytes in self._parts:
             parts.append(room[at : at + n * nbytes].view(dtype).view(n, *shape))
-            at += -(-n * nbytes // _ALIGNED) * _ALIGNED
+            at += aligned(n * nbytes)
         return parts, room[:8].view(torch.int64)
 
     def _stage(self, where: Tensor) -> tuple[list[Tensor], tuple[Tensor, Tensor] | None]:

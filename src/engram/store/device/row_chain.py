@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engram.store.device.priorities import DevicePriorities
-    from engram.store.device.row_operations import Followed
+    from engram.store.device.row_operations import Followed, Ring
     from engram.store.device.rows import DeviceRows
 
 #: Children of a node of a sum tree.
@@ -244,20 +244,11 @@ class RowKernels(RowOperations):
 
     # ---- appends -----------------------------------------------------------------------------------------------------
 
-    def append(
-        self,
-        ledger: DeviceRows,
-        columns: Sequence[Tensor],
-        n: int,
-        *,
-        base: int = 0,
-        position: int = 0,
-        number: int = 0,
-        moves: bool = True,
-    ) -> tuple[Tensor, Tensor] | None:
+    def append(self, ledger: DeviceRows, columns: Sequence[Tensor], n: int, ring: Ring) -> tuple[Tensor, Tensor] | None:
         """As :meth:`RowOperations.append`: two launches, of more than 8 fields or one tree one for each 8 and each tree."""
         if n > _MOST_ROWS:
-            return super().append(ledger, columns, n, base=base, position=position, number=number, moves=moves)
+            return super().append(ledger, columns, n, ring)
+        base, position, number, moves = ring
         captured = ledger.capturing
         self._place(self._sources(columns), n, captured, base, position)
         index = torch.empty((2, n), dtype=torch.int64, device=self._device) if captured else None

@@ -116,6 +116,18 @@ class Drawing(NamedTuple):
     """Where next observations are. Of a row that has none another takes the place."""
 
 
+class Ring(NamedTuple):
+    """Where steps are appended."""
+
+    base: int = 0
+    """The first row of the ring."""
+    position: int = 0
+    """Of the first step, as its number. Graphs take those of the cursor."""
+    number: int = 0
+    moves: bool = True
+    """Whether the cursor moves on."""
+
+
 class RowOperations:
     """What a store on a device does with its rows in every step. In a graph draws use torch's random numbers.
 
@@ -166,26 +178,15 @@ class RowOperations:
         native.uniform(key, end, numbers)
         return ledger.sent(numbers, "sample")
 
-    def append(
-        self,
-        ledger: DeviceRows,
-        columns: Sequence[Tensor],
-        n: int,
-        *,
-        base: int = 0,
-        position: int = 0,
-        number: int = 0,
-        moves: bool = True,
-    ) -> tuple[Tensor, Tensor] | None:
+    def append(self, ledger: DeviceRows, columns: Sequence[Tensor], n: int, ring: Ring) -> tuple[Tensor, Tensor] | None:
         """Steps at the end of a ring; of more than it has rows, the last ones. In a graph: their rows and numbers, int64 ``[n]``.
 
         Args:
             columns: of all fields, on the device.
             n: steps.
-            base: the first row of the ring.
-            position, number: of the first step. Graphs take those of the cursor.
-            moves: whether the cursor moves on.
+            ring: where it is.
         """
+        base, position, number, moves = ring
         steps = torch.arange(n, device=ledger.device)
         cursor = ledger.cursor.clone() if ledger.capturing else (position, number)
         rows, numbers = base + (cursor[0] + steps) % ledger.lane_length, cursor[1] + steps

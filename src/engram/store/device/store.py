@@ -11,7 +11,7 @@ from engram._support import fork, native
 from engram._support.devices import check_room
 from engram.errors import EMPTY, NoSampleable
 from engram.format.sizes import device_row_bytes
-from engram.store.device.row_operations import Drawing
+from engram.store.device.row_operations import Drawing, Ring
 from engram.store.device.rows import DeviceRows
 from engram.store.memory import Block, dlpack_specs, new_control_memory, private_field, refuse_ragged
 from engram.store.store import Saved, Store, StoreState
@@ -340,7 +340,7 @@ class DeviceStore(HostedStore):
             write = self._write(plan, n, which, tuple(map(torch.Tensor.data_ptr, copied)))
         moves = self.lanes == 1 and rows.ring
         sent = self._sent(columns, "extend")
-        rows.work.append(rows, sent, n, base=lane * length, position=position, number=first, moves=moves)
+        rows.work.append(rows, sent, n, Ring(lane * length, position, first, moves))
         if moves:
             rows.known = position + n, first + n, rows.known[2] + n
         if not later:
@@ -361,7 +361,7 @@ class DeviceStore(HostedStore):
         rows.captured = True
         if self.mirror is not None:
             rows.begin(n)
-        at, numbers = rows.work.append(rows, columns, n) or (rows.numbers, rows.numbers)
+        at, numbers = rows.work.append(rows, columns, n, Ring()) or (rows.numbers, rows.numbers)
         return Write(at, 0, numbers)
 
     def append_some(self, columns: Sequence[Tensor], chosen: Tensor, base: int) -> Tensor:
