@@ -9,7 +9,7 @@ from __future__ import annotations
 import stat
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 import click
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from engram.inspect.catalog import HasStats
 
 __all__ = ["main"]
-
-T = TypeVar("T")
 
 #: What ``engram plot`` draws.
 _FIGURES = ("priority", "weights", "age", "usage", "returns", "map", "ratio", "throughput")
@@ -284,7 +282,12 @@ def plan(
         from engram.cli.plan import planned, show_plan
 
         found = planned(sample, given, capacity, batch=batch, memory=memory, device=device, batch_size=batch_size)
-    _show(found, show_plan, as_json=as_json)
+        if as_json:
+            import msgspec
+
+            print_json(msgspec.to_builtins(found))
+        else:
+            show_plan(found)
 
 
 @main.command()
@@ -390,16 +393,6 @@ def top(store: str, token: str | None, tls_root: str | None, every: float, count
         from engram.cli.top import show
 
         show(store, token, tls_root, every, count, sys.stdout, as_json=as_json)
-
-
-def _show(found: T, show: Callable[[T], None], *, as_json: bool) -> None:
-    """Print what was found, as JSON or as ``show`` does."""
-    if as_json:
-        import msgspec
-
-        print_json(msgspec.to_builtins(found))
-    else:
-        show(found)
 
 
 def _showing(name: str, address: str, *, insecure: bool) -> Callable[[HasStats], None]:

@@ -183,7 +183,9 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
         if rbs:
             if any(one is not None for one in (*components, others.get("collate_fns"))):
                 raise RuntimeError(f"{who}: expected members, or storages, samplers and writers of some, got both.")
-            _check_members(who, rbs)
+            for number, rb in enumerate(rbs):
+                if not isinstance(rb, ReplayBuffer):
+                    raise TypeError(f"{who}: member {number}: expected a ReplayBuffer, got {type(rb).__name__}.")
             samplers = SamplerEnsemble(
                 *(rb.sampler for rb in rbs), p=p, sample_from_all=sample_from_all, num_buffer_sampled=num_buffer_sampled
             )
@@ -932,13 +934,6 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
         return (
             f"{type(self).__name__}({len(self)} members of {rows} rows, {how}, batch_size={self._settings.batch_size})"
         )
-
-
-def _check_members(who: str, rbs: Sequence[object]) -> None:
-    """Raise ``TypeError``: one is no buffer."""
-    for number, rb in enumerate(rbs):
-        if not isinstance(rb, ReplayBuffer):
-            raise TypeError(f"{who}: member {number}: expected a ReplayBuffer, got {type(rb).__name__}.")
 
 
 def _made(

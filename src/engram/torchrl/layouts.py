@@ -11,10 +11,10 @@ import torch
 
 from engram._support.field_paths import DEFAULT_DONE_KEYS
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from engram.format.schema import DTYPES, MAX_DIMS, Field, Node, Schema, put_leaf, validate_key
-from engram.saved.checkpointers import Key, Ring, rows_state
+from engram.format.schema import DTYPES, MAX_DIMS, Field, Node, Schema, validate_key
+from engram.saved.checkpointers import Key, Ring, rows_state, tensordicts_of
 from engram.saved.snapshot import bytes_of
-from engram.store.memory import DTYPE_OF
+from engram.store.memory import DTYPE_OF, write_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -344,10 +344,7 @@ class LayoutDump:
     @property
     def structure(self) -> Node:
         """TensorDicts with the fields."""
-        root = Node("tensordict", children={})
-        for number, field in enumerate(self.fields):
-            put_leaf(root, field.key, number)
-        return root
+        return tensordicts_of(field.key for field in self.fields)
 
     def schema(self, like: Schema | None, without: Collection[str] = ()) -> Schema:
         """The schema of a store with these rows.
@@ -446,7 +443,7 @@ class LayoutRows(NamedTuple):
             origin, dtype = self.dump.origin(field.key), DTYPE_OF[field.dtype]
             for time, slot, n in ring.pieces(max(1, _PIECE // max(1, field.row_bytes * ring.width))):
                 rows = self.dump.rows(origin, field.shape, dtype, (time, n)).flatten(0, 1)
-                tensors.write(number, slot * ring.width, rows)
+                write_rows(tensors, number, slot * ring.width, rows)
 
 
 #: Bytes of rows that are brought into order at a time.
