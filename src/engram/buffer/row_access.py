@@ -224,10 +224,8 @@ class RowAccess:
         if len(rows):
             schema = storage.store.schema
             meant = roles_of(schema.fields, roles)
-            marks, boundaries = (
-                _marks_of_ends(schema.fields, meant, terminated=terminated, call=call),
-                Boundaries(schema, meant),
-            )
+            marks = _marks_of_ends(schema.fields, meant, terminated=terminated, call=call)
+            boundaries = Boundaries(schema, meant)
             columns, moved = storage.read(rows)
             if moved:
                 self._reading.read_again(Draw(rows), columns, moved, call)

@@ -705,38 +705,8 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
         """``previous``, once others have its place."""
         wiring = self._wiring
         wiring.connect(sampler or wiring.sampler, writer or wiring.writer, self._settings.batch_size)
-        if self._prefetching is not None:
-            self._prefetching.rewired()
+        self._rewire()
         return previous
-
-    def append_transform(self, transform: object, *, invert: bool = False) -> Self:
-        """Add a transform of whole batches at the end, as ``ReplayBuffer.append_transform``.
-
-        >>> import torch
-        >>> from engram import LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble
-        >>> member = ReplayBuffer(storage=LazyTensorStorage(100))
-        >>> _ = member.extend(torch.zeros(10))
-        >>> ReplayBufferEnsemble(member).append_transform(lambda batch: batch + 1).sample(2).tolist()
-        [[1.0, 1.0]]
-        """
-        return self.insert_transform(len(self._wiring.transform), transform, invert=invert)
-
-    def insert_transform(self, index: int, transform: object, *, invert: bool = False) -> Self:
-        """As :meth:`append_transform`, before position ``index``. Raises ``ValueError`` for a position out of range.
-
-        >>> import torch
-        >>> from engram import LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble
-        >>> member = ReplayBuffer(storage=LazyTensorStorage(100))
-        >>> _ = member.extend(torch.zeros(10))
-        >>> rb = ReplayBufferEnsemble(member, transform=lambda batch: batch * 3)
-        >>> rb.insert_transform(0, lambda batch: batch + 1).sample(1).tolist()
-        [[3.0]]
-        """
-        self._discard_prefetched("insert_transform")
-        self._wiring.transform.insert(index, transform, invert=invert)
-        if self._prefetching is not None:
-            self._prefetching.rewired()
-        return self
 
     def share(self, shared: bool = True) -> Self:
         """Let processes that receive the ensemble from now on see the same rows, as ``ReplayBuffer.share`` of every member.
