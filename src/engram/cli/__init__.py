@@ -9,7 +9,7 @@ from __future__ import annotations
 import stat
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
+    from engram.cli.reshard import Resharding
     from engram.inspect.catalog import HasStats
 
 __all__ = ["main"]
@@ -30,16 +31,6 @@ __all__ = ["main"]
 _FIGURES = ("priority", "weights", "age", "usage", "returns", "map", "ratio", "throughput")
 _PATH = click.Path(path_type=Path)
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
-
-
-class _Resharding(TypedDict):
-    """Options of ``engram reshard`` that go to the planner as they are."""
-
-    capacity: int | None
-    open_ones: str
-    headless: str
-    overflow: Literal["cut", "fill"]
-    max_drop_fraction: float
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
@@ -231,7 +222,7 @@ def verify(path: Path, level: Literal["meta", "read", "full"], as_json: bool) ->
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @_JSON
 def reshard(
-    source: Path, target: Path, ranks: int, lanes: int, dry_run: bool, as_json: bool, **how: Unpack[_Resharding]
+    source: Path, target: Path, ranks: int, lanes: int, dry_run: bool, as_json: bool, **how: Unpack[Resharding]
 ) -> None:
     """Redistribute the trajectories of SOURCE over other ranks and lanes, into a new checkpoint below TARGET.
 

@@ -113,10 +113,7 @@ class FileWriter:
 
     def write(self, data: Buffer) -> None:
         """Append bytes. ``data``: C-contiguous; must not change during the call. Raises ``OSError``; ``ValueError`` beyond the size."""
-        view = memoryview(data)
-        if not view.nbytes:
-            return
-        view = view.cast("B")
+        view = files.as_bytes(data)
         self._append(len(view), partial(self._write, view))
 
     def skip(self, nbytes: int) -> None:

@@ -92,6 +92,7 @@ FULL, SHIFT, SHAPE = "is_full", "shift", "_storage_shape"
 
 
 _FLAGS: frozenset[Key] = frozenset((name,) for name in DEFAULT_DONE_KEYS)
+_REWARDS: frozenset[Key] = frozenset({("reward",)})
 
 
 def as_key(key: object, where: str) -> Key:
@@ -108,19 +109,16 @@ class Keys(NamedTuple):
     done: Key = ("next", "done")
     """The entry of a step that says whether its trajectory ends."""
     flags: frozenset[Key] = _FLAGS
-    rewards: frozenset[Key] = frozenset({("reward",)})
+    rewards: frozenset[Key] = _REWARDS
     shift: str = SHIFT
     full: str = FULL
 
     @classmethod
     def of(cls, where: str, done_keys: Iterable[object] | None, reward_keys: Iterable[object] | None) -> Keys:
         """With other flags and rewards. Raises ``TypeError``: no keys."""
-        made = cls()
-        if done_keys is not None:
-            made = made._replace(flags=_all(done_keys, f"{where}: done_keys"))
-        if reward_keys is not None:
-            made = made._replace(rewards=_all(reward_keys, f"{where}: reward_keys"))
-        return made
+        flags = _FLAGS if done_keys is None else _all(done_keys, f"{where}: done_keys")
+        rewards = _REWARDS if reward_keys is None else _all(reward_keys, f"{where}: reward_keys")
+        return cls(flags=flags, rewards=rewards)
 
     @property
     def reserved(self) -> tuple[str, ...]:
