@@ -459,13 +459,6 @@ class RowsTarget(tuple["Tensor", ...]):
     #: Where the items of ragged fields go, for :func:`engram.store.ragged_state.fill_rings`; None: no field is ragged.
     rings: object = None
 
-    def write(self, number: int, first: int, rows: Tensor) -> None:
-        """Write rows of a field from one on."""
-        if self.put is None:
-            self[number][first : first + len(rows)] = rows
-        else:
-            self.put(number, first, rows.cpu().contiguous())
-
 
 class ItemsSource(Protocol):
     """Items of a list that another library saved."""

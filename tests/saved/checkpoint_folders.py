@@ -12,6 +12,7 @@ from engram.saved.description import (
     OPEN,
     Geometry,
     Lane,
+    Segment,
     Trajectory,
     pack_lanes,
     pack_trajectories,
@@ -20,7 +21,7 @@ from engram.saved.description import (
 )
 from engram.saved.documents import Count, Cut, ShardRows, Totals, rank_folder
 from engram.saved.part_reader import PartReader
-from engram.saved.part_writer import PartWriter, SegmentRows
+from engram.saved.part_writer import PartWriter
 from engram.saved.series import Series
 
 SCHEMA = (
@@ -68,10 +69,10 @@ def write_flat(folder, seed=0):
 
 
 SEGMENTS = [
-    SegmentRows(0, 0, 0, 8, 11),
-    SegmentRows(0, 1, 8, 8, 12),
-    SegmentRows(0, 2, 16, 4, 13),
-    SegmentRows(1, 0, 20, 7, 14),
+    Segment(0, 0, 0, 8, tickets_sum=11),
+    Segment(0, 1, 8, 8, tickets_sum=12),
+    Segment(0, 2, 16, 4, tickets_sum=13),
+    Segment(1, 0, 20, 7, tickets_sum=14),
 ]
 
 

@@ -45,11 +45,11 @@ def test_segments_and_links(tmp_path):
         assert info.linked == sum(sizes[:3])
         with PartReader.open(tmp_path / "two") as part:
             part.verify()
-            assert [it.flags for it in part.segments()] == [1, 1, 1, 0]
-            assert [it[:4] for it in part.segments()] == [it[:4] for it in made.SEGMENTS]
-            assert [it.tickets_sum for it in part.segments()] == [11, 12, 13, 14]
-            for it, size in zip(part.segments(), sizes, strict=True):
-                name = description.segment_name(it.lane, it.k)
+            assert [it.flags for it in part.listing.segments] == [1, 1, 1, 0]
+            assert [it[:4] for it in part.listing.segments] == [it[:4] for it in made.SEGMENTS]
+            assert [it.tickets_sum for it in part.listing.segments] == [11, 12, 13, 14]
+            for it, size in zip(part.listing.segments, sizes, strict=True):
+                name = it.name
                 assert it.nbytes == size == part.files[name]
                 same = os.path.samefile(tmp_path / "one" / name, tmp_path / "two" / name)
                 assert same == (it.lane == 0)

@@ -338,7 +338,7 @@ def test_where_files_cannot_be_linked_they_are_written(tmp_path, epoch, monkeypa
     folder = made.save(tmp_path, 20, epoch, parent=parent)
     assert verify(folder).good
     with PartReader.open(folder / rank_folder(0, 1) / "storage") as part:
-        assert [it.flags for it in part.segments()] == [0, 0, 0, 0]
+        assert [it.flags for it in part.listing.segments] == [0, 0, 0, 0]
 
 
 def test_a_parent_that_was_pruned_meanwhile(tmp_path, epoch):

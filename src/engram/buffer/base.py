@@ -22,8 +22,8 @@ from engram.store.limits import limit_stats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from typing import Self
 
-    import torch
     from rich.tree import Tree
 
     from engram.buffer.configuration import Settings
@@ -86,6 +86,50 @@ class BufferBase(Closes):
         generator = checked_generator(generator)
         self._discard_prefetched("set_rng", keys=False)
         self._wiring.generator = generator
+
+    def append_transform(self, transform: object, *, invert: bool = False) -> Self:
+        """Add a transform at the end of the list: forward on what is read, inverse on what is written.
+
+        A plain callable is for reading; with ``invert`` for writing. On reading, a transform must return something; on
+        writing, None or no rows hold everything back. What it raises comes through, with a note which one it was; nothing is
+        written then. The containers it is given are its own, and of what was read the tensors, too.
+
+        Prefetched batches are dropped.
+
+        Raises:
+            RuntimeError: no transform.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> rb = rb.append_transform(lambda batch: {**batch, "obs": batch["obs"] + 1})
+        >>> rb.sample()["obs"].mean()
+        tensor(1.)
+        """
+        return self.insert_transform(len(self._wiring.transform), transform, invert=invert)
+
+    def insert_transform(self, index: int, transform: object, *, invert: bool = False) -> Self:
+        """As :meth:`append_transform`, before position ``index``. Raises ``ValueError`` for a position out of range.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
+        >>> rb = rb.append_transform(lambda batch: {"obs": batch["obs"] * 2})
+        >>> rb = rb.insert_transform(0, lambda batch: {"obs": batch["obs"] + 1})
+        >>> rb.sample()["obs"].mean()
+        tensor(2.)
+        """
+        self._discard_prefetched("insert_transform")
+        self._wiring.transform.insert(index, transform, invert=invert)
+        self._rewire()
+        return self
+
+    def _rewire(self) -> None:
+        """After a change of components."""
+        if self._prefetching is not None:
+            self._prefetching.rewired()
 
     def synchronize(self) -> None:
         """Wait until threads have made the batches that they were given. What that raised, :meth:`sample` raises.

@@ -829,45 +829,6 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
 
     # ---- components ----------------------------------------------------------------------------------------------------
 
-    def append_transform(self, transform: object, *, invert: bool = False) -> Self:
-        """Add a transform at the end of the list: forward on what is read, inverse on what is written.
-
-        A plain callable is for reading; with ``invert`` for writing. On reading, a transform must return something; on
-        writing, None or no rows hold everything back. What it raises comes through, with a note which one it was; nothing is
-        written then. The containers it is given are its own, and of what was read the tensors, too.
-
-        Prefetched batches are dropped.
-
-        Raises:
-            RuntimeError: no transform.
-
-        >>> import torch
-        >>> from engram import LazyTensorStorage, ReplayBuffer
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
-        >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
-        >>> rb = rb.append_transform(lambda batch: {**batch, "obs": batch["obs"] + 1})
-        >>> rb.sample()["obs"].mean()
-        tensor(1.)
-        """
-        return self.insert_transform(len(self._wiring.transform), transform, invert=invert)
-
-    def insert_transform(self, index: int, transform: object, *, invert: bool = False) -> Self:
-        """As :meth:`append_transform`, before position ``index``. Raises ``ValueError`` for a position out of range.
-
-        >>> import torch
-        >>> from engram import LazyTensorStorage, ReplayBuffer
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
-        >>> rows = rb.extend({"obs": torch.zeros(10, 3)})
-        >>> rb = rb.append_transform(lambda batch: {"obs": batch["obs"] * 2})
-        >>> rb = rb.insert_transform(0, lambda batch: {"obs": batch["obs"] + 1})
-        >>> rb.sample()["obs"].mean()
-        tensor(2.)
-        """
-        self._discard_prefetched("insert_transform")
-        self._wiring.transform.insert(index, transform, invert=invert)
-        self._rewire()
-        return self
-
     storage: Storage = shows(lambda self: self._wiring.storage, "What holds the rows: a :class:`Storage`.")
 
     @property
@@ -1066,8 +1027,7 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
         self._wiring.choose_paths()
         if self._wiring.untraced:
             conf.leave_untraced(self)
-        if self._prefetching is not None:
-            self._prefetching.rewired()
+        super()._rewire()
 
     def _discard_prefetched(self, call: str, *, keys: bool = True) -> None:
         self._following.refuse(call)

@@ -219,15 +219,13 @@ class RowAccess:
             raise RuntimeError(
                 f"{call}: expected rows in the order of steps, a {type(wiring.writer).__name__} keeps the best ones."
             )
-        newest = self._newest(lanes)
+        newest = newest_rows(storage, lanes)
         rows = newest[newest >= 0]
         if len(rows):
             schema = storage.store.schema
             meant = roles_of(schema.fields, roles)
-            marks, boundaries = (
-                _marks_of_ends(schema.fields, meant, terminated=terminated, call=call),
-                Boundaries(schema, meant),
-            )
+            marks = _marks_of_ends(schema.fields, meant, terminated=terminated, call=call)
+            boundaries = Boundaries(schema, meant)
             columns, moved = storage.read(rows)
             if moved:
                 self._reading.read_again(Draw(rows), columns, moved, call)
@@ -246,21 +244,6 @@ class RowAccess:
         index = wiring.user_index(newest)
         return index if storage.ndim == 1 else index.where(wiring.on_device(newest).unsqueeze(-1) >= 0, -1)
 
-    def _newest(self, lanes: Tensor) -> Tensor:
-        """The newest row of every column of each lane, int64 ``[k · columns]``; -1: there is none. Rows that hold nothing are skipped."""
-        storage = self._wiring.storage
-        extent, width = storage.extent(), math.prod(storage.columns)
-        tracks, column = lanes.repeat_interleave(width), torch.arange(width, device="cpu").repeat(len(lanes))
-        filled = torch.tensor(extent.filled, device="cpu")[tracks]
-        newest = torch.full_like(tracks, -1)
-        for back in range(width, max(extent.filled) + 1, width):
-            inside = (newest < 0) & (back <= filled)
-            if not bool(inside.any()):
-                break
-            rows = torch.where(inside, extent.back(tracks, torch.full_like(tracks, back)) + column, 0)
-            newest = newest.where(~inside | (storage.tickets_of(rows) < 0), rows)
-        return newest
-
     def _fields(self, call: str) -> storages.TensorStorage:
         storage = self._wiring.storage
         if not isinstance(storage, storages.TensorStorage):
@@ -271,6 +254,21 @@ class RowAccess:
         self._wiring.check_editable(call)
         if self._prefetching is not None:
             self._prefetching.materialize()
+
+
+def newest_rows(storage: storages.TensorStorage, lanes: Tensor) -> Tensor:
+    """The newest row of every column of each lane, int64 ``[k · columns]``; -1: there is none. Rows that hold nothing are skipped."""
+    extent, width = storage.extent(), math.prod(storage.columns)
+    tracks, column = lanes.repeat_interleave(width), torch.arange(width, device="cpu").repeat(len(lanes))
+    filled = torch.tensor(extent.filled, device="cpu")[tracks]
+    newest = torch.full_like(tracks, -1)
+    for back in range(width, max(extent.filled) + 1, width):
+        inside = (newest < 0) & (back <= filled)
+        if not bool(inside.any()):
+            break
+        rows = torch.where(inside, extent.back(tracks, torch.full_like(tracks, back)) + column, 0)
+        newest = newest.where(~inside | (storage.tickets_of(rows) < 0), rows)
+    return newest
 
 
 class KeyedRows(NamedTuple):

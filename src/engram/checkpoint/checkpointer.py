@@ -63,14 +63,11 @@ class SaveElsewhere(SaveAttempt):
         return report
 
 
-def _world_of_torch() -> int:
+def _warn_of_others(root: Path) -> None:
     from torch import distributed
 
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
-
-
-def _warn_of_others(root: Path) -> None:
-    if (world := _world_of_torch()) > 1:
+    there = distributed.is_available() and distributed.is_initialized()
+    if there and (world := distributed.get_world_size()) > 1:
         warn(
             f"Checkpointer: torch.distributed has {world} ranks, and ranks= was not given: this process saves for itself, and takes "
             f"{root} from any other that does. Give ranks=Ranks.from_torch(), or a folder of its own to each."
@@ -811,7 +808,8 @@ class StatefulReplay:
         """
         step = reports.checked_step("stateful", self._step())
         if self._handle is None or self._saved_step != step:
-            if not self._any_rank_has_rows():
+            rows, timeout = len(self._job.buffer.storage), self._job.options.timeout
+            if not self._job.ranks.max(int(rows > 0), timeout):  # on no rank
                 return {_ENTRY: ""}
             self.begin()
         handle = self._handle
@@ -858,10 +856,6 @@ class StatefulReplay:
                 ) from error
         else:
             self._job.buffer.empty()
-
-    def _any_rank_has_rows(self) -> bool:
-        job = self._job
-        return job.ranks.max(int(len(job.buffer.storage) > 0), job.options.timeout) > 0
 
     def _pin(self, step: int) -> None:
         """Before the save, so that no later one removes it."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import stat
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -22,26 +22,15 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
+    from engram.cli.reshard import Resharding
     from engram.inspect.catalog import HasStats
 
 __all__ = ["main"]
-
-T = TypeVar("T")
 
 #: What ``engram plot`` draws.
 _FIGURES = ("priority", "weights", "age", "usage", "returns", "map", "ratio", "throughput")
 _PATH = click.Path(path_type=Path)
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
-
-
-class _Resharding(TypedDict):
-    """Options of ``engram reshard`` that go to the planner as they are."""
-
-    capacity: int | None
-    open_ones: str
-    headless: str
-    overflow: Literal["cut", "fill"]
-    max_drop_fraction: float
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
@@ -233,7 +222,7 @@ def verify(path: Path, level: Literal["meta", "read", "full"], as_json: bool) ->
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @_JSON
 def reshard(
-    source: Path, target: Path, ranks: int, lanes: int, dry_run: bool, as_json: bool, **how: Unpack[_Resharding]
+    source: Path, target: Path, ranks: int, lanes: int, dry_run: bool, as_json: bool, **how: Unpack[Resharding]
 ) -> None:
     """Redistribute the trajectories of SOURCE over other ranks and lanes, into a new checkpoint below TARGET.
 
@@ -284,7 +273,12 @@ def plan(
         from engram.cli.plan import planned, show_plan
 
         found = planned(sample, given, capacity, batch=batch, memory=memory, device=device, batch_size=batch_size)
-    _show(found, show_plan, as_json=as_json)
+        if as_json:
+            import msgspec
+
+            print_json(msgspec.to_builtins(found))
+        else:
+            show_plan(found)
 
 
 @main.command()
@@ -390,16 +384,6 @@ def top(store: str, token: str | None, tls_root: str | None, every: float, count
         from engram.cli.top import show
 
         show(store, token, tls_root, every, count, sys.stdout, as_json=as_json)
-
-
-def _show(found: T, show: Callable[[T], None], *, as_json: bool) -> None:
-    """Print what was found, as JSON or as ``show`` does."""
-    if as_json:
-        import msgspec
-
-        print_json(msgspec.to_builtins(found))
-    else:
-        show(found)
 
 
 def _showing(name: str, address: str, *, insecure: bool) -> Callable[[HasStats], None]:

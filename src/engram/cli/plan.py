@@ -16,9 +16,9 @@ from engram._support.memory import available_memory, missing_share
 from engram._support.words import count, format_share, format_size
 from engram.cli.show import Misuse, Refusal, echo, field_of, plain, table, told
 from engram.format import files, layout, schema
-from engram.format.schema import DTYPES, Field, RaggedItems
+from engram.format.schema import DTYPES, Field
 from engram.format.sizes import DevicePlan, ShownField, priority_bytes
-from engram.saved.inspection import describe
+from engram.saved.inspection import Entries, describe, described_field
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,22 +29,11 @@ _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>[kMGT]?)(?:i?B)?"
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
-class PlannedField(msgspec.Struct, omit_defaults=True):
-    """A field of the plan."""
-
-    key: list[str]
-    dtype: str
-    shape: list[int]
-    row_bytes: int
-    bytes: int
-    ragged: RaggedItems | None = None
-
-
 class Plan(msgspec.Struct):
     """The memory and disk space that a buffer takes."""
 
     capacity: int
-    fields: list[PlannedField]
+    fields: list[Entries]
     row_bytes: int
     bytes: int
     """Of all rows."""
@@ -92,11 +81,8 @@ def planned(
         raise Misuse(f"plan: {'.'.join(clash[0])} is both a field and the beginning of another one's name.")
     schema.validate_fields(fields, capacity)
     row_bytes = sum(it.row_bytes for it in fields)
-    each = [
-        PlannedField([*it.key], it.dtype, [*it.shape], it.row_bytes, ShownField.of(it, capacity).nbytes, it.ragged)
-        for it in fields
-    ]
-    nbytes = sum(it.bytes for it in each)
+    each = [described_field(it) | {"bytes": ShownField.of(it, capacity).nbytes} for it in fields]
+    nbytes = sum(it["bytes"] for it in each)
     overhead = layout.tickets_bytes(capacity) + files.control_bytes(1)
     priorities = priority_bytes(capacity, True)
     available = available_memory()
@@ -128,13 +114,8 @@ def planned(
 
 def show_plan(plan: Plan) -> None:
     """Print it as a table."""
-    shown = [
-        ShownField.of(Field(tuple(it.key), it.dtype, tuple(it.shape), it.ragged), plan.capacity) for it in plan.fields
-    ]
-    rows = [
-        (plain(".".join(field.key)), it.dtype, it.shape, it.row, format_size(it.nbytes))
-        for field, it in zip(plan.fields, shown, strict=True)
-    ]
+    shown = [(".".join(it["key"]), ShownField.of(field_of(it), plan.capacity)) for it in plan.fields]
+    rows = [(plain(name), it.dtype, it.shape, it.row, format_size(it.nbytes)) for name, it in shown]
     columns = ("field", "dtype", "shape", "a row", count(plan.capacity, "row"))
     echo([*table([columns, *rows], right=[3, 4], headed=True), ""])
     facts = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import click
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
+    from typing_extensions import Unpack
+
     from engram.types import Ranking
 
 #: How trajectories that are not whole are taken along all the same.
@@ -38,19 +40,25 @@ _WAYS = {
 _OTHERWISE = "--max-drop-fraction 1 takes the rest"
 
 
+class Resharding(TypedDict):
+    """Options that say what becomes of rows."""
+
+    capacity: int | None
+    open_ones: str
+    headless: str
+    overflow: Literal["cut", "fill"]
+    max_drop_fraction: float
+
+
 def reshard(
     source: Path,
     target: Path,
     ranks: int,
     lanes: int,
     *,
-    capacity: int | None,
-    open_ones: str,
-    headless: str,
-    overflow: Literal["cut", "fill"],
-    max_drop_fraction: float,
     dry_run: bool,
     as_json: bool = False,
+    **how: Unpack[Resharding],
 ) -> None:
     """Plan, print the plan, and write it unless it is a dry run.
 
@@ -66,11 +74,11 @@ def reshard(
     with contextlib.ExitStack() as stack:
         checkpoint = stack.enter_context(Checkpoint(_found(source)))
         _check_target(target, checkpoint)
-        targets = [Target(lanes, _lane_length(checkpoint, ranks, lanes, capacity))] * ranks
-        incomplete = checked_incomplete({"open": open_ones, "headless": headless})
-        policy = Policy(incomplete, overflow, _ranking(checkpoint))
+        targets = [Target(lanes, _lane_length(checkpoint, ranks, lanes, how["capacity"]))] * ranks
+        incomplete = checked_incomplete({"open": how["open_ones"], "headless": how["headless"]})
+        policy = Policy(incomplete, how["overflow"], _ranking(checkpoint))
         made = run(open_shards(checkpoint, stack), targets, policy)
-        made.check_dropped(max_drop_fraction, str(checkpoint.folder), _WAYS, _OTHERWISE)
+        made.check_dropped(how["max_drop_fraction"], str(checkpoint.folder), _WAYS, _OTHERWISE)
         made.make_room()
         for rank in range(ranks):
             made.rows(rank)

@@ -60,11 +60,8 @@ class Refusal(click.ClickException):
     def show(self, file: IO[str] | None = None) -> None:
         super().show(file)
         if self._given.get("as_json"):
-            print_json({"problems": [problem(self.message, next(self._paths(), None))]})
-
-    def _paths(self) -> Iterator[str]:
-        """What the command was given to look at."""
-        return (str(value) for value in self._given.values() if isinstance(value, Path))
+            paths = (str(value) for value in self._given.values() if isinstance(value, Path))
+            print_json({"problems": [problem(self.message, next(paths, None))]})
 
 
 class Misuse(Refusal):

@@ -386,13 +386,6 @@ def _with_leaf(node: Node, root: Node, key: tuple[str, ...], at: int, number: in
     return msgspec.structs.replace(node, children={**node.children, name: child})
 
 
-def put_leaf(root: Node, key: tuple[str, ...], number: int) -> None:
-    """Add a field to nested TensorDicts that are being made."""
-    for part in key[:-1]:
-        root = root.children.setdefault(part, Node("tensordict", children={}))
-    root.children[key[-1]] = Node("leaf", field=number)
-
-
 def _without_leaves(node: Node, first: int) -> Node:
     """A node without the leaves of fields from ``first`` on, and without containers that hold nothing else."""
     children = {}

@@ -6,6 +6,7 @@ Python's reader keeps the last of two equal keys, takes NaN for a number and int
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -33,15 +34,13 @@ REFUSALS = (ValueError, TypeError, RecursionError)
 
 
 _describing = fork.lock()
-#: Classes that msgspec knows.
-described: set[object] = set()
 
 
+@functools.cache
 def describe(kind: object) -> None:
     """Let msgspec describe a class, as it would when the class is first read: two threads that do so at once crash it."""
     with _describing:
         msgspec.json.Decoder(kind)
-        described.add(kind)
 
 
 def parse(raw: bytes, max_depth: int = MAX_DEPTH) -> object:

@@ -123,14 +123,10 @@ def _bytes(storage: Storage, store: Store | None) -> dict[str, float]:
         return {"bytes_ram": storage.nbytes, "bytes_disk": 0}
     nbytes = store.nbytes + sum(len(memory) for memory in store.control_memory)
     nbytes += sum(store.indexes[key].block.nbytes for key in tuple(store.indexes))  # another thread may add one
-    on_disk = store.folder is not None and not _is_memory(os.stat(store.folder).st_dev)
+    on_disk = store.folder is not None
+    if store.folder is not None and (memory := shared_memory()).parent.name == "dev":
+        on_disk = os.stat(store.folder).st_dev != os.stat(memory).st_dev
     return {"bytes_ram": 0 if on_disk else nbytes, "bytes_disk": nbytes if on_disk else 0}
-
-
-def _is_memory(device: int) -> bool:
-    """Whether files of this device lie in memory."""
-    place = shared_memory()
-    return place.parent.name == "dev" and os.stat(place).st_dev == device
 
 
 #: Steps of its lane that are looked at before a row, and behind it, for its trajectory.

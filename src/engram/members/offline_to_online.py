@@ -257,13 +257,10 @@ def prefill_replay_buffer(
 def _check_dataset(what: str, dataset: object) -> None:
     """Raise ``TypeError`` for what nothing can be drawn from."""
     if not {"sample", "__len__"} <= set(dir(dataset)):
+        got = repr(dataset) if isinstance(dataset, str) else type(dataset).__name__
         raise TypeError(
-            f"{what}: expected a buffer, or a dataset with sample(n) and len, got {_name_of(dataset)}. Load a dataset first, and pass it."
+            f"{what}: expected a buffer, or a dataset with sample(n) and len, got {got}. Load a dataset first, and pass it."
         )
-
-
-def _name_of(value: object) -> str:
-    return repr(value) if isinstance(value, str) else type(value).__name__
 
 
 def _anonymous(batch: Batch) -> Batch:

@@ -183,7 +183,9 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
         if rbs:
             if any(one is not None for one in (*components, others.get("collate_fns"))):
                 raise RuntimeError(f"{who}: expected members, or storages, samplers and writers of some, got both.")
-            _check_members(who, rbs)
+            for number, rb in enumerate(rbs):
+                if not isinstance(rb, ReplayBuffer):
+                    raise TypeError(f"{who}: member {number}: expected a ReplayBuffer, got {type(rb).__name__}.")
             samplers = SamplerEnsemble(
                 *(rb.sampler for rb in rbs), p=p, sample_from_all=sample_from_all, num_buffer_sampled=num_buffer_sampled
             )
@@ -703,38 +705,8 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
         """``previous``, once others have its place."""
         wiring = self._wiring
         wiring.connect(sampler or wiring.sampler, writer or wiring.writer, self._settings.batch_size)
-        if self._prefetching is not None:
-            self._prefetching.rewired()
+        self._rewire()
         return previous
-
-    def append_transform(self, transform: object, *, invert: bool = False) -> Self:
-        """Add a transform of whole batches at the end, as ``ReplayBuffer.append_transform``.
-
-        >>> import torch
-        >>> from engram import LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble
-        >>> member = ReplayBuffer(storage=LazyTensorStorage(100))
-        >>> _ = member.extend(torch.zeros(10))
-        >>> ReplayBufferEnsemble(member).append_transform(lambda batch: batch + 1).sample(2).tolist()
-        [[1.0, 1.0]]
-        """
-        return self.insert_transform(len(self._wiring.transform), transform, invert=invert)
-
-    def insert_transform(self, index: int, transform: object, *, invert: bool = False) -> Self:
-        """As :meth:`append_transform`, before position ``index``. Raises ``ValueError`` for a position out of range.
-
-        >>> import torch
-        >>> from engram import LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble
-        >>> member = ReplayBuffer(storage=LazyTensorStorage(100))
-        >>> _ = member.extend(torch.zeros(10))
-        >>> rb = ReplayBufferEnsemble(member, transform=lambda batch: batch * 3)
-        >>> rb.insert_transform(0, lambda batch: batch + 1).sample(1).tolist()
-        [[3.0]]
-        """
-        self._discard_prefetched("insert_transform")
-        self._wiring.transform.insert(index, transform, invert=invert)
-        if self._prefetching is not None:
-            self._prefetching.rewired()
-        return self
 
     def share(self, shared: bool = True) -> Self:
         """Let processes that receive the ensemble from now on see the same rows, as ``ReplayBuffer.share`` of every member.
@@ -932,13 +904,6 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
         return (
             f"{type(self).__name__}({len(self)} members of {rows} rows, {how}, batch_size={self._settings.batch_size})"
         )
-
-
-def _check_members(who: str, rbs: Sequence[object]) -> None:
-    """Raise ``TypeError``: one is no buffer."""
-    for number, rb in enumerate(rbs):
-        if not isinstance(rb, ReplayBuffer):
-            raise TypeError(f"{who}: member {number}: expected a ReplayBuffer, got {type(rb).__name__}.")
 
 
 def _made(

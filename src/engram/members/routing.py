@@ -16,7 +16,7 @@ from engram._support.tensordicts import is_tensor_collection, is_tensorclass, te
 from engram.around.episodes import END_KEYS
 from engram.around.windows import WindowSampler
 from engram.buffer.field_updates import CALL, ConditionalUpdateResult, FieldUpdates
-from engram.buffer.row_access import REMOVE, checked_removal
+from engram.buffer.row_access import REMOVE, checked_removal, newest_rows
 from engram.buffer.tensordict import TensorDictReplayBuffer, priorities_in
 from engram.buffer.window_marks import by_window
 from engram.errors import RowError
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from engram.buffer.wiring import Wiring
     from engram.members.reading import Member
-    from engram.types import Entry, Extent
+    from engram.types import Entry
 
 
 class Routing:
@@ -315,35 +315,28 @@ class Keys(NamedTuple):
     @classmethod
     def checked(cls, end: object, terminated: object, truncated: object) -> Keys:
         """Raises ``TypeError``: one is no key. ``ValueError``: two are the same."""
-        named = {"end_key": end, "terminated_key": terminated, "truncated_key": truncated}
-        paths = {
-            name: None if key is None and name != "end_key" else checked_path(key, f"{END_STREAMS}: {name}")
-            for name, key in named.items()
-        }
-        known = [path for path in paths.values() if path is not None]
+        keys = cls(
+            checked_path(end, f"{END_STREAMS}: end_key"),
+            None if terminated is None else checked_path(terminated, f"{END_STREAMS}: terminated_key"),
+            None if truncated is None else checked_path(truncated, f"{END_STREAMS}: truncated_key"),
+        )
+        known = [path for path in keys if path is not None]
         if len(set(known)) < len(known):
             raise ValueError(f"{END_STREAMS}: expected keys that differ, got {', '.join(map(str, known))}.")
-        return cls(paths["end_key"] or (), paths["terminated_key"], paths["truncated_key"])
-
-
-class _Patch(NamedTuple):
-    """The entries to write to a row of a member."""
-
-    member: Member
-    row: Tensor
-    number: Tensor
-    entries: dict[FieldPath, object]
+        return keys
 
 
 def end_streams(members: Sequence[Member], keys: Keys) -> None:
     """Make the newest row of each member an end: what ``ReplayBufferEnsemble.end_streams`` does."""
-    patches = [patch for member in members if (patch := _patch_of(member, keys)) is not None]
-    for member, row, number, entries in patches:
-        member.buffer.update_if_present(index=row, generation=number, patch=entries)
+    patches = [(member.buffer, _patch_of(member, keys)) for member in members]
+    for buffer, patch in patches:
+        if patch is not None:
+            row, number, entries = patch
+            buffer.update_if_present(index=row, generation=number, patch=entries)
 
 
-def _patch_of(member: Member, keys: Keys) -> _Patch | None:
-    """What is to be written to a member's newest row; None: nothing was ever written, or it is an end already."""
+def _patch_of(member: Member, keys: Keys) -> tuple[Tensor, Tensor, dict[FieldPath, Tensor]] | None:
+    """A member's newest row, the number of its write, and what is to be written to it; None: there is none."""
     wiring = member.wiring
     storage, sampler = wiring.storage, wiring.sampler
     who = f"{END_STREAMS}: member {member.number}"
@@ -357,30 +350,23 @@ def _patch_of(member: Member, keys: Keys) -> _Patch | None:
         raise RuntimeError(
             f"{who}: expected a SliceSampler that reads {public(keys.end)!r}, got {sampler!r}. Give it end_key={public(keys.end)!r}."
         )
-    newest = _newest(storage.extent(), storage)
-    if newest is None:
+    row = newest_rows(storage, torch.zeros(1, dtype=torch.int64, device="cpu"))
+    if row < 0:
         return None
-    structure = storage.written()
-    row = torch.tensor([newest], device="cpu")
-    number = storage.writes_of(row, storage.tickets_of(row))
-    fields = {field.key: at for at, field in enumerate(structure.fields)}
+    fields = [field.key for field in storage.written().fields]
     if keys.end not in fields:
         raise RuntimeError(
             f"{who}: expected the stored field {public(keys.end)!r}, got {sorted(map(public, fields), key=str)}."
         )
-    columns = dict(zip(fields, storage.read(row)[0], strict=True))
+    columns: dict[FieldPath | None, Tensor] = dict(zip(fields, storage.read(row)[0], strict=True))
     done = columns[keys.end]
     if done.dtype is not torch.bool:
         raise TypeError(f"{who}: {public(keys.end)!r}: expected a field of bools, got {done.dtype}.")
-    entries: dict[FieldPath, object] = {keys.end: torch.ones_like(done)}
-    truncated = columns.get(keys.truncated) if keys.truncated is not None else None
-    if truncated is not None and keys.truncated is not None:
-        over = done.any()
-        terminated = columns.get(keys.terminated) if keys.terminated is not None else None
-        if terminated is not None:
-            over = over | (terminated != 0).any()
-        entries[keys.truncated] = truncated | ~over
-    return _Patch(member, row, number, entries)
+    entries = {keys.end: torch.ones_like(done)}
+    if keys.truncated is not None and keys.truncated in columns:
+        over = done.any() | (columns.get(keys.terminated, done) != 0).any()
+        entries[keys.truncated] = columns[keys.truncated] | ~over
+    return row, storage.writes_of(row, storage.tickets_of(row)), entries
 
 
 def _ends_of(sampler: WindowSampler) -> tuple[FieldPath, ...]:
@@ -389,12 +375,3 @@ def _ends_of(sampler: WindowSampler) -> tuple[FieldPath, ...]:
     if rules is None:  # boundaries that are no fields
         return ()
     return (*END_KEYS, *(key[1:] for key in END_KEYS)) if rules.end_keys is None else rules.end_keys
-
-
-def _newest(extent: Extent, storage: storages.TensorStorage) -> int | None:
-    """The newest row that holds something; None: there is none."""
-    for back in range(1, extent.filled[0] + 1):
-        row = (extent.seam[0] - back) % extent.capacity
-        if int(storage.tickets_of(torch.tensor([row], device="cpu"))[0]) >= 0:
-            return row
-    return None

@@ -143,6 +143,19 @@ def held_bytes(rows: int, row_bytes: int) -> int:
     return rows * (row_bytes + BESIDE_ROW)
 
 
+def check_fits(what: str, rows: int, row_bytes: int) -> None:
+    """Raise ``ValueError``: so many rows are too much for one message.
+
+    >>> from engram.remote.protocol import check_fits
+    >>> check_fits("extend", 100, 8)
+    """
+    if held_bytes(rows, row_bytes) > MAX_MESSAGE:
+        raise ValueError(
+            f"{what}: expected at most {MAX_MESSAGE} bytes at once over a connection, got {rows} rows of {row_bytes} bytes and "
+            f"{BESIDE_ROW} beside them. Take fewer."
+        )
+
+
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="do", tag="sample"):
     """Command to draw a batch for each key. The answer is one message with all their rows."""
 

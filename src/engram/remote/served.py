@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engram._support.unsupported import BY_NUMBER, refused, refusing
 from engram.errors import PriorityError
-from engram.format.ring_sizes import usual_row_bytes
+from engram.format.sizes import usual_row_bytes
 from engram.remote.protocol import COALESCED_BYTES, MAX_BATCHES, Mass, Served, State
 from engram.samplers._base import DeclaredSampler
 from engram.samplers.prioritized import as_priorities, rows_of

@@ -313,11 +313,7 @@ class RemoteStorage(ServedStorage):
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
     def ask_for(self, keys: Sequence[int], rows: int) -> None:
-        if protocol.held_bytes(rows, self._usual_bytes) > protocol.MAX_MESSAGE:
-            raise ValueError(
-                f"sample: batch_size: expected batches of at most {protocol.MAX_MESSAGE} bytes over a connection, got {rows} rows of "
-                f"{self._usual_bytes} bytes and {protocol.BESIDE_ROW} beside them."
-            )
+        protocol.check_fits("sample: batch_size", rows, self._usual_bytes)
         self.ask(protocol.Sample(rows, [key & (1 << 64) - 1 for key in keys]))
 
     def ask(self, command: protocol.Sample) -> None:
@@ -396,13 +392,8 @@ class RemoteStorage(ServedStorage):
     # ---- writing -------------------------------------------------------------------------------------------------------
 
     def write(self, plan: WritePlan, prepared: list[Tensor], n: int) -> Write:
-        nbytes = n * self._schema.row_bytes + sum(
-            it.nbytes for column in prepared if (it := items_in(column)) is not None
-        )
-        if protocol.held_bytes(n, 0) + nbytes > protocol.MAX_MESSAGE:
-            raise ValueError(
-                f"extend: expected at most {protocol.MAX_MESSAGE} bytes at once over a connection. Write fewer rows."
-            )
+        items = sum(it.nbytes for column in prepared if (it := items_in(column)) is not None)
+        protocol.check_fits("extend", n, self._schema.row_bytes + -(-items // max(n, 1)))
         columns, lane = prepared, plan.lane
         if self.lanes > 1:
             columns = [*prepared, lane if isinstance(lane, Tensor) else torch.full((n,), lane or 0, device="cpu")]
@@ -458,11 +449,7 @@ class RemoteStorage(ServedStorage):
     def check_removal(self, rows: Tensor) -> None:
         """Raises, too: ``RuntimeError``: the server is read-only, or of an older engram. ``ValueError``: too many. ``ConnectionError``."""
         super().check_removal(rows)
-        if protocol.held_bytes(len(rows), _EDIT_BYTES) > protocol.MAX_MESSAGE:
-            raise ValueError(
-                f"remove: expected at most {protocol.MAX_MESSAGE} bytes at once over a connection, got {len(rows)} rows. "
-                "Remove fewer at once."
-            )
+        protocol.check_fits("remove", len(rows), _EDIT_BYTES)
         self._arrive()
         try:
             self.connection.ask("can_remove", protocol.CanRemove(), dict)

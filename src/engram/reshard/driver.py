@@ -17,7 +17,7 @@ from engram._support.copies import raw_bytes
 from engram._support.words import count, format_share
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
-from engram.format.ring_sizes import resized, rings_of, with_rings
+from engram.format.sizes import resized, rings_of, with_rings
 from engram.reshard import plan as plans
 from engram.reshard.scatter import Scatter, read_first_steps
 from engram.saved import parts as saved_parts
@@ -450,18 +450,12 @@ def _differences(ours: object, theirs: object, where: str) -> Iterator[tuple[str
             yield from _differences(value, theirs[key], f"{where}.{key}" if where else key)
         return
     if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
-        same = _same_tensors(ours, theirs)
+        same = ours.dtype is theirs.dtype and ours.shape == theirs.shape
+        same = same and torch.equal(raw_bytes(ours), raw_bytes(theirs))
     else:
         same = repr(ours) == repr(theirs)
     if not same:
         yield where, ours, theirs
-
-
-def _same_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bit for bit."""
-    if one.dtype is not other.dtype or one.shape != other.shape:
-        return False
-    return torch.equal(raw_bytes(one), raw_bytes(other))
 
 
 def _said(value: object) -> str:

@@ -116,10 +116,6 @@ class ReshardPlan(NamedTuple):
         return sha.hexdigest()
 
     @property
-    def kept(self) -> dict[str, int]:
-        return {"episodes": len(self.rank), "steps": int(self.steps.sum())}
-
-    @property
     def dropped(self) -> dict[str, dict[str, int]]:
         """Episodes and steps that are left out, by reason, of all shards."""
         return named_counts(DROPPED, self.drops.sum(0))
@@ -255,7 +251,7 @@ def _checked_runs(reader: PartReader, lane_length: int, columns: int) -> NDArray
     """The trajectories, each of rows that are there and no two of the same ones."""
     lanes, rows = lanes_of(reader), reader.records["tickets"]
     if reader.segment_rows is not None:
-        rows = max((it.first_row + it.rows for it in reader.segments()), default=0)
+        rows = max((it.end for it in reader.listing.segments), default=0)
     position, live = lanes[:, 0], lanes[:, 1]
     if (position < 0).any() or (live < np.minimum(position, lane_length)).any() or (live > lane_length).any():
         raise corrupt(reader.folder / layout.FOLDER / "lanes.bin", "expected lanes of a store")

@@ -11,12 +11,11 @@ import torch
 from engram._support import native
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
-from engram.reshard.moved_items import MovedItems, MovedRows
 from engram.reshard.plan import TRUNCATED, ReshardPlan, SavedShard, Source, fields_of, lanes_of, within
 from engram.saved.description import BLOCK
 from engram.saved.documents import corrupt
 from engram.saved.part_reader import PartReader, Stretch, stretches
-from engram.saved.ragged import PartItems
+from engram.saved.ragged import PartItems, check_longest
 from engram.saved.rows import (
     Boundaries,
     boundary_fields,
@@ -26,7 +25,7 @@ from engram.saved.rows import (
     ticket_stretches,
 )
 from engram.store.memory import DTYPE_OF
-from engram.store.ragged_state import fill_rings
+from engram.store.ragged_state import Piece, check_room, compacted, fill_rings, oldest_first
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -282,6 +281,49 @@ def _taken(column: Tensor, rows: Tensor) -> Tensor:
     flat = column.reshape(len(column), -1).view(torch.uint8)
     taken = flat[rows.to(column.device)].cpu().contiguous().view(column.dtype)
     return taken.reshape(len(rows), *column.shape[1:])
+
+
+class MovedRows(NamedTuple):
+    """Rows of one shard, and where they go."""
+
+    items: PartItems
+    target: Tensor
+    """int64 ``[n]``: the row of the target for each of the shard, -1 where it is left out."""
+
+
+class MovedItems:
+    """The ragged rows that one rank gets, one after the other in the ring of their lane.
+
+    Args:
+        moved: of all shards with rows for it.
+        lanes: int64 ``[L, 2]`` or wider, as the rank's store will have them.
+        here: the schema of that store.
+    """
+
+    def __init__(self, moved: Sequence[MovedRows], lanes: Tensor, here: schemas.Schema) -> None:
+        self._moved, self._here = moved, here
+        length = here.capacity // here.lanes
+        self.lane_of = torch.arange(here.capacity, device="cpu") // length
+        lengths = [self._lengths(group) for group in range(len(here.ragged_groups))]
+        self.spans, self.heads = compacted(lengths, oldest_first(lanes, length))
+
+    def check(self, where: str) -> None:
+        """Raise ``IncompatibleCheckpoint``: the rings of the store are too small. ``where``: for messages."""
+        check_longest(self.spans, self._here, where)
+        check_room(self.heads, self._here, where)
+
+    def _lengths(self, group: int) -> Tensor:
+        lengths = torch.zeros(len(self.lane_of), dtype=torch.int64, device="cpu")
+        for one in self._moved:
+            there = one.target >= 0
+            lengths[one.target[there]] = one.items.spans[group].lengths[there]
+        return lengths
+
+    def pieces(self, group: int) -> Iterator[Piece]:
+        for one in self._moved:
+            there, to = one.target >= 0, one.target.clamp(min=0)
+            lanes = torch.where(there, self.lane_of[to], -1)
+            yield from one.items.picked(group, lanes, self.spans[group].offsets[to])
 
 
 class Scatter:

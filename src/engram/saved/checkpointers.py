@@ -31,10 +31,10 @@ from engram.saved.part_reader import PartReader, is_part
 from engram.saved.part_writer import PartWriter
 from engram.saved.parts import Dumpable, PartSnapshot, Preparation, described_state, read_state
 from engram.saved.snapshot import SavedRows
-from engram.store.memory import DTYPE_NAMES, refuse_ragged
+from engram.store.memory import DTYPE_NAMES, refuse_ragged, write_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from tensordict import TensorDict
@@ -592,7 +592,7 @@ class _HookedRows(NamedTuple):
 
     def fill(self, tensors: RowsTarget) -> None:
         for number, column in enumerate(self.columns):
-            tensors.write(number, 0, column[: self.length])
+            write_rows(tensors, number, 0, column[: self.length])
 
 
 def _others(data: TensorDict) -> dict[Key, object]:
@@ -605,16 +605,26 @@ def _others(data: TensorDict) -> dict[Key, object]:
 
 def _schema(fields: Mapping[Key, object], slots: tuple[int, ...], where: str) -> schemas.Schema:
     """The schema of what hooks have made. Raises ``IncompatibleCheckpoint``: what cannot be stored."""
-    made, root = [], schemas.Node("tensordict", children={})
-    for number, (key, value) in enumerate(fields.items()):
+    made = []
+    for key, value in fields.items():
         if not isinstance(value, torch.Tensor) or value.dtype not in DTYPE_NAMES:
             got = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
             raise IncompatibleCheckpoint(
                 f"{where}: field {key}: expected a tensor that can be stored from the hooks, got {got}. Leave it out, or make one of it."
             )
-        schemas.put_leaf(root, key, number)
         made.append(schemas.Field(key, DTYPE_NAMES[value.dtype], tuple(value.shape[1:])))
-    return schemas.Schema(math.prod(slots), 1, slots[1:], tuple(made), root)
+    return schemas.Schema(math.prod(slots), 1, slots[1:], tuple(made), tensordicts_of(fields))
+
+
+def tensordicts_of(keys: Iterable[Key]) -> schemas.Node:
+    """TensorDicts in TensorDicts with fields of these keys, numbered in that order."""
+    root = schemas.Node("tensordict", children={})
+    for number, key in enumerate(keys):
+        node = root
+        for part in key[:-1]:
+            node = node.children.setdefault(part, schemas.Node("tensordict", children={}))
+        node.children[key[-1]] = schemas.Node("leaf", field=number)
+    return root
 
 
 def check_storage(storage: object, call: str) -> Dumpable:

@@ -23,12 +23,12 @@ import re
 import struct
 import sys
 from array import array
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
 import xxhash
 
-from engram.format import layout, strict
+from engram.format import files, layout, strict
 from engram.format.schema import DTYPES, MAX_DIMS, Field, Node, PartField, Schema, validate_fields, validate_geometry
 from engram.saved import documents
 
@@ -83,10 +83,7 @@ class Summing:
 
     def update(self, data: Buffer) -> None:
         """Add bytes. ``data``: C-contiguous."""
-        view = memoryview(data)
-        if not view.nbytes:
-            return
-        view = view.cast("B")
+        view = files.as_bytes(data)
         at = self._complete(view)
         while len(view) - at >= BLOCK:
             self._sums.append(xxhash.xxh3_64_intdigest(view[at : at + BLOCK]))
@@ -131,10 +128,7 @@ def first_wrong(data: Buffer, sums: Sums, first: int) -> int | None:
         sums: of all blocks of the file.
         first: number of a block.
     """
-    view = memoryview(data)
-    if not view.nbytes:
-        return None
-    view = view.cast("B")
+    view = files.as_bytes(data)
     for i in range(blocks_of(len(view))):
         if xxhash.xxh3_64_intdigest(view[i * BLOCK : (i + 1) * BLOCK]) != sums[first + i]:
             return first + i
@@ -218,12 +212,23 @@ class Segment(NamedTuple):
     k: int
     first_row: int
     rows: int
-    nbytes: int
-    tickets_sum: int
+    nbytes: int = 0
+    """Of its file; these entries are filled in when it is written."""
+    tickets_sum: int = 0
     """xxh3-64 of the saved tickets: an equal one means equal rows."""
-    sums_at: int
+    sums_at: int = 0
     """Number of its first sum in ``sums.bin``."""
-    flags: int
+    flags: int = 0
+
+    @property
+    def end(self) -> int:
+        """The row behind the last one."""
+        return self.first_row + self.rows
+
+    @property
+    def name(self) -> str:
+        """Of its file."""
+        return f"seg/{self.lane}-{self.k}.bin"
 
 
 class ItemsPiece(NamedTuple):
@@ -235,15 +240,21 @@ class ItemsPiece(NamedTuple):
     first: int
     """The offset of the first item."""
     items: int
-    nbytes: int
-    sums_at: int
+    nbytes: int = 0
+    """Of its file; these entries are filled in when it is written."""
+    sums_at: int = 0
     """Number of its first sum in ``sums.bin``."""
-    flags: int
+    flags: int = 0
 
     @property
     def end(self) -> int:
         """The offset behind the last item."""
         return self.first + self.items
+
+    @property
+    def name(self) -> str:
+        """Of its file."""
+        return f"{layout.FOLDER}/items/{self.lane}-{self.leader}-{self.first}.bin"
 
 
 def pack_lanes(lanes: Iterable[Lane]) -> bytes:
@@ -346,13 +357,7 @@ Size = Annotated[int, msgspec.Meta(ge=0, lt=_LIMIT)]
 
 TableName = Literal["lanes", "tickets", "trajectories", "segments", "items"]
 #: In the order of their sums.
-TABLE_FILES: dict[TableName, str] = {
-    "lanes": ".engram/lanes.bin",
-    "tickets": ".engram/tickets.bin",
-    "trajectories": ".engram/trajectories.bin",
-    "segments": ".engram/segments.bin",
-    "items": ".engram/items.bin",
-}
+TABLE_FILES: dict[TableName, str] = {table: f"{layout.FOLDER}/{table}.bin" for table in get_args(TableName)}
 
 
 class ArrayInfo(msgspec.Struct, frozen=True):
@@ -481,20 +486,8 @@ def array_name(prefix: str, number: int) -> str:
     return f"{prefix}{number:03d}.bin"
 
 
-def table_name(table: str) -> str:
-    return f"{layout.FOLDER}/{table}.bin"
-
-
-def segment_name(lane: int, k: int) -> str:
-    return f"seg/{lane}-{k}.bin"
-
-
 def spans_name(number: int) -> str:
     return f"{layout.FOLDER}/{number:03d}.spans"
-
-
-def piece_name(lane: int, leader: int, first: int) -> str:
-    return f"{layout.FOLDER}/items/{lane}-{leader}-{first}.bin"
 
 
 def piece_fields(schema: Sequence[PartField], leader: int) -> list[PartField]:

@@ -20,7 +20,7 @@ import msgspec
 import xxhash
 
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from engram.format.strict import MAX_BYTES, MAX_DEPTH, REFUSALS, describe, described, is_tame, parse, plain
+from engram.format.strict import MAX_BYTES, MAX_DEPTH, REFUSALS, describe, is_tame, parse, plain
 from engram.saved import disk
 
 if TYPE_CHECKING:
@@ -183,8 +183,7 @@ def encode(value: msgspec.Struct | Mapping[str, object]) -> bytes:
     try:
         raw = _text(value)
         kind = type(value) if isinstance(value, msgspec.Struct) else dict
-        if kind not in described:
-            describe(kind)
+        describe(kind)
         if is_tame(raw, MAX_DEPTH) and msgspec.json.decode(raw, type=kind) == value:
             return raw
     except REFUSALS:
@@ -208,8 +207,7 @@ def _text(value: object) -> bytes:
 def _decode_same(raw: bytes, kind: type[D]) -> D | None:
     """The document of this version, or of an older minor one, whose text this is; None: there is none."""
     try:
-        if kind not in described:
-            describe(kind)
+        describe(kind)
         document = msgspec.json.decode(raw, type=kind)
         major, minor = document.version
         known = dict(kind.VERSIONS).get(major, -1)

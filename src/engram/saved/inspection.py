@@ -393,7 +393,8 @@ def moment(name: str, *paths: Path) -> Entries:
     return {name: at.strftime("%Y-%m-%dT%H:%M:%SZ"), "age_s": round(age, 1)}
 
 
-def _described_field(field: schema.Column) -> Entries:
+def described_field(field: schema.Column) -> Entries:
+    """A field, as descriptions have it."""
     entries: Entries = {
         "key": list(field.key),
         "dtype": field.dtype,
@@ -467,7 +468,7 @@ def _described_part(part: PartReader) -> Entries:
     if part.geometry is not None:
         found["geometry"] = msgspec.to_builtins(part.geometry)
     if part.schema is not None:
-        found["fields"] = [*map(_described_field, part.schema)]
+        found["fields"] = [*map(described_field, part.schema)]
         found["segment_rows"] = part.segment_rows
     if "lanes" in part.records:
         lanes = part.lanes()
@@ -608,7 +609,7 @@ def _described_store(path: Path) -> Entries:
         "processes": [] if header.clean else files.processes(bytes(raw[: files.FIXED_BYTES])),
         "row_bytes": decoded.row_bytes,
         "bytes": decoded.nbytes,
-        "fields": [*map(_described_field, decoded.fields)],
+        "fields": [*map(described_field, decoded.fields)],
         "indexes": [_described_index(index) for index in sorted((folder / layout.INDEXES).glob("*/[!.]*"))],
     }
 

@@ -110,12 +110,11 @@ def _list_tables(folder: Path, folder_fd: int, listing: Listing) -> None:
     if part.segment is not UNSET:
         listing.segments.extend(_segments(folder, folder_fd, listing))
         for it in listing.segments:
-            listing.files[description.segment_name(it.lane, it.k)] = SummedFile(it.nbytes, it.sums_at)
+            listing.files[it.name] = SummedFile(it.nbytes, it.sums_at)
     if part.tables is not UNSET and "items" in part.tables:
         listing.pieces.extend(_pieces(folder, folder_fd, listing))
         for piece in listing.pieces:
-            name = description.piece_name(piece.lane, piece.leader, piece.first)
-            listing.files[name] = SummedFile(piece.nbytes, piece.sums_at)
+            listing.files[piece.name] = SummedFile(piece.nbytes, piece.sums_at)
 
 
 def _holds(folder_fd: int, name: str) -> bool:
@@ -158,7 +157,7 @@ def _pieces(folder: Path, folder_fd: int, listing: Listing) -> Iterator[descript
     part = listing.document
     assert part.schema is not UNSET  # description.check
     assert part.geometry is not UNSET
-    name = description.table_name("items")
+    name = description.TABLE_FILES["items"]
     groups = description.as_schema(part.schema, part.geometry).ragged_groups
     fields = {group.leader: description.piece_fields(part.schema, group.leader) for group in groups}
     try:
@@ -180,7 +179,7 @@ def _segments(folder: Path, folder_fd: int, listing: Listing) -> Iterator[descri
     assert part.geometry is not UNSET
     assert part.segment is not UNSET
     assert part.tables is not UNSET
-    name = description.table_name("segments")
+    name = description.TABLE_FILES["segments"]
     raw = _table(folder, folder_fd, listing, name)
     length, rows = part.geometry.lane_length, part.segment.rows
     sizes: dict[int, int] = {}
@@ -370,7 +369,7 @@ class PartReader(Closes):
     def lanes(self) -> list[description.Lane]:
         """The lanes of a storage. Raises as ``read``, and ``CorruptCheckpoint`` for a lane that no store has."""
         assert self.geometry is not None
-        name = description.table_name("lanes")
+        name = description.TABLE_FILES["lanes"]
         try:
             return description.unpack_lanes(self.read_all(name), self.geometry.lane_length)
         except ValueError as error:
@@ -379,7 +378,7 @@ class PartReader(Closes):
     def trajectories(self) -> Iterator[description.Trajectory]:
         """The trajectories of a storage, read in pieces of 1 MiB. Raises as ``lanes``, when it comes there."""
         assert self.geometry is not None
-        name = description.table_name("trajectories")
+        name = description.TABLE_FILES["trajectories"]
         size = self.listing.files[name].bytes
         piece = _CHUNK // description.RECORD_BYTES["trajectories"] * description.RECORD_BYTES["trajectories"]
         columns = math.prod(self.geometry.columns)
@@ -393,14 +392,6 @@ class PartReader(Closes):
                     last = it
             except ValueError as error:
                 raise corrupt(self.folder / name, str(error), at) from error
-
-    def segments(self) -> list[description.Segment]:
-        """The segments of a storage, by lane and number."""
-        return list(self.listing.segments)
-
-    def pieces(self) -> list[description.ItemsPiece]:
-        """The pieces of items of ragged fields, by lane, field and offset."""
-        return list(self.listing.pieces)
 
     # -- checks --
 
@@ -538,6 +529,7 @@ def stretches(reader: PartReader) -> Iterator[Stretch]:
         for number, field in enumerate(fields):
             yield Stretch(description.field_name(field), 0, number, 0, reader.records["tickets"])
         return
-    for it in reader.segments():
+    for it in reader.listing.segments:
+        name, end = it.name, it.end
         for number, offset in enumerate(description.segment_layout(fields, it.rows)[0]):
-            yield Stretch(description.segment_name(it.lane, it.k), offset, number, it.first_row, it.first_row + it.rows)
+            yield Stretch(name, offset, number, it.first_row, end)

@@ -6,7 +6,7 @@ import hashlib
 import math
 import os
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
 
 import msgspec
 from msgspec import UNSET
@@ -14,7 +14,16 @@ from msgspec import UNSET
 from engram.format import layout
 from engram.format.schema import DTYPES, MAX_DIMS, PartField
 from engram.saved import description, disk
-from engram.saved.description import ArrayInfo, Geometry, Part, SegmentSize, SumsEntry, TableName
+from engram.saved.description import (
+    ArrayInfo,
+    Geometry,
+    ItemsPiece,
+    Part,
+    Segment,
+    TableName,
+    pack_pieces,
+    pack_segments,
+)
 from engram.saved.part_reader import Listing, PartReader, SummedFile
 
 if TYPE_CHECKING:
@@ -31,6 +40,8 @@ _LATER = {"writes", "usage"}
 _CHUNK = 1 << 20
 #: Bytes of a file after which the disk is told to begin with them, while the next ones are copied.
 _START = 16 << 20
+
+R = TypeVar("R", Segment, ItemsPiece)
 
 
 def _bytes_of(files: Sequence[_Written], more: int) -> tuple[int, int]:
@@ -60,25 +71,6 @@ class PartInfo(NamedTuple):
     """Bytes of its files that are also an older checkpoint's."""
     listing: Listing
     """What a reader of it would read."""
-
-
-class SegmentRows(NamedTuple):
-    """The rows of a segment's file: ``[first_row, first_row + rows)`` of the store, all of one lane."""
-
-    lane: int
-    k: int
-    first_row: int
-    rows: int
-    tickets_sum: int
-
-
-class PieceItems(NamedTuple):
-    """The items of a piece's file: ``[first, first + items)`` of a lane's ring of the field ``leader``, and of those like it."""
-
-    lane: int
-    leader: int
-    first: int
-    items: int
 
 
 class _Written(NamedTuple):
@@ -121,10 +113,7 @@ class FileWriter:
 
     def write(self, data: Buffer) -> None:
         """Append bytes. ``data``: C-contiguous; must not change during the call. Raises ``OSError``; ``ValueError`` beyond the size."""
-        view = memoryview(data)
-        if not view.nbytes:
-            return
-        view = view.cast("B")
+        view = files.as_bytes(data)
         self._append(len(view), partial(self._write, view))
 
     def skip(self, nbytes: int) -> None:
@@ -328,8 +317,8 @@ class PartWriter:
         geometry: Geometry | None = None,
         schema: Sequence[PartField] | None = None,
         segment_rows: int | None = None,
-        segments: Sequence[SegmentRows] = (),
-        pieces: Sequence[PieceItems] | None = None,
+        segments: Sequence[Segment] = (),
+        pieces: Sequence[ItemsPiece] | None = None,
     ) -> PartInfo:
         """Write sums and ``part.json``, and wait until every name is on disk. The part is complete when this returns.
 
@@ -351,8 +340,8 @@ class PartWriter:
         later: dict[TableName, int] = {} if segment_rows is None else {"segments": len(segments)}
         later |= {} if pieces is None else {"items": len(its_pieces)}
         placed = self._placed(schema or (), segments, its_pieces, later)
-        records = [] if segment_rows is None else self._write_segments(segments, placed)
-        of_items = [] if pieces is None else self._write_pieces(its_pieces, placed)
+        records = [] if segment_rows is None else self._write_records("segments", segments, placed, pack_segments)
+        of_items = [] if pieces is None else self._write_records("items", its_pieces, placed, pack_pieces)
         written = [self._complete(name) for name in placed]
         raw_sums = b"".join([description.pack_sums(file.sums) for file in written])
         part, type_, name = self._names
@@ -366,12 +355,12 @@ class PartWriter:
                 ArrayInfo(dtype, shape, *placed[description.array_name(self._prefix, i)])
                 for i, (dtype, shape) in enumerate(self._arrays)
             ),
-            sums=SumsEntry(len(raw_sums), hashlib.sha256(raw_sums).hexdigest()),
+            sums=description.SumsEntry(len(raw_sums), hashlib.sha256(raw_sums).hexdigest()),
             geometry=UNSET if geometry is None else geometry,
             byteorder=UNSET if schema is None else "little",
             schema=UNSET if schema is None else tuple(schema),
             schema_sum=UNSET if schema is None else description.schema_sum(schema),
-            segment=UNSET if segment_rows is None else SegmentSize(segment_rows),
+            segment=UNSET if segment_rows is None else description.SegmentSize(segment_rows),
             storage=UNSET if schema is None or segment_rows is not None else description.file_entries(schema, placed),
             tables=description.table_entries(placed) if self._prefix else UNSET,
         )
@@ -400,42 +389,25 @@ class PartWriter:
             disk.sync_folder(self._path(relative))
         return raw, hashlib.sha256(raw).hexdigest()
 
-    def _write_segments(
-        self, segments: Sequence[SegmentRows], placed: Mapping[str, SummedFile]
-    ) -> list[description.Segment]:
-        """The table of segments. Their sums come after its own, whose number its size says."""
-        records = []
-        for it in segments:
-            name = description.segment_name(it.lane, it.k)
-            size, sums_at = placed[name]
-            flags = description.LINKED if self._complete(name).linked else 0
-            records.append(
-                description.Segment(it.lane, it.k, it.first_row, it.rows, size, it.tickets_sum, sums_at, flags)
-            )
-        self._write_table("segments", description.pack_segments(records))
-        return records
-
-    def _write_pieces(
-        self, pieces: Sequence[PieceItems], placed: Mapping[str, SummedFile]
-    ) -> list[description.ItemsPiece]:
-        """The table of items, likewise."""
-        records = []
-        for it in pieces:
-            name = description.piece_name(it.lane, it.leader, it.first)
-            flags = description.LINKED if self._complete(name).linked else 0
-            records.append(description.ItemsPiece(*it, *placed[name], flags))
-        self._write_table("items", description.pack_pieces(records))
-        return records
-
-    def _write_table(self, table: str, raw: bytes) -> None:
-        with self.file(description.table_name(table), len(raw)) as file:
+    def _write_records(
+        self, table: TableName, records: Sequence[R], placed: Mapping[str, SummedFile], pack: Callable[[list[R]], bytes]
+    ) -> list[R]:
+        """Write the table of some files, whose sizes and sums are known by now."""
+        made = []
+        for it in records:
+            name = it.name
+            (nbytes, sums_at), linked = placed[name], self._complete(name).linked
+            made.append(it._replace(nbytes=nbytes, sums_at=sums_at, flags=description.LINKED if linked else 0))
+        raw = pack(made)
+        with self.file(description.TABLE_FILES[table], len(raw)) as file:
             file.write(raw)
+        return made
 
     def _placed(
         self,
         schema: Sequence[PartField],
-        segments: Sequence[SegmentRows],
-        pieces: Sequence[PieceItems],
+        segments: Sequence[Segment],
+        pieces: Sequence[ItemsPiece],
         later: Mapping[TableName, int],
     ) -> dict[str, SummedFile]:
         """Size and number of the first sum of every file, in the order of their sums.
@@ -444,12 +416,11 @@ class PartWriter:
         """
         sizes = {name: self._complete(name).bytes for name in self._files}
         for table, records in later.items():
-            sizes[description.table_name(table)] = records * description.RECORD_BYTES[table]
+            sizes[description.TABLE_FILES[table]] = records * description.RECORD_BYTES[table]
         names = [description.array_name(self._prefix, i) for i in range(len(self._arrays))]
         of_rows = [*map(description.field_name, schema), *map(description.meta_name, description.levels(schema))]
         names += [name for name in (*of_rows, *description.TABLE_FILES.values()) if name in sizes]
-        names += [description.segment_name(it.lane, it.k) for it in segments]
-        names += [description.piece_name(it.lane, it.leader, it.first) for it in pieces]
+        names += [it.name for it in segments] + [it.name for it in pieces]
         strangers = sorted(set(sizes).symmetric_difference(names))
         if strangers:
             raise ValueError(

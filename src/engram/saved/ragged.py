@@ -15,9 +15,10 @@ import torch
 from engram._support.state import tensor_in
 from engram.errors import IncompatibleCheckpoint
 from engram.saved import description
+from engram.saved.description import ItemsPiece
 from engram.saved.documents import corrupt
 from engram.saved.part_reader import PartReader, stretches
-from engram.saved.part_writer import PartWriter, PieceItems
+from engram.saved.part_writer import PartWriter
 from engram.store.memory import DTYPE_OF
 from engram.store.ragged_rows import offsets_of, places_of
 from engram.store.ragged_state import Piece, Spans, check_room, compacted, oldest_first
@@ -89,11 +90,11 @@ class ItemsWriter:
         self._part, self._store, self._fields, self._base = part, store, fields, base
         self._order = [rows.numpy() for rows in oldest_first(lanes, store.lane_length)]
         self._parent, self._paranoid, self._progress = parent, paranoid, progress
-        self._theirs = _by_lane(() if parent is None else parent.reader.pieces())
+        self._theirs = _by_lane(() if parent is None else parent.reader.listing.pieces)
         none = torch.zeros((store.lanes, len(store.schema.ragged_groups)), dtype=torch.int64, device="cpu")
         self._shifts = (none if store.item_shifts is None else store.item_shifts).numpy()
         self._spans: dict[int, Tensor] = {}
-        self.pieces: list[PieceItems] = []
+        self.pieces: list[ItemsPiece] = []
         """What was written and linked."""
 
     def write(self, numbers: NDArray[np.int64]) -> dict[int, Tensor]:
@@ -144,7 +145,7 @@ class ItemsWriter:
                 self._write_piece(some)
         self._write_pieces(rows, at, len(there), block)
 
-    def _linkable(self, rows: _LaneRows, block: int) -> list[tuple[int, int, description.ItemsPiece]]:
+    def _linkable(self, rows: _LaneRows, block: int) -> list[tuple[int, int, ItemsPiece]]:
         """Pieces of the parent of which there are rows here: from which row to which, and the piece."""
         found = []
         for piece in self._theirs.get((rows.lane, rows.group.leader), ()):
@@ -155,21 +156,21 @@ class ItemsWriter:
         _, number, counts = np.unique(blocks, return_inverse=True, return_counts=True)
         return [it for it, many in zip(found, counts[number] >= _PIECES_OF_A_BLOCK, strict=True) if not many]
 
-    def _linked(self, rows: _LaneRows, piece: description.ItemsPiece) -> bool:
+    def _linked(self, rows: _LaneRows, piece: ItemsPiece) -> bool:
         """Link a piece of the parent that has the items of rows, of which other fields may have been edited. False: it was not."""
         assert self._parent is not None  # whose piece it is
-        reader, name, bounds = self._parent.reader, description.piece_name(*piece[:3]), PieceItems(*piece[:4])
+        reader, name = self._parent.reader, piece.name
         if not self._same[rows.rows].all():
             summing = description.Summing()
-            summing.update(self._gathered(rows, bounds, self._numbers).numpy().data)
+            summing.update(self._gathered(rows, piece, self._numbers).numpy().data)
             if summing.done() != reader.listing.sums_of(name):
                 return False
         if not self._part.link(name, reader, name):
             return False
-        self.pieces.append(bounds)
+        self.pieces.append(piece)
         self._progress(piece.nbytes)
         if self._paranoid:
-            self._compare(rows, bounds, np.frombuffer(reader.read_all(name), np.uint8))
+            self._compare(rows, piece, np.frombuffer(reader.read_all(name), np.uint8))
         return True
 
     def _write_pieces(self, rows: _LaneRows, begin: int, end: int, block: int) -> None:
@@ -180,14 +181,14 @@ class ItemsWriter:
 
     def _write_piece(self, rows: _LaneRows) -> None:
         first = int(rows.first[0])
-        piece = PieceItems(rows.lane, rows.group.leader, first, int(rows.end[-1]) - first)
+        piece = ItemsPiece(rows.lane, rows.group.leader, first, int(rows.end[-1]) - first)
         room = self._gathered(rows, piece, self._numbers)
-        with self._part.file(description.piece_name(*piece[:3]), len(room)) as file:
+        with self._part.file(piece.name, len(room)) as file:
             file.write(room.numpy().data)
         self.pieces.append(piece)
         self._progress(len(room))
 
-    def _compare(self, rows: _LaneRows, piece: PieceItems, theirs: NDArray[np.uint8]) -> None:
+    def _compare(self, rows: _LaneRows, piece: ItemsPiece, theirs: NDArray[np.uint8]) -> None:
         still = self._numbers.copy()
         ours = self._gathered(rows, piece, still).numpy()
         fields = description.piece_fields(self._fields, piece.leader)
@@ -201,7 +202,7 @@ class ItemsWriter:
                         "Write with rb[index] = value or set_at_."
                     )
 
-    def _gathered(self, rows: _LaneRows, piece: PieceItems, numbers: NDArray[np.int64]) -> Tensor:
+    def _gathered(self, rows: _LaneRows, piece: ItemsPiece, numbers: NDArray[np.int64]) -> Tensor:
         """The bytes of a piece; of rows that moved meanwhile zeros, and 0 in ``numbers``."""
         fields = description.piece_fields(self._fields, piece.leader)
         offsets, size = description.segment_layout(fields, piece.items)
@@ -220,9 +221,9 @@ class ItemsWriter:
         return room
 
 
-def _by_lane(pieces: Iterable[description.ItemsPiece]) -> dict[tuple[int, int], list[description.ItemsPiece]]:
+def _by_lane(pieces: Iterable[ItemsPiece]) -> dict[tuple[int, int], list[ItemsPiece]]:
     """By lane and leader."""
-    found: dict[tuple[int, int], list[description.ItemsPiece]] = {}
+    found: dict[tuple[int, int], list[ItemsPiece]] = {}
     for piece in pieces:
         found.setdefault((piece.lane, piece.leader), []).append(piece)
     return found
@@ -282,7 +283,7 @@ class PartItems:
 
     def pieces(self, group: int) -> Iterator[Piece]:
         """The items of a group, as they were saved."""
-        for it in self._reader.pieces():
+        for it in self._reader.listing.pieces:
             if it.leader == self.groups[group].leader:
                 yield Piece(it.lane, it.first, self._read(it))
 
@@ -294,7 +295,7 @@ class PartItems:
             lane_of: int64 ``[n]``: the lane that each row has there; -1: it is left out.
             offsets: int64 ``[n]``: where its items are in that lane's ring.
         """
-        for it in self._reader.pieces():
+        for it in self._reader.listing.pieces:
             if it.leader != self.groups[group].leader:
                 continue
             spans, order = self.spans[group], self.order[it.lane]
@@ -310,13 +311,13 @@ class PartItems:
                 which = places_of(spans.offsets[rows[some]] - it.first, offsets_of(lengths[some])[:-1], lengths[some])
                 yield Piece(int(lanes[begin]), int(to[begin]), [_taken(of, which) for of in values])
 
-    def _read(self, it: description.ItemsPiece) -> list[Tensor]:
+    def _read(self, it: ItemsPiece) -> list[Tensor]:
         fields = description.piece_fields(self._fields, it.leader)
         offsets, _ = description.segment_layout(fields, it.items)
-        name, values = description.piece_name(it.lane, it.leader, it.first), []
+        values = []
         for field, offset in zip(fields, offsets, strict=True):
             made = torch.empty((it.items, *field.shape), dtype=DTYPE_OF[field.dtype], device="cpu")
-            self._reader.read(name, offset, made.reshape(-1).view(torch.uint8).numpy().data)
+            self._reader.read(it.name, offset, made.reshape(-1).view(torch.uint8).numpy().data)
             values.append(made)
         return values
 
@@ -326,7 +327,7 @@ class PartItems:
         column = read_column(self._reader, group.leader, len(self._live))
         spans = Spans(*[torch.where(self._live, of, 0) for of in Spans.of(column)])
         most = min(saved.ragged[group.leader].max_length, group.items)
-        pieces = _by_lane(self._reader.pieces())
+        pieces = _by_lane(self._reader.listing.pieces)
         for lane, order in enumerate(self.order):
             head, some = int(self.heads[lane, number]), pieces.get((lane, group.leader), [])
             wrong = _wrong_row(spans, order, most, group.items, head, some)
@@ -386,7 +387,7 @@ def _taken(values: Tensor, which: Tensor) -> Tensor:
 
 
 def _wrong_row(
-    spans: Spans, order: Tensor, most: int, ring: int, head: int, pieces: Sequence[description.ItemsPiece]
+    spans: Spans, order: Tensor, most: int, ring: int, head: int, pieces: Sequence[ItemsPiece]
 ) -> int | None:
     """The first row of a lane whose items are not where a store has them; None: all are."""
     lengths = spans.lengths[order]

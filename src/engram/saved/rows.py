@@ -450,12 +450,11 @@ def read_rows_state(reader: PartReader, *, close_open: bool = False, without: Co
     lanes = np.frombuffer(reader.read_all(name), "<i8").reshape(-1, 4).copy()
     goes_on = lanes[:, 2] != 0
     lanes[:, 2] = 0  # rows say it themselves
-    stored = _read_numbers(reader)
+    numbers = read_numbers(reader)
     for name, nbytes in reader.files.items():  # what a load does not need; but what is damaged is not loaded
         if name.rpartition("/")[2] in ("trajectories.bin", "meta.json"):
             for at in range(0, nbytes, PIECE):
                 reader.read(name, at, bytearray(min(PIECE, nbytes - at)))
-    numbers = _by_row(reader, stored)
     if close_open:
         in_order = lanes[:, 1] == np.minimum(lanes[:, 0], geometry.lane_length)  # and not written by number
         left_out = _closed(lanes, (goes_on & in_order).nonzero()[0], geometry)
@@ -469,36 +468,13 @@ def read_rows_state(reader: PartReader, *, close_open: bool = False, without: Co
 
 def read_numbers(reader: PartReader) -> NDArray[np.int64]:
     """Ticket numbers of the rows of a part up to the last one, 0 for those that hold nothing. Raises ``CorruptCheckpoint``."""
-    return _by_row(reader, _read_numbers(reader))
-
-
-def _by_row(reader: PartReader, stored: NDArray[np.int64]) -> NDArray[np.int64]:
-    if reader.segment_rows is None:
-        return stored
-    segments = reader.segments()
-    # Not of all the capacity.
-    numbers = np.zeros(max((it.first_row + it.rows for it in segments), default=0), np.int64)
-    at = 0
-    for segment in segments:
-        numbers[segment.first_row : segment.first_row + segment.rows] = stored[at : at + segment.rows]
-        at += segment.rows
-    return numbers
-
-
-def _read_numbers(reader: PartReader) -> NDArray[np.int64]:
-    """Ticket numbers of the rows that are stored, 0 for void ones: in one array, however many they are."""
-    name = description.table_name("tickets")
-    if reader.segment_rows is None or not reader.has_tickets_within:
-        files = [(name, 0, reader.records["tickets"])]
-    else:
-        files = [(it.file, it.begin, it.end) for it in ticket_stretches(reader)]
-    numbers, at = np.empty(sum(end - begin for _, begin, end in files), "<i8"), 0
-    for name, begin, end in files:
-        some = numbers[at : at + end - begin]
-        reader.read(name, 0, some.data.cast("B"))
+    stretches = ticket_stretches(reader)
+    numbers = np.zeros(max((it.end for it in stretches), default=0), "<i8")  # not of all the capacity
+    for it in stretches:
+        some = numbers[it.begin : it.end]
+        reader.read(it.file, it.offset, some.data)
         for first in range(0, len(some), _LOOK):
-            checked_numbers(some[first : first + _LOOK], reader.folder / name, 8 * first)
-        at += len(some)
+            checked_numbers(some[first : first + _LOOK], reader.folder / it.file, it.offset + 8 * first)
     return numbers
 
 
@@ -527,21 +503,15 @@ def _closed(lanes: NDArray[np.int64], which: NDArray[np.int64], geometry: descri
 
 def ticket_stretches(reader: PartReader) -> list[Stretch]:
     """Where the tickets of all rows of a part lie. Their field is 0, which means nothing."""
-    file = description.table_name("tickets")
+    table = description.TABLE_FILES["tickets"]
     if reader.segment_rows is None:
-        return [Stretch(file, 0, 0, 0, reader.records["tickets"])]
-    segments, at, found = reader.segments(), 0, []
-    if reader.has_tickets_within:
-        names = [description.segment_name(it.lane, it.k) for it in segments]
-        return [Stretch(name, 0, 0, *_rows_of(it)) for name, it in zip(names, segments, strict=True)]
-    for it in segments:
-        found.append(Stretch(file, 8 * at, 0, it.first_row, it.first_row + it.rows))
+        return [Stretch(table, 0, 0, 0, reader.records["tickets"])]
+    found, at = [], 0
+    for it in reader.listing.segments:
+        file, offset = (it.name, 0) if reader.has_tickets_within else (table, 8 * at)
+        found.append(Stretch(file, offset, 0, it.first_row, it.end))
         at += it.rows
     return found
-
-
-def _rows_of(segment: description.Segment) -> tuple[int, int]:
-    return segment.first_row, segment.first_row + segment.rows
 
 
 class SavedRowsSource:

@@ -22,9 +22,9 @@ from engram.errors import CorruptStore
 from engram.format import layout
 from engram.format.files import Descriptor
 from engram.saved import disk, ragged
-from engram.saved.description import NO_SCHEMA, OPEN, schema_sum, segment_layout, segment_name, spans_name, with_tickets
+from engram.saved.description import NO_SCHEMA, OPEN, Segment, schema_sum, segment_layout, spans_name, with_tickets
 from engram.saved.documents import Count, Cut, ShardRows, Totals
-from engram.saved.part_writer import PartInfo, PartWriter, SegmentRows
+from engram.saved.part_writer import PartInfo, PartWriter
 from engram.saved.parts import Parts, Preparation, described_state, write_part
 from engram.saved.rows import PIECE, Boundaries, count_kinds, described, find_runs, read_numbers, roles_of, ticket_words
 from engram.store.ragged import RaggedStore
@@ -121,7 +121,7 @@ class RowsWriter:
         writes: NDArray[np.int64],
         *,
         segment_rows: int | None = None,
-        segments: Sequence[SegmentRows] = (),
+        segments: Sequence[Segment] = (),
     ) -> SavedRows:
         """Write lanes, tickets, trajectories and the state.
 
@@ -293,16 +293,7 @@ def rows_of_a_segment(
     return max(1, min(rows, lane_length))
 
 
-class _Range(NamedTuple):
-    """Rows of a segment that are inside their lane's extent."""
-
-    lane: int
-    k: int
-    begin: int
-    end: int
-
-
-def _ranges(lanes: NDArray[np.int64], lane_length: int, rows: int) -> Iterator[_Range]:
+def _ranges(lanes: NDArray[np.int64], lane_length: int, rows: int) -> Iterator[Segment]:
     """All of them: of each lane those with the oldest rows first, in the direction in which a writer goes on."""
     for lane, (position, live) in enumerate(lanes[:, :2].tolist()):
         count = -(-live // rows)
@@ -310,7 +301,7 @@ def _ranges(lanes: NDArray[np.int64], lane_length: int, rows: int) -> Iterator[_
         for i in range(count):
             k = (seam + i) % count
             first = lane * lane_length
-            yield _Range(lane, k, first + k * rows, first + min((k + 1) * rows, live))
+            yield Segment(lane, k, first + k * rows, min(rows, live - k * rows))
 
 
 def _sum(numbers: NDArray[np.int64], base: int) -> int:
@@ -339,9 +330,9 @@ class _SegmentRoom:
         self._store, self._fields, self._spans, self._base = store, fields, spans, base
         self._room = torch.empty(segment_layout(fields, rows)[1], dtype=torch.uint8, device="cpu")
 
-    def copied(self, it: _Range, numbers: NDArray[np.int64]) -> memoryview:
+    def copied(self, it: Segment, numbers: NDArray[np.int64]) -> memoryview:
         """A segment's bytes; of rows that moved meanwhile zeros, and 0 in ``numbers``. Valid until the next call."""
-        n = it.end - it.begin
+        n = it.rows
         offsets, size = segment_layout(self._fields, n)
         room = self._room[:size]
         columns, end = [], 8 * n if with_tickets(self._fields) else 0
@@ -350,15 +341,15 @@ class _SegmentRoom:
             room[end:offset] = 0
             end = offset + n * field.row_bytes
             columns.append(room[offset:end].view(n, field.row_bytes))
-        rows = torch.arange(it.begin, it.end, device="cpu")
+        rows = torch.arange(it.first_row, it.end, device="cpu")
         expected = torch.from_numpy(np.where(numbers != 0, numbers, -1))
         if self._store.larger:
-            with self._store.traceless(range(len(columns)), it.begin, n):
+            with self._store.traceless(range(len(columns)), it.first_row, n):
                 moved = self._store.copy_rows(rows, expected, columns)
         else:
             moved = self._store.copy_rows(rows, expected, columns)
         for number, spans in self._spans.items():
-            columns[number][:] = spans[it.begin : it.end].view(torch.uint8)
+            columns[number][:] = spans[it.first_row : it.end].view(torch.uint8)
         for column in columns:
             column[moved] = 0
         numbers[moved] = 0
@@ -367,17 +358,17 @@ class _SegmentRoom:
         return room.numpy().data
 
 
-def _compare(reader: _SegmentRoom, it: _Range, numbers: NDArray[np.int64], parent: PartReader, name: str) -> None:
+def _compare(reader: _SegmentRoom, it: Segment, numbers: NDArray[np.int64], parent: PartReader) -> None:
     still = numbers.copy()
     ours = np.frombuffer(reader.copied(it, still), np.uint8)
-    theirs = np.frombuffer(parent.read_all(name), np.uint8)
-    offsets, _ = segment_layout(parent.schema or (), it.end - it.begin)
+    theirs = np.frombuffer(parent.read_all(it.name), np.uint8)
+    offsets, _ = segment_layout(parent.schema or (), it.rows)
     for field, offset in zip(parent.schema or (), offsets, strict=True):
-        span = slice(offset, offset + (it.end - it.begin) * field.row_bytes)
-        differs = (ours[span] != theirs[span]).reshape(it.end - it.begin, -1).any(1) & (still != 0)
+        span = slice(offset, offset + it.rows * field.row_bytes)
+        differs = (ours[span] != theirs[span]).reshape(it.rows, -1).any(1) & (still != 0)
         if differs.any():
             raise RuntimeError(
-                f"save: row {it.begin + int(differs.argmax())} of {field.key} was changed through a view since the last "
+                f"save: row {it.first_row + int(differs.argmax())} of {field.key} was changed through a view since the last "
                 "checkpoint, which would not have it. Write with rb[index] = value or set_at_."
             )
 
@@ -497,37 +488,30 @@ class RowsSnapshot(NamedTuple):
         marks = writer.boundaries.marks_now(store, numbers)
         of_lane, least = (_RAGGED_SEGMENTS, _MIN_RAGGED_SEGMENT) if store.items else (_SEGMENTS_OF_A_LANE, _MIN_SEGMENT)
         size = rows_of_a_segment(store.lane_length, store.schema.row_bytes, of_lane, least)
-        known: dict[tuple[int, int, int, int, int], str] = {}
+        known: set[tuple[int, ...]] = set()
         if parent is not None and (parent.schema_sum != schema_sum(fields) or parent.segment_rows is None):
             parent = None
         if parent is not None and parent.segment_rows is not None:
             size = parent.segment_rows
-            known = {
-                (it.lane, it.k, it.first_row, it.rows, it.tickets_sum): segment_name(it.lane, it.k)
-                for it in parent.segments()
-            }
+            known = {(*it[:4], it.tickets_sum) for it in parent.listing.segments}
         spans = writer.write_items(numbers, parent, paranoid=paranoid, progress=progress)
         rows = _SegmentRoom(store, fields, size, spans, base)
         segments = []
         for it in _ranges(lanes, store.lane_length, size):
-            name = segment_name(it.lane, it.k)
-            wanted = numbers[it.begin : it.end]
+            name, wanted = it.name, numbers[it.first_row : it.end]
             tickets_sum = _sum(wanted, base)
-            theirs = known.get((it.lane, it.k, it.begin, it.end - it.begin, tickets_sum))
-            if theirs is not None and parent is not None and part.link(name, parent, theirs):
+            if parent is not None and (*it[:4], tickets_sum) in known and part.link(name, parent, name):
                 if paranoid:
-                    _compare(rows, it, wanted, parent, theirs)
+                    _compare(rows, it, wanted, parent)
             else:
                 content = rows.copied(it, wanted)
                 with part.file(name, len(content)) as file:
                     file.write(content)
                 tickets_sum = _sum(wanted, base)
-            segments.append(SegmentRows(it.lane, it.k, it.begin, it.end - it.begin, tickets_sum))
-            progress((it.end - it.begin) * store.schema.row_bytes)
+            segments.append(it._replace(tickets_sum=tickets_sum))
+            progress(it.rows * store.schema.row_bytes)
         saved = np.where(numbers != 0, numbers - base, 0)
-        in_order = np.concatenate(
-            [saved[:0], *(saved[it.first_row : it.first_row + it.rows] for it in sorted(segments))]
-        )
+        in_order = np.concatenate([saved[:0], *(saved[it.first_row : it.end] for it in sorted(segments))])
         return writer.finish(saved, in_order, marks, writes, segment_rows=size, segments=segments)
 
 

@@ -53,7 +53,7 @@ class Board:
 
     def __init__(self, key: str) -> None:
         self.key = key
-        self._told = Ranks.local()
+        self._held = Ranks.local()
         #: Why nothing is told any more.
         self.broken = ""
 
@@ -61,7 +61,7 @@ class Board:
         """What :class:`Ranks` calls by these names. Raises ``RankFailed``: this is the board of another job, or the job was broken off."""
         if key != self.key or self.broken:
             raise RankFailed(self.broken or _OTHER_JOB)
-        found: object = getattr(self._told, what)(*arguments)
+        found: object = getattr(self._held, what)(*arguments)
         return found
 
     def break_off(self, key: str, why: str) -> None:

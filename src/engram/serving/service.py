@@ -26,8 +26,8 @@ from engram.buffer.window_marks import WindowMarks
 from engram.buffer.wiring import Wiring
 from engram.errors import IncompatibleStore, NoSampleable, RowError
 from engram.format import layout
-from engram.format.ring_sizes import most_row_bytes, usual_row_bytes
 from engram.format.schema import Schema, encode
+from engram.format.sizes import most_row_bytes, usual_row_bytes
 from engram.inspect import gauges
 from engram.inspect.advice import drawing_by, is_over_batch
 from engram.remote import protocol, wire

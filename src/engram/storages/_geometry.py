@@ -13,8 +13,8 @@ from engram._support.unsupported import Later, TracingArguments, carriers, rejec
 from engram.errors import CorruptStore, IncompatibleCheckpoint, IncompatibleStore
 from engram.format import layout
 from engram.format import schema as schemas
-from engram.format.ring_sizes import resized, rings_of, with_rings
 from engram.format.schema import Schema
+from engram.format.sizes import resized, rings_of, with_rings
 from engram.storages._ragged_structure import structure_in
 from engram.storages._types import NO_DTYPES, Dtypes, check_stored, checked_dtypes
 from engram.storages.ragged import (

@@ -15,7 +15,7 @@ from engram.format import schema as schemas
 from engram.saved.ragged import RaggedRowsSource
 from engram.saved.snapshot import RowsSnapshot, StorageSnapshot, WholeSnapshot, bytes_of, named_writes
 from engram.store import Store, StoreState, add_field, check_index_name, fill_rows
-from engram.store.memory import refuse_ragged, torch_dtype
+from engram.store.memory import refuse_ragged, torch_dtype, write_rows
 from engram.store.priorities import NAMES, PriorityConfig, PriorityIndex, check_priorities, priorities_of
 from engram.store.ragged import RaggedStore
 from engram.store.ragged_state import Piece, check_room, compacted, fill_rings, heads_of, oldest_first
@@ -387,7 +387,7 @@ class KeptRows(NamedTuple):
     def fill(self, tensors: RowsTarget) -> None:
         for number, column in enumerate(self.columns):
             if not (self.items and number in self.items[0].schema.ragged):
-                tensors.write(number, 0, column)
+                write_rows(tensors, number, 0, column)
         for items in self.items:
             fill_rings(tensors, items)
 

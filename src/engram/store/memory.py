@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from engram.types import RowsTarget
+
 
 #: DLPack's type code, bits, and the shape of a row.
 DlpackSpec: TypeAlias = tuple[int, int, tuple[int, ...]]
@@ -77,6 +79,14 @@ def torch_dtype(field: Field | RaggedItems) -> torch.dtype:
     """The torch dtype of a field, or of its items."""
     dtype: torch.dtype = getattr(torch, field.dtype)
     return dtype
+
+
+def write_rows(target: RowsTarget, number: int, first: int, rows: Tensor) -> None:
+    """Write rows of a field from one on, past its mapping if the target says so."""
+    if target.put is None:
+        target[number][first : first + len(rows)] = rows
+    else:
+        target.put(number, first, rows.cpu().contiguous())
 
 
 def refuse_ragged(schema: Schema, where: str, advice: str) -> None:

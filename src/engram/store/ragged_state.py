@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from engram.errors import IncompatibleCheckpoint
+from engram.store.memory import write_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -142,7 +143,7 @@ class RingsTarget:
         for number, group in enumerate(groups):
             spans = saved.spans[number]
             spans = Spans(spans.offsets + shifts[saved.lane_of, number], spans.lengths)
-            columns.write(group.leader, 0, spans.column)
+            write_rows(columns, group.leader, 0, spans.column)
             for piece in saved.pieces(number):
                 self._put(group, number, piece)
 

@@ -361,7 +361,7 @@ def read_sampler(folder: Folder, parts: Parts, length: int, left_out: list[str])
     if "meta.json" not in names:  # random and slice samplers save nothing
         return None
     meta = folder.json((*parts, "meta.json"))
-    if "drop_last" in meta:  # of one without replacement, whose pass begins anew
+    if "drop_last" in meta:  # of one without replacement, whose pass begins again
         _entry_of(folder, parts, meta, "drop_last", "bool", 1)
         return None
     known = sorted(entry for entry, value in meta.items() if isinstance(value, dict))

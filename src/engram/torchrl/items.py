@@ -20,7 +20,7 @@ from engram.format.strict import parse_loosely
 from engram.saved.checkpointers import DumpedPriorities, SavedStorage, rows_state
 from engram.saved.folder import Folder, convert
 from engram.saved.snapshot import bytes_of
-from engram.store.memory import DTYPE_OF
+from engram.store.memory import DTYPE_OF, write_rows
 from engram.torchrl.layouts import Count, Leaf, Shape, check_bools, check_key, known_dtype, read_tensor, renumbered
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ class DumpedRows(NamedTuple):
                 piece = rows if direct else torch.empty(rows.shape, dtype=rows.dtype, device="cpu")
                 self.dump.read_rows(field.key, piece, first)
                 if not direct:
-                    tensors.write(number, first, piece)
+                    write_rows(tensors, number, first, piece)
 
 
 def validate(schema: Schema, path: Path) -> None:

@@ -11,10 +11,10 @@ import torch
 
 from engram._support.field_paths import DEFAULT_DONE_KEYS
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from engram.format.schema import DTYPES, MAX_DIMS, Field, Node, Schema, put_leaf, validate_key
-from engram.saved.checkpointers import Key, Ring, rows_state
+from engram.format.schema import DTYPES, MAX_DIMS, Field, Node, Schema, validate_key
+from engram.saved.checkpointers import Key, Ring, rows_state, tensordicts_of
 from engram.saved.snapshot import bytes_of
-from engram.store.memory import DTYPE_OF
+from engram.store.memory import DTYPE_OF, write_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,6 +92,7 @@ FULL, SHIFT, SHAPE = "is_full", "shift", "_storage_shape"
 
 
 _FLAGS: frozenset[Key] = frozenset((name,) for name in DEFAULT_DONE_KEYS)
+_REWARDS: frozenset[Key] = frozenset({("reward",)})
 
 
 def as_key(key: object, where: str) -> Key:
@@ -108,19 +109,16 @@ class Keys(NamedTuple):
     done: Key = ("next", "done")
     """The entry of a step that says whether its trajectory ends."""
     flags: frozenset[Key] = _FLAGS
-    rewards: frozenset[Key] = frozenset({("reward",)})
+    rewards: frozenset[Key] = _REWARDS
     shift: str = SHIFT
     full: str = FULL
 
     @classmethod
     def of(cls, where: str, done_keys: Iterable[object] | None, reward_keys: Iterable[object] | None) -> Keys:
         """With other flags and rewards. Raises ``TypeError``: no keys."""
-        made = cls()
-        if done_keys is not None:
-            made = made._replace(flags=_all(done_keys, f"{where}: done_keys"))
-        if reward_keys is not None:
-            made = made._replace(rewards=_all(reward_keys, f"{where}: reward_keys"))
-        return made
+        flags = _FLAGS if done_keys is None else _all(done_keys, f"{where}: done_keys")
+        rewards = _REWARDS if reward_keys is None else _all(reward_keys, f"{where}: reward_keys")
+        return cls(flags=flags, rewards=rewards)
 
     @property
     def reserved(self) -> tuple[str, ...]:
@@ -344,10 +342,7 @@ class LayoutDump:
     @property
     def structure(self) -> Node:
         """TensorDicts with the fields."""
-        root = Node("tensordict", children={})
-        for number, field in enumerate(self.fields):
-            put_leaf(root, field.key, number)
-        return root
+        return tensordicts_of(field.key for field in self.fields)
 
     def schema(self, like: Schema | None, without: Collection[str] = ()) -> Schema:
         """The schema of a store with these rows.
@@ -446,7 +441,7 @@ class LayoutRows(NamedTuple):
             origin, dtype = self.dump.origin(field.key), DTYPE_OF[field.dtype]
             for time, slot, n in ring.pieces(max(1, _PIECE // max(1, field.row_bytes * ring.width))):
                 rows = self.dump.rows(origin, field.shape, dtype, (time, n)).flatten(0, 1)
-                tensors.write(number, slot * ring.width, rows)
+                write_rows(tensors, number, slot * ring.width, rows)
 
 
 #: Bytes of rows that are brought into order at a time.

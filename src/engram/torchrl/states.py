@@ -17,8 +17,8 @@ from engram._support.tensordicts import children, is_tensor_collection, tensordi
 from engram._support.words import warn
 from engram.errors import IncompatibleCheckpoint
 from engram.format.layout import SINGLE
-from engram.format.schema import Field, Node, put_leaf
-from engram.saved.checkpointers import DumpedPriorities
+from engram.format.schema import Field, Node
+from engram.saved.checkpointers import DumpedPriorities, tensordicts_of
 from engram.store.memory import DTYPE_NAMES
 from engram.torchrl.items import TorchRLDump, TorchRLItems
 
@@ -315,7 +315,7 @@ def _read_buffer(state: Mapping[str, object], ndim: int, left_out: list[str]) ->
         position=cursor % capacity,
         write_count=writes,
         fields=tuple(Field(key, DTYPE_NAMES[one.dtype], tuple(one.shape[1:])) for key, one in tensors.items()),
-        structure=_structure(list(tensors)),
+        structure=Node("leaf", field=0) if [*tensors] == [(SINGLE,)] else tensordicts_of(tensors),
         batch_size=None,
         priorities=_priorities(sampler, length, where),
         rng_state=None,
@@ -373,16 +373,6 @@ def _checked(value: object, name: str, where: str) -> Tensor:
             f"{where}: {name}: expected rows of a dtype that can be stored, got {value.dtype} of shape {list(value.shape)}."
         )
     return value.detach()
-
-
-def _structure(keys: list[tuple[str, ...]]) -> Node:
-    """TensorDicts with fields of these keys."""
-    if keys == [(SINGLE,)]:
-        return Node("leaf", field=0)
-    root = Node("tensordict", children={})
-    for number, key in enumerate(keys):
-        put_leaf(root, key, number)
-    return root
 
 
 def _priorities(state: Mapping[str, object], length: int, where: str) -> DumpedPriorities | None:

@@ -20,8 +20,8 @@ from engram._support.native import NotAdmitted
 from engram._support.unsupported import refusing
 from engram._support.words import format_wait, warn
 from engram.errors import RowError
-from engram.format.ring_sizes import without_rings
 from engram.format.schema import decode
+from engram.format.sizes import without_rings
 from engram.remote import protocol
 from engram.remote.connection import Access, Connection, Found, Servers
 from engram.remote.fleet import check_missing, plans

@@ -18,7 +18,7 @@ from engram._support.words import warn
 from engram.store.blocks import ALIGNMENT, aligned
 from engram.store.device.accelerator import Accelerator
 from engram.store.device.priorities import DevicePriorities
-from engram.store.memory import Block, torch_dtype
+from engram.store.memory import Block, torch_dtype, write_rows
 from engram.types import RowsTarget, WritePlan
 
 if TYPE_CHECKING:
@@ -502,7 +502,7 @@ def copy_rows(
     def fill(rows: RowsTarget) -> None:
         for number, tensor in enumerate(source.tensors):
             for first in range(0, n, step):
-                rows.write(number, first, take(tensor[first : min(first + step, n)]).to(target.device))
+                write_rows(rows, number, first, take(tensor[first : min(first + step, n)]).to(target.device))
         then()
 
     target.replace(state, fill)
