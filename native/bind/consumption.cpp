@@ -64,21 +64,15 @@ nb::tuple written(const RowRules& rules) {
   return nb::make_tuple(nb::tuple(ready), version);
 }
 
-nb::object admit(BoundConsumption& self, Numbers rows, Numbers numbers, std::uint64_t each, std::uint64_t most) {
-  check(each > 0, "expected whole units of rows");
-  const std::uint64_t units = rows.size / each;
-  const auto taken = std::make_unique<bool[]>(units);
+nb::object admit(BoundConsumption& self, Numbers rows, Numbers numbers) {
+  std::uint64_t taken;
+  OutputBuffers buffers;
   {
     const WithoutInterpreter running(rows.size <= kBrief);
-    self.admit(rows.data, numbers.of(rows.size), rows.size, each, most, taken.get());
+    buffers.add(kNumbers, static_cast<std::int64_t>(rows.size));
+    taken = self.admit(rows.data, numbers.of(rows.size), rows.size, buffers.at<std::int64_t>(0));
   }
-  std::uint64_t found = 0;
-  OutputBuffers buffers;
-  buffers.add(kNumbers, static_cast<std::int64_t>(units));
-  for (std::uint64_t unit = 0; unit < units; ++unit) {
-    if (taken[unit]) buffers.at<std::int64_t>(0)[found++] = static_cast<std::int64_t>(unit);
-  }
-  return std::move(buffers).tensors(static_cast<std::int64_t>(found))[0];
+  return std::move(buffers).tensors(static_cast<std::int64_t>(taken))[0];
 }
 
 nb::object drawable_rows(BoundConsumption& self) {
@@ -160,8 +154,7 @@ void bind_claims(nb::class_<BoundConsumption, Index>& type) {
             self.take_back(rows.data, numbers.of(rows.size), rows.size);
           },
           "rows"_a, "numbers"_a, "What claim returned was not read: it counts as drawn once less.")
-      .def("admit", &admit, "rows"_a, "numbers"_a, "each"_a, "most"_a,
-           "Of rows that someone else has drawn, so many at a time: which of these units, at most so many, are taken, and counted.")
+      .def("admit", &admit, "rows"_a, "numbers"_a, "Of rows that someone else has drawn: at which places are those that are taken, and counted.")
       .def("drawable_rows", &drawable_rows, "Rows that can be drawn, ascending.")
       .def("set_floor", &BoundConsumption::set_floor, "floor"_a, nb::call_guard<nb::gil_scoped_release>(), "The oldest version from now on.")
       .def("count_starved", &BoundConsumption::count_starved, "A draw found no row.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NoReturn, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from engram._support.words import warn_of_mixed
 from engram.around.episodes import StaticTable, TrajectoryKeys, fragments_table, numbers_by_path
 from engram.around.settings import Setting, WindowSettings, WindowSpec
 from engram.errors import EMPTY, NoSampleable
-from engram.samplers._base import NativeSampler, key_for
+from engram.samplers._base import MAX_DRAWS, NativeSampler, key_for
 from engram.store import Key as DrawKey
 from engram.store import Masses, Store, dlpack_specs
 from engram.types import Draw, Entry, Extent, Info, NativeBatch, ReadBatch, ReadDraw, Shown
@@ -74,6 +74,9 @@ class WindowSampler(NativeSampler):
 
     #: Draws the first steps of windows by priority, and holds the priorities; None: they are drawn without.
     anchors: PrioritizedSampler | None = None
+
+    #: Says of rows, int64 ``[n]``, with their tickets which ones may be drawn, bool ``[n]``; None: all. Windows have no others.
+    admits: Callable[[Tensor, Tensor], Tensor] | None = None
 
     #: Whether the queue is that of completed windows, and not the online one.
     streaming: ClassVar[bool] = False
@@ -288,6 +291,36 @@ class WindowSampler(NativeSampler):
             tensors = self._drawn_later(bound, storage, arguments, length)
         return marks, tensors
 
+    def _draw_apart(
+        self, storage: SampledStorage, key: DrawKey, n: int, finished: tuple[int, int] | None = None
+    ) -> tuple[EndMarks, list[Tensor]]:
+        """Draw windows of admitted rows, without their fields: rows ``[B * T]``, marks and tickets. Others are drawn in place of the rest.
+
+        Raises ``NoSampleable``: as :meth:`_draw`; no window of many draws was admitted.
+        """
+        parts: list[list[Tensor]] = []
+        count, retries = self.settings.split(n)[0], Retries()
+        while True:
+            bits = key if retries.count == 0 else DrawKey.of(retries.key_of(key.value))
+            marks, tensors = self._draw(storage, _NO_FIELDS, bits, n, numbered=True, shown="apart", finished=finished)
+            if self.admits is None:
+                return marks, tensors
+            rows, ends = tensors[0], cast("Tensor", self._ends(marks, tensors, n)[LAST_STEPS])
+            of = torch.searchsorted(ends, torch.arange(len(rows), device="cpu"))  # the window of each row
+            whole = torch.ones(len(ends), dtype=torch.bool, device="cpu")
+            whole[of[~self.admits(rows, tensors[-1])]] = False
+            chosen = whole.nonzero().flatten()[:count]
+            parts.append([tensor[torch.isin(of, chosen)] for tensor in tensors])
+            count -= len(chosen)
+            if not count:
+                return marks, [torch.cat(tensor) for tensor in zip(*parts, strict=True)]
+            retries.count += 1
+            if retries.count == MAX_DRAWS:
+                raise NoSampleable(
+                    f"sample: expected windows of rows that may be drawn, got {len(whole)} windows with others at each of {MAX_DRAWS} draws. "
+                    f"{self._shorter()}, or wait until more rows may be drawn."
+                )
+
     def _drawn_later(self, bound: _Bound, storage: SampledStorage, arguments: Arguments, length: int) -> list[Tensor]:
         """Draw again where there was no window a moment ago, as a writer was in each of them. Raises ``NoSampleable``: there is none."""
         needed = self.settings.needed(length) if self.strict_length else 1
@@ -312,7 +345,7 @@ class WindowSampler(NativeSampler):
         """
         store = storage.memory
         assert store is not None
-        if store.reads_apart:
+        if store.reads_apart or self.admits is not None:
             columns, rows, info = self.sample_apart(
                 storage, key, n, lambda draw: store.read(draw.rows, expected=draw.tickets), numbered=numbered
             )
@@ -367,7 +400,7 @@ class WindowSampler(NativeSampler):
         retries, bits = Retries(), key
         while True:
             schema = store.schema
-            marks, drawn = self._draw(storage, _NO_FIELDS, bits, n, numbered=True, shown="apart", finished=finished)
+            marks, drawn = self._draw_apart(storage, bits, n, finished)
             rows, *marked, tickets = drawn
             columns, moved = read(Draw(rows, tickets, self._ends(marks, drawn, n) if ended else {}))
             if store.schema is not schema:  # a field was added meanwhile
@@ -397,7 +430,7 @@ class WindowSampler(NativeSampler):
         self._bound_to(storage, self.settings.split(batch_size)[1])  # raises for a storage without windows
         assert storage is not None
         assert storage.memory is not None
-        _, drawn = self._draw(storage, _NO_FIELDS, DrawKey.of(key), batch_size, numbered=True, shown="apart")
+        _, drawn = self._draw_apart(storage, DrawKey.of(key), batch_size)
         return Draw(drawn[0], drawn[-1])
 
     def _raise_without_windows(self, table: Table, length: int) -> NoReturn:
@@ -470,7 +503,7 @@ class WindowSampler(NativeSampler):
         return {**super().config(), "traj_key": plain(self.settings.traj_key), **spec}
 
     def __getstate__(self) -> dict[str, object]:
-        local = ("_lock", "_storage", "_bound", "_splits", "settings")
+        local = ("_lock", "_storage", "_bound", "_splits", "settings", "admits")
         return {**vars(self.settings), **{name: value for name, value in vars(self).items() if name not in local}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

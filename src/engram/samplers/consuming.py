@@ -23,7 +23,35 @@ if TYPE_CHECKING:
 _MAX_SAMPLE_COUNT = 1 << 24
 
 
-class ConsumingSampler(NativeSampler):
+class CountingSampler(NativeSampler):
+    """Draws rows that an index of the storage counts, :meth:`_attached`, until they are used up."""
+
+    def _attached(self) -> ConsumptionIndex | None:
+        """The index; None while nothing was ever written."""
+        raise NotImplementedError
+
+    def were_read(self, draw: Draw, *, failed: bool = False) -> None:
+        index = self._attached()
+        if index is not None and draw.tickets is not None:
+            tell = index.core.take_back if failed else index.core.were_read
+            tell(draw.rows.contiguous(), draw.tickets.contiguous())
+
+    def used_rows(self, n: int) -> Tensor:
+        """int64 ``[k]``, ascending: rows that are used up, ``n`` at most.
+
+        >>> import torch
+        >>> from engram import ConsumingSampler, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=ConsumingSampler(max_sample_count=1), batch_size=4)
+        >>> _ = rb.extend(torch.arange(4))
+        >>> _ = rb.sample()
+        >>> rb.sampler.used_rows(10).tolist()
+        [0, 1, 2, 3]
+        """
+        index = self._attached()
+        return _NOTHING[0] if index is None or not index.core.used else index.core.used_rows(n)
+
+
+class ConsumingSampler(CountingSampler):
     """Draws each row ``max_sample_count`` times, then never again until it is overwritten. For on-policy data and queues.
 
     A batch has each row at most once, uniformly among those that are left, and is short when they run out; then ``ran_out`` is set,
@@ -129,12 +157,6 @@ class ConsumingSampler(NativeSampler):
             )
         return Draw(rows, tickets)
 
-    def were_read(self, draw: Draw, *, failed: bool = False) -> None:
-        index = self._attached()
-        if index is not None and draw.tickets is not None:
-            tell = index.core.take_back if failed else index.core.were_read
-            tell(draw.rows.contiguous(), draw.tickets.contiguous())
-
     def drawable(self, storage: SampledStorage) -> int:
         self.bind(storage)
         return 0 if self._index is None else self._index.core.drawable
@@ -157,20 +179,6 @@ class ConsumingSampler(NativeSampler):
 
     def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
         return batch_size > 0 and self.drawable(storage) > 0
-
-    def used_rows(self, n: int) -> Tensor:
-        """int64 ``[k]``, ascending: rows that are used up, ``n`` at most.
-
-        >>> import torch
-        >>> from engram import ConsumingSampler, LazyTensorStorage, ReplayBuffer
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=ConsumingSampler(max_sample_count=1), batch_size=4)
-        >>> _ = rb.extend(torch.arange(4))
-        >>> _ = rb.sample()
-        >>> rb.sampler.used_rows(10).tolist()
-        [0, 1, 2, 3]
-        """
-        index = self._attached()
-        return _NOTHING[0] if index is None or not index.core.used else index.core.used_rows(n)
 
     def mark_update(self, index: object, *, storage: object = None) -> None:
         """Let rows be drawn as often as new ones. Row -1 is passed over. Raises ``RowError``: a row outside the storage.

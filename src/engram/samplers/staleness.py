@@ -12,7 +12,7 @@ from engram._support.checks import check_count
 from engram._support.field_paths import FieldPath, checked_path, plain, public
 from engram._support.state import Change, check_keys, integer
 from engram.errors import NoSampleable
-from engram.samplers._base import NativeSampler, check_drawable
+from engram.samplers._base import DeclaredSampler, NativeSampler, check_drawable
 from engram.store import Masses, Store, check_index_name
 from engram.store.row_indexes import ConsumerVersionIndex
 from engram.types import Commit, Draw, Extent
@@ -71,7 +71,35 @@ class ConsumerVersion:
         self._index = None
 
 
-class StalenessAwareSampler(NativeSampler):
+class VersionedSampler(DeclaredSampler):
+    """What draws by how far the versions of rows are behind that of their consumer."""
+
+    _consumer: ConsumerVersion
+
+    @property
+    def consumer_version(self) -> int:
+        """Up to which version the learner has come. Setting it to a smaller one has no effect."""
+        return self._consumer.now
+
+    @consumer_version.setter
+    def consumer_version(self, value: int) -> None:
+        self._consumer.index().core.raise_to(check_version(value, type(self).__name__))
+
+    def increment_consumer_version(self) -> None:
+        """The learner has come to the next version.
+
+        >>> from engram import LazyTensorStorage, ReplayBuffer, StalenessAwareSampler
+        >>> sampler = StalenessAwareSampler(max_staleness=2, version_key="version")
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=4)
+        >>> _ = rb.add({"obs": 0.0, "version": 0})
+        >>> sampler.increment_consumer_version()
+        >>> sampler.consumer_version
+        1
+        """
+        self._consumer.index().core.increment()
+
+
+class StalenessAwareSampler(VersionedSampler, NativeSampler):
     """Draws rows in proportion to a weight of their staleness, ``consumer_version - stored version``. For asynchronous training.
 
     Rows bring the version of the policy that made them along, in the field ``version_key``: one number per row. The learner says
@@ -150,28 +178,6 @@ class StalenessAwareSampler(NativeSampler):
     def version_key(self) -> str | FieldPath:
         """The field with the version of each row."""
         return public(self._key)
-
-    @property
-    def consumer_version(self) -> int:
-        """Up to which version the learner has come. Setting it to a smaller one has no effect."""
-        return self._consumer.now
-
-    @consumer_version.setter
-    def consumer_version(self, value: int) -> None:
-        self._consumer.index().core.raise_to(check_version(value, type(self).__name__))
-
-    def increment_consumer_version(self) -> None:
-        """The learner has come to the next version.
-
-        >>> from engram import LazyTensorStorage, ReplayBuffer, StalenessAwareSampler
-        >>> sampler = StalenessAwareSampler(max_staleness=2, version_key="version")
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=4)
-        >>> _ = rb.add({"obs": 0.0, "version": 0})
-        >>> sampler.increment_consumer_version()
-        >>> sampler.consumer_version
-        1
-        """
-        self._consumer.index().core.increment()
 
     # ---- where the version is ------------------------------------------------------------------------------------------
 

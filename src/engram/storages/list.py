@@ -335,8 +335,12 @@ class ListStorage(Storage):
             index.lost(self._void_rows())
             return index, True
 
-    def consumption(self, name: str, most: int) -> ConsumptionIndex | None:
+    def consumption(self, name: str, most: int, rules: GroupRules = ALL_ROWS) -> ConsumptionIndex | None:
         check_index_name(name)
+        if rules.exclude:
+            raise TypeError(
+                f"FilteredSampler: expected a tensor storage, whose rows have fields that rules can name, got a {type(self).__name__}."
+            )
         if self._max_size is None:
             raise ValueError(
                 "ConsumingSampler: expected a storage with a bound, got a list without. Use ListStorage(max_size=…)."

@@ -160,6 +160,19 @@ class TicketIndex(LockedIndex[K]):
         return self.make_core(block.address, block.nbytes, None if host is None else host.core, keep)
 
     @classmethod
+    def of_rules(
+        cls, store: Any, name: str, nbytes: Callable[[], int], check: Callable[[Any], object], *given: object
+    ) -> Self:
+        """The index of a store under a name, checked also before its memory is asked for: that of other rules has another size."""
+        indexes, key = store.indexes, (name, cls.kind)
+        index = indexes.get(key) or indexes.refreshed().get(key)
+        if index is not None:
+            check(index)
+        made, _ = cls.of_name(indexes, name, nbytes() if index is None else index.block.nbytes, store.capacity, *given)
+        check(made)
+        return made
+
+    @classmethod
     def copied(cls, memory: Tensor) -> Block:
         block = private_block(memory.numel())
         with _of_memory():

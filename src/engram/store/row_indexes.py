@@ -6,6 +6,7 @@ process keeps it.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 #: Which rows are in groups, as the core says it: the number of the key's field and its bytes, fields that are to be ready, uses, the field
 #: of the version, staleness, the order of groups, rows of each of these, and the field of their rewards.
 GroupPolicy: TypeAlias = tuple[int, int, tuple[int, ...], int, "int | None", int, int, int, "int | None"]
+#: The fields of rows that are to be ready, and that of their version, by their numbers.
+RuleNumbers: TypeAlias = "tuple[tuple[int, ...], int | None]"
 #: Key of the order, rows of the epoch, how many of them were visited, and the number of the next write when it began; in a state how
 #: many numbers were given since.
 Progress: TypeAlias = tuple[int, int, int, int]
@@ -56,28 +59,47 @@ class ConsumptionIndex(TicketIndex[native.Consumption]):
     format_memory = staticmethod(native.format_consumption)
 
     def count(self, stats: dict[str, float]) -> None:
-        """As :meth:`Index.count`: rows that are not used up."""
-        stats["drawable_rows"] = stats.get("drawable_rows", 0) + self.core.drawable
+        """As :meth:`Index.count`: rows that can be drawn; where there are rules, what was counted of others."""
+        used, expired, evicted, starved = self.core.totals
+        ready, version = self.core.rules
+        said = {"drawable_rows": self.core.drawable}
+        said |= {"starved_draws": starved} if ready or version is not None else {}
+        said |= {"used_rows": used, "evicted_rows": evicted} if self.core.most and len(said) > 1 else {}
+        _add_counts(stats, said if version is None else {**said, "expired_rows": expired})
 
     @classmethod
-    def of_store(cls, store: Store, name: str, most: int) -> ConsumptionIndex:
-        """The index of that name, of rows that are drawn ``most`` times. A new index scans the tickets once.
+    def of_store(cls, store: Store, name: str, most: int, rules: GroupRules | None = None) -> ConsumptionIndex:
+        """The index of that name, of rows that are drawn ``most`` times and follow the rules. A new index scans the rows once.
 
         Raises:
+            KeyError: no such field. TypeError: it can never be not ready, or is no version; the rows are not on the CPU.
             ValueError: not a name of an index, or a store of 2^32 rows.
-            IncompatibleStore: the rows of that index are drawn another number of times.
+            IncompatibleStore: the rows of that index are drawn another number of times, or follow other rules.
             OSError: no space for its file.
         """
-        nbytes = native.consumption_bytes(store.capacity)
-        return cls.of_name(store.indexes, name, nbytes, store.capacity, most)[0].checked(name, most)
+        given: Any = () if rules is None or not rules.exclude else _fields_of(store, rules)
+        if given:
+            _check_native(store, "FilteredSampler")
+        check = partial(ConsumptionIndex.checked, name=name, most=most, rules=_numbers(*given), store=store)
+        return cls.of_rules(store, name, lambda: native.consumption_bytes(store.capacity, given), check, most, given)
 
     @classmethod
     def of_list(cls, rows: int, most: int) -> ConsumptionIndex:
         """Counts of a list's items, which are live as long as the index knows a ticket of theirs."""
         return cls.alone(native.consumption_bytes(rows), rows, most)
 
-    def checked(self, name: str, most: int) -> ConsumptionIndex:
-        """The index itself. Raises ``IncompatibleStore``: its rows are drawn another number of times."""
+    def checked(
+        self, name: str, most: int, rules: RuleNumbers = ((), None), store: Store | None = None
+    ) -> ConsumptionIndex:
+        """The index itself. Raises ``IncompatibleStore``: its rows are drawn another number of times, or follow other rules."""
+        if store is not None and (self.core.rules != rules or (self.core.most != most and rules != ((), None))):
+            mine, asked = (
+                _rules_said(store, *of, uses) for of, uses in ((self.core.rules, self.core.most), (rules, most))
+            )
+            raise IncompatibleStore(
+                f"index {name!r}: expected rows with{mine}, as the store's index of that name has, got rows with{asked}. Give it another "
+                "name: index=…."
+            )
         if self.core.most != most:
             raise IncompatibleStore(
                 f"index {name!r}: expected max_sample_count={self.core.most}, as the store's index of that name has, got {most}. Give "
@@ -95,6 +117,14 @@ class ConsumptionIndex(TicketIndex[native.Consumption]):
         out = torch.empty(n, dtype=torch.int32, device="cpu")
         self.core.counts(out)
         return out
+
+    def uses(self) -> Tensor:
+        """The :meth:`counts` of all rows."""
+        return self.counts(self.core.rows)
+
+    def restore_uses(self, uses: Tensor) -> None:
+        """Take over :meth:`uses`. Rows that it says nothing of were not drawn."""
+        self.core.restore(uses)
 
     def lost(self, rows: Tensor) -> None:
         """Rows of a list hold nothing."""
@@ -266,15 +296,15 @@ class ConsumerVersionIndex(LockedIndex[native.ConsumerVersion]):
 
 
 class GroupRules(NamedTuple):
-    """Which rows of a store are in groups."""
+    """Which rows of a store are drawn, or are in groups."""
 
-    #: Rows are in no group while one of these fields has a NaN.
+    #: Rows are not drawn, and in no group, while one of these fields has a NaN.
     ready: tuple[FieldPath, ...] = ()
-    #: After so many draws of its group a row is in none any more; None: there is no limit, and none is counted.
+    #: After so many draws, of the row or of its group, it is not drawn any more; None: there is no limit, and none is counted.
     max_uses: int | None = None
     #: The field with the version of a row; None: rows have none.
     version: FieldPath | None = None
-    #: Rows whose version is further behind the consumer's are in no group.
+    #: Rows whose version is further behind the consumer's are not drawn.
     max_staleness: int = 0
     #: By which groups are in order: 0 nothing, 1 when their newest row was written or edited, 2 the variance of rewards.
     order: int = 0
@@ -282,6 +312,11 @@ class GroupRules(NamedTuple):
     least: int = 0
     #: The field with the rewards that the order is by.
     reward: FieldPath | None = None
+
+    @property
+    def exclude(self) -> bool:
+        """Whether rows that were not used up may be excluded."""
+        return bool(self.ready) or self.version is not None
 
 
 #: All of them.
@@ -325,15 +360,8 @@ class GroupIndex(TicketIndex[native.Groups]):
             OSError: no space for its file.
         """
         policy = _policy_of(store, key, rules)
-        asked = _numbers_of(policy)
-        indexes = store.indexes
-        index: GroupIndex | None = indexes.get((name, cls.kind)) or indexes.refreshed().get((name, cls.kind))
-        if index is not None:  # perhaps of another size
-            index.check(store, name, asked)
-        nbytes = native.groups_bytes(store.capacity, policy) if index is None else index.block.nbytes
-        index, _ = cls.of_name(indexes, name, nbytes, store.capacity, policy)
-        index.check(store, name, asked)
-        return index
+        check = partial(GroupIndex.check, store=store, name=name, asked=_numbers_of(policy))
+        return cls.of_rules(store, name, lambda: native.groups_bytes(store.capacity, policy), check, policy)
 
     def check(self, store: Store, name: str, asked: GroupPolicy) -> None:
         """Raise ``IncompatibleStore`` if the index has other rules."""
@@ -350,18 +378,33 @@ class GroupIndex(TicketIndex[native.Groups]):
         said = {"groups": groups, "starved_draws": starved}
         said |= {"used_rows": used, "evicted_rows": evicted} if uses else {}
         said |= {} if version is None else {"expired_rows": expired}
-        for name, number in said.items():
-            stats[name] = stats.get(name, 0) + number
+        _add_counts(stats, said)
+
+
+def _add_counts(stats: dict[str, float], counts: dict[str, int]) -> None:
+    """Add up what several indexes have counted."""
+    for name, number in counts.items():
+        stats[name] = stats.get(name, 0) + number
 
 
 def _policy_of(store: Store, key: FieldPath, rules: GroupRules) -> Any:
     """The rules as the core takes them, which knows fields by their numbers. Raises ``KeyError``, ``TypeError``."""
     number = _key_field(store, key)
-    ready = tuple(_with_dtype(store, _ready_field(store, path)) for path in rules.ready)
-    version = None if rules.version is None else _with_dtype(store, _version_field(store, rules.version))
+    ready, version = _fields_of(store, rules)
     reward = None if rules.reward is None else _with_dtype(store, _reward_field(store, rules.reward))
     key_bytes, most = store.schema.fields[number].row_bytes, rules.max_uses or 0
     return number, key_bytes, ready, most, version, rules.max_staleness, rules.order, rules.least, reward
+
+
+def _fields_of(store: Store, rules: GroupRules) -> tuple[tuple[Any, ...], Any]:
+    """The fields that are to be ready, and the version. Raises ``KeyError``, ``TypeError``."""
+    ready = tuple(_with_dtype(store, _ready_field(store, path)) for path in rules.ready)
+    return ready, None if rules.version is None else _with_dtype(store, _version_field(store, rules.version))
+
+
+def _numbers(ready: Any = (), version: Any = None) -> RuleNumbers:
+    """The same with the numbers of fields alone."""
+    return tuple(field for field, _ in ready), None if version is None else version[0]
 
 
 def _with_dtype(store: Store, field: int) -> tuple[int, tuple[int, int, tuple[int, ...]]]:
@@ -372,25 +415,49 @@ def _with_dtype(store: Store, field: int) -> tuple[int, tuple[int, int, tuple[in
 def _numbers_of(policy: Any) -> GroupPolicy:
     """The same with the numbers of fields alone."""
     number, key_bytes, ready, most, version, staleness, order, least, reward = policy
-    version, reward = (None if field is None else field[0] for field in (version, reward))
-    return number, key_bytes, tuple(field for field, _ in ready), most, version, staleness, order, least, reward
+    return (
+        number,
+        key_bytes,
+        _numbers(ready)[0],
+        most,
+        _numbers((), version)[1],
+        staleness,
+        order,
+        least,
+        _numbers((), reward)[1],
+    )
 
 
 def _said(store: Store, policy: GroupPolicy) -> str:
     """The rules of groups, in words."""
     number, _, ready, most, version, staleness, order, least, reward = policy
     fields = store.schema.fields
-    said = f"groups by {public(fields[number].key)!r}"
-    if ready:
-        said += f", ready={tuple(public(fields[it].key) for it in ready)}"
-    if most:
-        said += f", max_uses={most}"
-    if version is not None:
-        said += f", max_staleness={staleness} by {public(fields[version].key)!r}"
+    said = f"groups by {public(fields[number].key)!r}{_rules_said(store, ready, version, most, staleness)}"
     if order:
         by = "their age" if reward is None else f"the variance of {public(fields[reward].key)!r}"
         said += f", those of {least} rows in the order of {by}"
     return said
+
+
+def _rules_said(
+    store: Store, ready: tuple[int, ...], version: int | None, most: int, staleness: int | None = None
+) -> str:
+    """Rules of rows, in words. ``staleness``: None: each draw names its own."""
+    fields = store.schema.fields
+    said = f", ready={tuple(public(fields[it].key) for it in ready)}" if ready else ""
+    said += f", max_uses={most}" if most else ""
+    if version is None:
+        return said
+    return f"{said}, {'versions' if staleness is None else f'max_staleness={staleness}'} by {public(fields[version].key)!r}"
+
+
+def _check_native(store: Store, who: str) -> None:
+    """Raise ``TypeError``: the rows are not on the CPU."""
+    if not store.is_native:
+        raise TypeError(
+            f'{who}: expected rows on the CPU, got those of {store.place}. Use a storage with device="cpu", and a '
+            "DeviceLoader for batches on an accelerator."
+        )
 
 
 class Groups(Protocol):
@@ -442,11 +509,7 @@ class StoredGroups:
     def __init__(
         self, store: Store, name: str, key: FieldPath, reward: FieldPath | None, rules: GroupRules = ALL_ROWS
     ) -> None:
-        if not store.is_native:
-            raise TypeError(
-                f'PromptGroupSampler: expected rows on the CPU, got those of {store.place}. Use a storage with device="cpu", and a '
-                "DeviceLoader for batches on an accelerator."
-            )
+        _check_native(store, "PromptGroupSampler")
         self._store, self._reward, self._index = store, reward, GroupIndex.of_store(store, name, key, rules)
 
     def _current(self) -> GroupIndex:
