@@ -125,6 +125,8 @@ class FilteredSampler(SamplerAround, RuledSampler, CountingSampler):
         self._source = declared(inner)
         if self._source.traits.draws_windows:
             inner.admits = self._admits
+        if self._rules.version is None:
+            self._consumer = getattr(inner, "_consumer", self._consumer)
         self.sampler = inner
 
     @property
