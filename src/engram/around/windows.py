@@ -291,7 +291,7 @@ class WindowSampler(NativeSampler):
             tensors = self._drawn_later(bound, storage, arguments, length)
         return marks, tensors
 
-    def _draw_apart(
+    def _draw_admitted(
         self, storage: SampledStorage, key: DrawKey, n: int, finished: tuple[int, int] | None = None
     ) -> tuple[EndMarks, list[Tensor]]:
         """Draw windows of admitted rows, without their fields: rows ``[B * T]``, marks and tickets. Others are drawn in place of the rest.
@@ -317,8 +317,8 @@ class WindowSampler(NativeSampler):
             retries.count += 1
             if retries.count == MAX_DRAWS:
                 raise NoSampleable(
-                    f"sample: expected windows of rows that may be drawn, got {len(whole)} windows with others at each of {MAX_DRAWS} draws. "
-                    f"{self._shorter()}, or wait until more rows may be drawn."
+                    f"sample: expected windows of rows that can be drawn, got others at each of {MAX_DRAWS} draws. {self._shorter()}, or "
+                    "wait until more rows can be drawn."
                 )
 
     def _drawn_later(self, bound: _Bound, storage: SampledStorage, arguments: Arguments, length: int) -> list[Tensor]:
@@ -400,7 +400,7 @@ class WindowSampler(NativeSampler):
         retries, bits = Retries(), key
         while True:
             schema = store.schema
-            marks, drawn = self._draw_apart(storage, bits, n, finished)
+            marks, drawn = self._draw_admitted(storage, bits, n, finished)
             rows, *marked, tickets = drawn
             columns, moved = read(Draw(rows, tickets, self._ends(marks, drawn, n) if ended else {}))
             if store.schema is not schema:  # a field was added meanwhile
@@ -430,7 +430,7 @@ class WindowSampler(NativeSampler):
         self._bound_to(storage, self.settings.split(batch_size)[1])  # raises for a storage without windows
         assert storage is not None
         assert storage.memory is not None
-        _, drawn = self._draw_apart(storage, DrawKey.of(key), batch_size)
+        _, drawn = self._draw_admitted(storage, DrawKey.of(key), batch_size)
         return Draw(drawn[0], drawn[-1])
 
     def _raise_without_windows(self, table: Table, length: int) -> NoReturn:

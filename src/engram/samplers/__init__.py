@@ -2,9 +2,8 @@
 
 from engram._support.absent import moved_names
 from engram.samplers._base import check_drawable, declared
-from engram.samplers.consuming import ConsumingSampler
+from engram.samplers.consuming import ConsumingSampler, FilteredSampler
 from engram.samplers.epoch import SamplerWithoutReplacement
-from engram.samplers.filtered import FilteredSampler
 from engram.samplers.prioritized import PrioritizedSampler
 from engram.samplers.prompt_groups import PromptGroupSampler
 from engram.samplers.redraw import RandomSampler

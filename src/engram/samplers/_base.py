@@ -556,7 +556,8 @@ class SamplerAround(DeclaredSampler):
     def from_config(cls, config: dict[str, Any]) -> Self:
         """What a store noted, with the sampler inside."""
         inner, arguments = cls.known[config["sampler"]["type"]], config["sampler"]["config"]
-        return cls(inner.from_config(arguments), **{name: value for name, value in config.items() if name != "sampler"})
+        rest = {name: value for name, value in config.items() if name != "sampler"}
+        return cls(inner.from_config(arguments), **rest)  # type: ignore[call-arg]  # each has a sampler first
 
     def __repr__(self) -> str:
         shown = {k: v for k, v in self.config().items() if k != "sampler" and v is not None}

@@ -12,8 +12,7 @@ from engram._support.retries import Retries
 from engram._support.words import warn
 from engram.errors import EMPTY, NoSampleable
 from engram.samplers._base import NativeSampler, check_drawable
-from engram.samplers.rules import RuledSampler, row_rules, rules_said
-from engram.samplers.staleness import ConsumerVersion
+from engram.samplers.staleness import ConsumerVersion, RuledSampler, row_rules, rules_said
 from engram.store import check_index_name
 from engram.store.row_indexes import MAX_USES, GroupDraw, GroupRules, Groups
 from engram.types import Draw, Extent
