@@ -55,13 +55,26 @@ RowRules rules_in(const nb::tuple& given) {
   return rules;
 }
 
-// The same, with the numbers of fields alone.
-nb::tuple written(const RowRules& rules) {
+// As Python compares it: (fields that are to be ready, field of the version or None, most draws), fields by their numbers.
+nb::tuple policy_of(const BoundConsumption& self) {
+  const RowRules& rules = self.rules();
   nb::list ready;
   for (const RuleField& field : rules.ready) ready.append(field.number);
   nb::object version = nb::none();
   if (rules.dated) version = nb::int_(rules.version.number);
-  return nb::make_tuple(nb::tuple(ready), version);
+  return nb::make_tuple(nb::tuple(ready), version, self.most());
+}
+
+// By the names that statistics give it.
+nb::dict totals(const BoundConsumption& self) {
+  const Consumption::Totals of = self.totals();
+  nb::dict said;
+  said["drawable_rows"] = self.drawable();
+  if (!self.rules().any()) return said;
+  said["starved_draws"] = of.starved;
+  if (self.most() > 0) said["used_rows"] = of.used, said["evicted_rows"] = of.evicted;
+  if (self.rules().dated) said["expired_rows"] = of.expired;
+  return said;
 }
 
 nb::object admit(BoundConsumption& self, Numbers rows, Numbers numbers) {
@@ -176,14 +189,8 @@ void bind_consumption(nb::module_& m) {
           "memory"_a, "bytes"_a, "store"_a.none(), "keep"_a, nb::keep_alive<1, 5>())
       .def_prop_ro("rows", [](const BoundConsumption& self) { return self.rows(); })
       .def_prop_ro("most", [](const BoundConsumption& self) { return self.most(); }, "Draws of a row.")
-      .def_prop_ro("rules", [](const BoundConsumption& self) { return written(self.rules()); }, "As for format_consumption, numbers of fields alone.")
-      .def_prop_ro(
-          "totals",
-          [](const BoundConsumption& self) {
-            const Consumption::Totals totals = self.totals();
-            return nb::make_tuple(totals.used, totals.expired, totals.evicted, totals.starved);
-          },
-          "Rows that were used up, became too old, or were overwritten before either; draws that found none. Counted where there are rules.")
+      .def_prop_ro("policy", &policy_of, "(fields that are to be ready, field of the version or None, most draws), fields by their numbers.")
+      .def_prop_ro("totals", &totals, "Rows that can be drawn and, where there are rules, what was counted of others, by name.")
       .def_prop_ro("drawable", [](const BoundConsumption& self) { return self.drawable(); }, "Rows that can be drawn.")
       .def_prop_ro("used", [](const BoundConsumption& self) { return self.used(); }, "Rows that are used up.")
       .def(

@@ -294,32 +294,29 @@ class WindowSampler(NativeSampler):
     def _draw_admitted(
         self, storage: SampledStorage, key: DrawKey, n: int, finished: tuple[int, int] | None = None
     ) -> tuple[EndMarks, list[Tensor]]:
-        """Draw windows of admitted rows, without their fields: rows ``[B * T]``, marks and tickets. Others are drawn in place of the rest.
+        """Draw windows all of whose rows are admitted, without their fields: rows ``[B * T]``, marks and tickets.
 
-        Raises ``NoSampleable``: as :meth:`_draw`; no window of many draws was admitted.
+        Others are drawn in place of the rest. Raises ``NoSampleable``: as :meth:`_draw`; few were admitted of many.
         """
         parts: list[list[Tensor]] = []
-        count, retries = self.settings.split(n)[0], Retries()
-        while True:
-            bits = key if retries.count == 0 else DrawKey.of(retries.key_of(key.value))
+        count, tries = self.settings.split(n)[0], Retries()
+        while tries.count < MAX_DRAWS:
+            bits = key if tries.count == 0 else DrawKey.of(tries.key_of(key.value))
             marks, tensors = self._draw(storage, _NO_FIELDS, bits, n, numbered=True, shown="apart", finished=finished)
             if self.admits is None:
                 return marks, tensors
-            rows, ends = tensors[0], cast("Tensor", self._ends(marks, tensors, n)[LAST_STEPS])
-            of = torch.searchsorted(ends, torch.arange(len(rows), device="cpu"))  # the window of each row
-            whole = torch.ones(len(ends), dtype=torch.bool, device="cpu")
-            whole[of[~self.admits(rows, tensors[-1])]] = False
-            chosen = whole.nonzero().flatten()[:count]
+            ends = cast("Tensor", self._ends(marks, tensors, n)[LAST_STEPS])
+            of = torch.searchsorted(ends, torch.arange(len(tensors[0]), device="cpu"))  # the window of each row
+            refused = torch.bincount(of[~self.admits(tensors[0], tensors[-1])], minlength=len(ends))
+            chosen = (refused == 0).nonzero().flatten()[:count]
             parts.append([tensor[torch.isin(of, chosen)] for tensor in tensors])
-            count -= len(chosen)
+            tries.count, count = tries.count + 1, count - len(chosen)
             if not count:
                 return marks, [torch.cat(tensor) for tensor in zip(*parts, strict=True)]
-            retries.count += 1
-            if retries.count == MAX_DRAWS:
-                raise NoSampleable(
-                    f"sample: expected windows of rows that can be drawn, got others at each of {MAX_DRAWS} draws. {self._shorter()}, or "
-                    "wait until more rows can be drawn."
-                )
+        raise NoSampleable(
+            f"sample: expected windows of rows that can be drawn, got others at {MAX_DRAWS} draws. {self._shorter()}, or wait until more "
+            "rows can be drawn."
+        )
 
     def _drawn_later(self, bound: _Bound, storage: SampledStorage, arguments: Arguments, length: int) -> list[Tensor]:
         """Draw again where there was no window a moment ago, as a writer was in each of them. Raises ``NoSampleable``: there is none."""

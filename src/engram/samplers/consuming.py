@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from engram._support.checks import check_count
+from engram._support.retries import Retries
 from engram._support.state import Change, Loads, check_keys, integer, tensor_in, typed
 from engram.errors import EMPTY, IncompatibleCheckpoint, NoSampleable
-from engram.samplers._base import MAX_DRAWS, DeclaredSampler, NativeSampler, SamplerAround, declared
-from engram.samplers.prioritized import rows_of
-from engram.samplers.redraw import Redraw
-from engram.samplers.staleness import ConsumerVersion, RuledSampler, row_rules, rules_said
+from engram.samplers._base import MAX_DRAWS, NativeSampler, SamplerAround, declared
+from engram.samplers.prioritized import PrioritizedSampler, rows_of
+from engram.samplers.staleness import ConsumerVersion, RuledSampler, VersionedSampler, row_rules, rules_said
 from engram.store import Key, Masses, check_index_name
 from engram.store.row_indexes import MAX_USES, ConsumptionIndex, GroupRules
 from engram.types import Commit, Draw, Extent, NativeBatch, Sampler, Shown, Traits, Write
@@ -314,32 +314,24 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler):
     ) -> None:
         name = "FilteredSampler"
         inner: Any = sampler() if isinstance(sampler, type) else sampler
-        if not isinstance(inner, Sampler) or isinstance(inner, SamplerAround) or declared(inner).traits.awaits_rows:
+        of = declared(inner).traits if isinstance(inner, Sampler) else Traits()
+        windows = (
+            of.draws_windows and of.reads_windows and not (of.has_epochs or inner.streaming or inner.settings.online)
+        )
+        around = isinstance(inner, SamplerAround) or of.consumes or of.awaits_rows
+        if not isinstance(inner, Sampler) or around or of.draws_windows != windows:
             raise TypeError(
-                f"{name}: sampler: expected a sampler of rows or windows, got {inner!r:.80}. Put expanders around this one; a "
-                "PromptGroupSampler has such rules itself."
+                f"{name}: sampler: expected a sampler of rows that uses none up, or a slice sampler with replacement, got {inner!r:.80}. "
+                "Put expanders around this one; a PromptGroupSampler has such rules itself."
             )
         check_index_name(index, f"{name}: index")
         uses = None if max_uses is None else check_count(f"{name}: max_uses", max_uses, most=MAX_USES - 1)
         self._rules = row_rules(GroupRules(max_uses=uses), name, ready, max_staleness, policy_version)
-        of = declared(inner).traits
-        if of.consumes or not (self._rules.exclude or uses):
+        over_batch = isinstance(inner, PrioritizedSampler) and inner.normalize == "batch"
+        if not (self._rules.exclude or uses) or (uses and windows) or over_batch:
             raise ValueError(
-                f"{name}: expected one of ready, max_uses and max_staleness, and a sampler that uses no rows up, got {inner!r:.80}."
-            )
-        if of.draws_windows and (
-            uses
-            or not of.reads_windows
-            or of.has_epochs
-            or cast("Any", inner).streaming
-            or cast("Any", inner).settings.online
-        ):
-            raise ValueError(
-                f"{name}: expected a slice sampler with replacement, without max_uses, as windows share rows, got {inner!r:.80}."
-            )
-        if uses and getattr(inner, "normalize", "store") == "batch":
-            raise ValueError(
-                f'{name}: max_uses: expected weights that are over those of the store, got normalize="batch".'
+                f"{name}: expected one of ready, max_uses and max_staleness, no max_uses with windows, which share rows, and weights that "
+                f'are not those of normalize="batch", got max_uses={uses} and {inner!r:.80}.'
             )
         self.index_name, self._consumer = index, ConsumerVersion(index)
         self._around(inner)
@@ -349,8 +341,8 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler):
         self._source = declared(inner)
         if self._source.traits.draws_windows:
             inner.admits = self._admits
-        if self._rules.version is None:
-            self._consumer = getattr(inner, "_consumer", self._consumer)
+        if self._rules.version is None and isinstance(inner, VersionedSampler):
+            self._consumer = inner._consumer  # noqa: SLF001 - the only one that counts
         self.sampler = inner
 
     @property
@@ -414,29 +406,37 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler):
         return admitted
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
-        if self._source.traits.draws_windows:
-            return self._source.draw(extent, batch_size, key)
-        index, once = self._attached(), self._source.traits.draws_once
-        offered, self.ran_out = _Offered(self._source, self._storage, index), False
-        while True:
-            drawn = Redraw(cast("Any", self._storage), offered.draw(extent, batch_size, key), offered, key)
-            left = (~self._admits(drawn.rows, cast("Tensor", drawn.tickets))).nonzero().flatten()
-            if not once or self.ran_out or len(left) < len(drawn.rows):
-                break
-        while len(left) and not once and drawn.retries.count < MAX_DRAWS:
+        source, parts, need, tries = self._source, list[tuple[Draw, Tensor]](), batch_size, Retries()
+        if source.traits.draws_windows:
+            return source.draw(extent, batch_size, key)
+        once, self.ran_out = source.traits.draws_once, False
+        while need and tries.count < MAX_DRAWS and not (once and (parts or self.ran_out)):
             try:
-                places, fresh = drawn.again(left.tolist(), waiting=True)
-                good = places[self._admits(fresh.rows, cast("Tensor", fresh.tickets))]
-            except NoSampleable:  # of the rest none may be drawn, or has a priority
-                if self.max_uses is None or len(left) == len(drawn.rows):
+                drawn = self._offered(extent, need, tries, key)
+                good = self._admits(drawn.rows, cast("Tensor", drawn.tickets)).nonzero().flatten()
+            except NoSampleable:  # the others have no priority, or are used up
+                if self.max_uses is None or not parts:
                     raise
                 break
-            left = left[~torch.isin(left, good)]
-        if len(left) == len(drawn.rows) or (len(left) and self.max_uses is None and not once):
+            tries.count, need = tries.count + 1, need - len(good)
+            parts += [(drawn, good)] if len(good) else []
+        index = self._attached()
+        if index is None or not parts or (need and self.max_uses is None and not once):
             raise self._starved(index)
-        if self.max_uses is not None and index is not None and not index.core.drawable:
-            self.ran_out = True
-        return drawn.without(left.tolist())
+        self.ran_out = self.ran_out or (self.max_uses is not None and not index.core.drawable)
+        rows, tickets = (torch.cat([cast("Tensor", draw[i])[good] for draw, good in parts]) for i in range(2))
+        info = {name: torch.cat([cast("Tensor", draw.info[name])[good] for draw, good in parts]) for name in drawn.info}
+        return Draw(rows, tickets, info)
+
+    def _offered(self, extent: Extent, n: int, tries: Retries, key: int) -> Draw:
+        """Rows of the other sampler, with tickets. Where few of them are admitted it draws among those that can be, if it can."""
+        index, drawn = self._attached(), None
+        left = 0 if index is None else index.core.drawable
+        if index is not None and left and (tries.count >= _FEW or n * extent.size > left * left):
+            drawn = self._source.draw_among(index.core.drawable_rows(), n, tries.key_of(key))
+        drawn = self._source.draw(extent, n, tries.key_of(key)) if drawn is None else drawn
+        assert self._storage is not None  # it has rows
+        return drawn if drawn.tickets is not None else drawn._replace(tickets=self._storage.tickets_of(drawn.rows))
 
     def sample_natively(
         self, storage: SampledStorage, key: Key, n: int, *, numbered: bool = False, shown: Shown = "beside"
@@ -501,25 +501,6 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler):
         inner = state.pop("sampler")
         super().__setstate__(state)
         self._around(inner)
-
-
-class _Offered(DeclaredSampler):
-    """Rows of a sampler, with their tickets, until few are admitted; then of those that may be drawn, if it can draw among them."""
-
-    def __init__(self, source: DeclaredSampler, storage: Any, index: ConsumptionIndex | None) -> None:
-        self._source, self._storage, self._index, self._tries = source, storage, index, 0
-
-    def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
-        drawn, core = None, None if self._index is None else self._index.core
-        if core is not None and (self._tries == _FEW or batch_size * extent.size > core.drawable**2):
-            drawn = self._source.draw_among(core.drawable_rows(), batch_size, key) if core.drawable else None
-        self._tries = min(self._tries + 1, _FEW)
-        drawn = self._source.draw(extent, batch_size, key) if drawn is None else drawn
-        return drawn if drawn.tickets is not None else drawn._replace(tickets=self._storage.tickets_of(drawn.rows))
-
-    def draw_again(self, extent: Extent, drawn: Draw, moved: list[int], key: int) -> tuple[list[int], Draw]:
-        fresh = self.draw(extent, len(moved), key)
-        return moved[: len(fresh.rows)], fresh
 
 
 _NOTHING = (torch.empty(0, dtype=torch.int64, device="cpu"),) * 2

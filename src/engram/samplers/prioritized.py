@@ -276,31 +276,31 @@ class PrioritizedSampler(NativeSampler):
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
         index, over_batch = self.priorities(), self.normalize == "batch"
-        return self._drawn(index, *index.draw(key, batch_size, leaves=over_batch))
+        rows, numbers, weights = index.draw(key, batch_size, leaves=over_batch)
+        assert self._storage is not None  # it has priorities
+        if self._storage.memory is None or index.on_device:
+            numbers = self._storage.tickets_of(rows)
+        writes = self._storage.writes_of(rows, numbers)
+        if over_batch:
+            return DrawOverBatch.of(rows, numbers, writes, weights.log().mul_(-index.core.beta), self.dtype)
+        return Draw(rows, numbers, {"priority_weight": weights.to(self.dtype), "index_generation": writes})
 
     def draw_among(self, rows: Tensor, n: int, key: int) -> Draw:
-        index, bits = self.priorities(), native.empty_rows(n)
+        index, storage, bits = self.priorities(), cast("SampledStorage", self._storage), native.empty_rows(n)
         masses = index.leaves_of(rows).cumsum(0)
-        if not len(rows) or not masses[-1] > 0:
+        if not masses[-1] > 0:
             raise NoSampleable("sample: every priority is zero. Add data, or give rows a priority above zero.")
         native.uniform(key, 1 << 53, bits)
         places = torch.searchsorted(masses, bits.double() / (1 << 53) * masses[-1], right=True)
         drawn = rows[
             places.clamp(max=int(torch.searchsorted(masses, masses[-1])))
         ]  # the last above zero, where that rounds up
-        weights = index.leaves_of(drawn) if self.normalize == "batch" else index.weights(drawn)
-        assert self._storage is not None  # it has priorities
-        return self._drawn(index, drawn, self._storage.tickets_of(drawn), weights)
-
-    def _drawn(self, index: Priorities, rows: Tensor, numbers: Tensor, weights: Tensor) -> Draw:
-        """A draw of these rows. ``weights``: or leaves, where weights are over those of the batch."""
-        assert self._storage is not None  # it has priorities
-        if self._storage.memory is None or index.on_device:
-            numbers = self._storage.tickets_of(rows)
-        writes = self._storage.writes_of(rows, numbers)
-        if self.normalize == "batch":
-            return DrawOverBatch.of(rows, numbers, writes, weights.log().mul_(-index.core.beta), self.dtype)
-        return Draw(rows, numbers, {"priority_weight": weights.to(self.dtype), "index_generation": writes})
+        numbers = storage.tickets_of(drawn)
+        said = {
+            "priority_weight": index.weights(drawn).to(self.dtype),
+            "index_generation": storage.writes_of(drawn, numbers),
+        }
+        return Draw(drawn, numbers, said)
 
     def sample_natively(
         self,

@@ -61,7 +61,7 @@ class Redraw:
         detail: str = "",
     ) -> None:
         self.rows = draw.rows.clone()
-        self.tickets = None if draw.tickets is None else draw.tickets.clone()
+        self._tickets = None if draw.tickets is None else draw.tickets.clone()
         self.info: Info = {
             name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in draw.info.items()
         }
@@ -69,17 +69,6 @@ class Redraw:
         self.retries = Retries()
         self._storage, self._source, self._key = storage, source, key
         self._call, self._detail = call, detail
-
-    def without(self, places: list[int]) -> Draw:
-        """The draw as it is now, but for the rows at some places."""
-        left = torch.ones(len(self.rows), dtype=torch.bool, device="cpu")
-        left[places] = False
-        info: Info = {
-            name: value[left] if isinstance(value, torch.Tensor) else value for name, value in self.info.items()
-        }
-        if self._logs is not None:
-            info["priority_weight"] = _over_largest(self._logs[left]).to(cast("Tensor", info["priority_weight"]).dtype)
-        return Draw(self.rows[left], None if self.tickets is None else self.tickets[left], info)
 
     def repeat(self, moved: list[int], tensors: list[Tensor]) -> None:
         """Put other rows of the draw, by turns, at the places of those that moved. ``tensors``: what was read, changed as well."""
@@ -111,11 +100,11 @@ class Redraw:
             retries.again(self.rows, moved, self._detail, call)
         key = None if self._key is None else retries.key_of(self._key)
         if self._source is not None and key is not None:
-            again, fresh = self._source.draw_again(extent, Draw(self.rows, self.tickets), moved, key)
+            again, fresh = self._source.draw_again(extent, Draw(self.rows, self._tickets), moved, key)
             places = torch.tensor(again, device="cpu")
             self.rows[places] = fresh.rows
-            if self.tickets is not None and fresh.tickets is not None:
-                self.tickets[places] = fresh.tickets
+            if self._tickets is not None and fresh.tickets is not None:
+                self._tickets[places] = fresh.tickets
             for name, value in fresh.info.items():
                 known = self.info.get(name)
                 if isinstance(known, torch.Tensor) and isinstance(value, torch.Tensor):

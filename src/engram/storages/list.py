@@ -349,7 +349,7 @@ class ListStorage(Storage):
             if name not in self._counts:
                 self._counts[name] = ConsumptionIndex.of_list(self.max_size, most)
                 self._tell_counts()
-            return self._counts[name].checked(name, most)
+            return self._counts[name].checked(None, name, ((), None, most))
 
     def groups(
         self, name: str, key: FieldPath, reward: FieldPath | None, rules: GroupRules = ALL_ROWS

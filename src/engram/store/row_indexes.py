@@ -6,7 +6,6 @@ process keeps it.
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -14,7 +13,6 @@ import torch
 from engram._support import native
 from engram._support.field_paths import FieldPath, public
 from engram._support.state import check_keys, integer
-from engram.errors import IncompatibleStore
 from engram.format import layout
 from engram.format.schema import DTYPES, Field
 from engram.store.indexes import LockedIndex, TicketIndex
@@ -34,8 +32,6 @@ if TYPE_CHECKING:
 #: Which rows are in groups, as the core says it: the number of the key's field and its bytes, fields that are to be ready, uses, the field
 #: of the version, staleness, the order of groups, rows of each of these, and the field of their rewards.
 GroupPolicy: TypeAlias = tuple[int, int, tuple[int, ...], int, "int | None", int, int, int, "int | None"]
-#: The fields of rows that are to be ready, and that of their version, by their numbers.
-RuleNumbers: TypeAlias = "tuple[tuple[int, ...], int | None]"
 #: Key of the order, rows of the epoch, how many of them were visited, and the number of the next write when it began; in a state how
 #: many numbers were given since.
 Progress: TypeAlias = tuple[int, int, int, int]
@@ -60,15 +56,10 @@ class ConsumptionIndex(TicketIndex[native.Consumption]):
 
     def count(self, stats: dict[str, float]) -> None:
         """As :meth:`Index.count`: rows that can be drawn; where there are rules, what was counted of others."""
-        used, expired, evicted, starved = self.core.totals
-        ready, version = self.core.rules
-        said = {"drawable_rows": self.core.drawable}
-        said |= {"starved_draws": starved} if ready or version is not None else {}
-        said |= {"used_rows": used, "evicted_rows": evicted} if self.core.most and len(said) > 1 else {}
-        _add_counts(stats, said if version is None else {**said, "expired_rows": expired})
+        _add_counts(stats, self.core.totals)
 
     @classmethod
-    def of_store(cls, store: Store, name: str, most: int, rules: GroupRules | None = None) -> ConsumptionIndex:
+    def of_store(cls, store: Store, name: str, most: int, rules: GroupRules) -> ConsumptionIndex:
         """The index of that name, of rows that are drawn ``most`` times and follow the rules. A new index scans the rows once.
 
         Raises:
@@ -77,35 +68,25 @@ class ConsumptionIndex(TicketIndex[native.Consumption]):
             IncompatibleStore: the rows of that index are drawn another number of times, or follow other rules.
             OSError: no space for its file.
         """
-        given: Any = () if rules is None or not rules.exclude else _fields_of(store, rules)
-        if given:
-            _check_native(store, "FilteredSampler")
-        check = partial(ConsumptionIndex.checked, name=name, most=most, rules=_numbers(*given), store=store)
-        return cls.of_rules(store, name, lambda: native.consumption_bytes(store.capacity, given), check, most, given)
+        if rules.exclude:
+            check_native(store, "FilteredSampler")
+        ready, version = given = _fields_of(store, rules) if rules.exclude else ((), None)
+        nbytes = native.consumption_bytes(store.capacity, given)
+        asked = tuple(number for number, _ in ready), version and version[0], most
+        return cls.of_rules(store, name, nbytes, asked, most, given)
 
     @classmethod
     def of_list(cls, rows: int, most: int) -> ConsumptionIndex:
         """Counts of a list's items, which are live as long as the index knows a ticket of theirs."""
         return cls.alone(native.consumption_bytes(rows), rows, most)
 
-    def checked(
-        self, name: str, most: int, rules: RuleNumbers = ((), None), store: Store | None = None
-    ) -> ConsumptionIndex:
-        """The index itself. Raises ``IncompatibleStore``: its rows are drawn another number of times, or follow other rules."""
-        if store is not None and (self.core.rules != rules or (self.core.most != most and rules != ((), None))):
-            mine, asked = (
-                _rules_said(store, *of, uses) for of, uses in ((self.core.rules, self.core.most), (rules, most))
-            )
-            raise IncompatibleStore(
-                f"index {name!r}: expected rows with{mine}, as the store's index of that name has, got rows with{asked}. Give it another "
-                "name: index=…."
-            )
-        if self.core.most != most:
-            raise IncompatibleStore(
-                f"index {name!r}: expected max_sample_count={self.core.most}, as the store's index of that name has, got {most}. Give "
-                "it another name: index=…."
-            )
-        return self
+    @staticmethod
+    def said(store: Any, policy: tuple[tuple[int, ...], int | None, int]) -> str:
+        """As :meth:`TicketIndex.said`."""
+        ready, version, most = policy
+        if not ready and version is None:
+            return f"max_sample_count={most}"
+        return f"rows{_rules_said(store, ready, version, most)}"
 
     def claim(self, key: int, n: int) -> tuple[Tensor, Tensor]:
         """Draw up to ``n`` rows, each once, and count them: int64 rows, and the tickets that they must still have. Perhaps none."""
@@ -360,25 +341,17 @@ class GroupIndex(TicketIndex[native.Groups]):
             OSError: no space for its file.
         """
         policy = _policy_of(store, key, rules)
-        check = partial(GroupIndex.check, store=store, name=name, asked=_numbers_of(policy))
-        return cls.of_rules(store, name, lambda: native.groups_bytes(store.capacity, policy), check, policy)
+        nbytes = native.groups_bytes(store.capacity, policy)
+        return cls.of_rules(store, name, nbytes, _numbers_of(policy), policy)
 
-    def check(self, store: Store, name: str, asked: GroupPolicy) -> None:
-        """Raise ``IncompatibleStore`` if the index has other rules."""
-        if self.core.policy != asked:
-            raise IncompatibleStore(
-                f"index {name!r}: expected {_said(store, self.core.policy)}, as the store's index of that name has, got "
-                f"{_said(store, asked)}. Give it another name: index=…."
-            )
+    @staticmethod
+    def said(store: Any, policy: GroupPolicy) -> str:
+        """As :meth:`TicketIndex.said`."""
+        return _said(store, policy)
 
     def count(self, stats: dict[str, float]) -> None:
         """As :meth:`Index.count`: what is counted of groups. Of used, expired and evicted rows where the rules are such."""
-        uses, version = self.core.policy[3], self.core.policy[4]
-        groups, used, expired, evicted, starved = self.core.counts
-        said = {"groups": groups, "starved_draws": starved}
-        said |= {"used_rows": used, "evicted_rows": evicted} if uses else {}
-        said |= {} if version is None else {"expired_rows": expired}
-        _add_counts(stats, said)
+        _add_counts(stats, self.core.counts)
 
 
 def _add_counts(stats: dict[str, float], counts: dict[str, int]) -> None:
@@ -402,11 +375,6 @@ def _fields_of(store: Store, rules: GroupRules) -> tuple[tuple[Any, ...], Any]:
     return ready, None if rules.version is None else _with_dtype(store, _version_field(store, rules.version))
 
 
-def _numbers(ready: Any = (), version: Any = None) -> RuleNumbers:
-    """The same with the numbers of fields alone."""
-    return tuple(field for field, _ in ready), None if version is None else version[0]
-
-
 def _with_dtype(store: Store, field: int) -> tuple[int, tuple[int, int, tuple[int, ...]]]:
     """The number of a field, and what its values are."""
     return field, dlpack_specs([store.schema.fields[field]])[0]
@@ -415,17 +383,8 @@ def _with_dtype(store: Store, field: int) -> tuple[int, tuple[int, int, tuple[in
 def _numbers_of(policy: Any) -> GroupPolicy:
     """The same with the numbers of fields alone."""
     number, key_bytes, ready, most, version, staleness, order, least, reward = policy
-    return (
-        number,
-        key_bytes,
-        _numbers(ready)[0],
-        most,
-        _numbers((), version)[1],
-        staleness,
-        order,
-        least,
-        _numbers((), reward)[1],
-    )
+    version, reward = (None if field is None else field[0] for field in (version, reward))
+    return number, key_bytes, tuple(field for field, _ in ready), most, version, staleness, order, least, reward
 
 
 def _said(store: Store, policy: GroupPolicy) -> str:
@@ -451,7 +410,7 @@ def _rules_said(
     return f"{said}, {'versions' if staleness is None else f'max_staleness={staleness}'} by {public(fields[version].key)!r}"
 
 
-def _check_native(store: Store, who: str) -> None:
+def check_native(store: Store, who: str) -> None:
     """Raise ``TypeError``: the rows are not on the CPU."""
     if not store.is_native:
         raise TypeError(
@@ -509,7 +468,7 @@ class StoredGroups:
     def __init__(
         self, store: Store, name: str, key: FieldPath, reward: FieldPath | None, rules: GroupRules = ALL_ROWS
     ) -> None:
-        _check_native(store, "PromptGroupSampler")
+        check_native(store, "PromptGroupSampler")
         self._store, self._reward, self._index = store, reward, GroupIndex.of_store(store, name, key, rules)
 
     def _current(self) -> GroupIndex:
