@@ -158,7 +158,7 @@ void Consumption::no_longer_read(std::uint64_t row) {
   if (is_being_read(row)) header_->reading.fetch_sub(1, std::memory_order_relaxed);
 }
 
-// Whether it follows the rules. One that is being written or edited does not: whoever does so tells of it when the row is whole.
+// Whether it follows the rules. One that is being written or edited does not: its writer tells of it when it is whole.
 void Consumption::judge(std::uint64_t row) {
   if (!rules_.any()) return;
   if (following_.has(row)) following_.erase(row);

@@ -494,7 +494,6 @@ class SamplerAround(DeclaredSampler):
             setattr(self.sampler, name, value)
 
     def observe(self, write: Write | None, data: object) -> None:
-        """Calls that of :attr:`sampler`."""
         self.sampler.observe(write, data)
 
     def update_priority(self, index: object, priority: object, *, generation: Tensor | None = None) -> None:
@@ -520,7 +519,6 @@ class SamplerAround(DeclaredSampler):
         self.sampler.drop_last = value
 
     def epoch(self, storage: SampledStorage) -> tuple[int, int]:
-        """That of :attr:`sampler`."""
         return self._source.epoch(storage)
 
     def rows_together(self) -> tuple[int, int]:
@@ -532,7 +530,6 @@ class SamplerAround(DeclaredSampler):
         self._source.check_priority(priority, n)
 
     def mark_update(self, index: object) -> None:
-        """Calls that of :attr:`sampler`."""
         self._source.mark_update(index)
 
     @property

@@ -313,13 +313,12 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler):
         index: str = "main",
     ) -> None:
         name = "FilteredSampler"
-        inner: Any = sampler() if isinstance(sampler, type) else sampler
-        of = declared(inner).traits if isinstance(inner, Sampler) else Traits()
-        windows = (
-            of.draws_windows and of.reads_windows and not (of.has_epochs or inner.streaming or inner.settings.online)
-        )
-        around = isinstance(inner, SamplerAround) or of.consumes or of.awaits_rows
-        if not isinstance(inner, Sampler) or around or of.draws_windows != windows:
+        given: object = sampler() if isinstance(sampler, type) else sampler
+        inner = cast("Any", given)
+        of = declared(inner).traits if isinstance(given, Sampler) else Traits()
+        windows = of.reads_windows and not (of.has_epochs or inner.streaming or inner.settings.online)
+        around = isinstance(given, SamplerAround) or of.consumes or of.awaits_rows
+        if not isinstance(given, Sampler) or around or of.draws_windows != windows:
             raise TypeError(
                 f"{name}: sampler: expected a sampler of rows that uses none up, or a slice sampler with replacement, got {inner!r:.80}. "
                 "Put expanders around this one; a PromptGroupSampler has such rules itself."
@@ -327,7 +326,7 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler):
         check_index_name(index, f"{name}: index")
         uses = None if max_uses is None else check_count(f"{name}: max_uses", max_uses, most=MAX_USES - 1)
         self._rules = row_rules(GroupRules(max_uses=uses), name, ready, max_staleness, policy_version)
-        over_batch = isinstance(inner, PrioritizedSampler) and inner.normalize == "batch"
+        over_batch = isinstance(given, PrioritizedSampler) and given.normalize == "batch"
         if not (self._rules.exclude or uses) or (uses and windows) or over_batch:
             raise ValueError(
                 f"{name}: expected one of ready, max_uses and max_staleness, no max_uses with windows, which share rows, and weights that "
@@ -336,11 +335,11 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler):
         self.index_name, self._consumer = index, ConsumerVersion(index)
         self._around(inner)
 
-    def _around(self, inner: Any) -> None:
+    def _around(self, inner: Sampler) -> None:
         """Draw as this sampler does."""
         self._source = declared(inner)
         if self._source.traits.draws_windows:
-            inner.admits = self._admits
+            cast("Any", inner).admits = self._admits
         if self._rules.version is None and isinstance(inner, VersionedSampler):
             self._consumer = inner._consumer  # noqa: SLF001 - the only one that counts
         self.sampler = inner
@@ -355,7 +354,7 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler):
     @property
     def default_priority(self) -> float:  # type: ignore[override]
         """That of :attr:`sampler`."""
-        return cast("float", self.sampler.default_priority)
+        return cast("float", cast("Any", self.sampler).default_priority)
 
     @property
     def own_indexes(self) -> tuple[tuple[str, str], ...]:
@@ -366,7 +365,6 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler):
     # ---- where the index is --------------------------------------------------------------------------------------------
 
     def bind(self, storage: SampledStorage) -> None:
-        """Meet the storage whose rows are drawn. Raises as the class says, and as :attr:`sampler`."""
         self._source.bind(storage)
         CountingSampler.bind(self, storage)
         if self._rules.version is not None:
@@ -385,12 +383,10 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler):
         return index
 
     def observe(self, write: Write | None, data: object) -> None:
-        """Calls that of :attr:`sampler`, and looks for new data again."""
         self._source.observe(write, data)
         self.ran_out = False
 
     def mark_update(self, index: object, *, storage: object = None) -> None:
-        """Calls that of :attr:`sampler`, and lets rows be drawn as often as new ones. Raises ``RowError``: a row outside the storage."""
         self._source.mark_update(index)
         CountingSampler.mark_update(self, index)
 
@@ -441,7 +437,6 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler):
     def sample_natively(
         self, storage: SampledStorage, key: Key, n: int, *, numbered: bool = False, shown: Shown = "beside"
     ) -> NativeBatch:
-        """That of :attr:`sampler`, which draws windows."""
         return self._source.sample_natively(storage, key, n, numbered=numbered, shown=shown)
 
     def _starved(self, index: ConsumptionIndex | None) -> NoSampleable:
@@ -456,17 +451,14 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler):
         )
 
     def drawable(self, storage: SampledStorage) -> int:
-        """How many rows can be drawn; without ``max_uses``, how many are stored."""
         return len(storage) if self.max_uses is None else CountingSampler.drawable(self, storage)
 
-    def can_sample(self, storage: SampledStorage, batch_size: int, **given: Any) -> bool:
-        """Whether a row can be drawn, and :attr:`sampler` could draw one."""
+    def can_sample(self, storage: SampledStorage, batch_size: int, **given: object) -> bool:
         if not len(storage) or not CountingSampler.drawable(self, storage):
             return False
-        return self._source.can_sample(storage, batch_size, **given)
+        return bool(cast("Any", self._source).can_sample(storage, batch_size, **given))
 
     def epoch(self, storage: SampledStorage) -> tuple[int, int]:
-        """One that goes on with new rows; without ``max_uses`` that of :attr:`sampler`."""
         return self._source.epoch(storage) if self.max_uses is None else CountingSampler.epoch(self, storage)
 
     # ---- state ---------------------------------------------------------------------------------------------------------
@@ -498,7 +490,7 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler):
         return {**super().__getstate__(), "_source": None, "_index": None}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        inner = state.pop("sampler")
+        inner = cast("Sampler", state.pop("sampler"))
         super().__setstate__(state)
         self._around(inner)
 

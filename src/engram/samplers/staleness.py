@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from engram._support.state import Change, check_keys, integer, tensor_in
 from engram.errors import IncompatibleCheckpoint, NoSampleable
 from engram.samplers._base import DeclaredSampler, NativeSampler, check_drawable
 from engram.store import Masses, Store, check_index_name
-from engram.store.row_indexes import MAX_READY, MAX_USES, ConsumerVersionIndex, GroupRules
+from engram.store.row_indexes import MAX_READY, MAX_USES, ConsumerVersionIndex, ConsumptionIndex, GroupRules, Groups
 from engram.types import Commit, Draw, Extent
 
 if TYPE_CHECKING:
@@ -352,7 +352,7 @@ class RuledSampler(VersionedSampler, NativeSampler):
     _rules: GroupRules
     _storage: SampledStorage | None = None
 
-    def _attached(self) -> Any:
+    def _attached(self) -> ConsumptionIndex | Groups | None:
         """The index; None while nothing was ever written."""
         raise NotImplementedError
 

@@ -8,7 +8,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 import torch
 
@@ -158,29 +158,6 @@ class TicketIndex(LockedIndex[K]):
     def made_around(self, block: Block, host: Host | None) -> K:
         keep = (block.tensor,) if host is None else (block.tensor, host.control, host.tickets)
         return self.make_core(block.address, block.nbytes, None if host is None else host.core, keep)
-
-    @classmethod
-    def of_rules(cls, store: Any, name: str, nbytes: int, asked: object, *given: object) -> Self:
-        """The index of a store under a name. Raises ``IncompatibleStore``: it has other rules than the policy that is ``asked`` for."""
-        known = store.indexes.get((name, cls.kind)) or store.indexes.refreshed().get((name, cls.kind))
-        if known is not None:  # perhaps of another size
-            nbytes = cls.checked(known, store, name, asked).block.nbytes
-        return cls.of_name(store.indexes, name, nbytes, store.capacity, *given)[0].checked(store, name, asked)
-
-    def checked(self, store: Any, name: str, asked: object) -> Self:
-        """The index itself. Raises ``IncompatibleStore``: it has other rules."""
-        policy = cast("Any", self.core).policy
-        if policy != asked:
-            mine, theirs = self.said(store, policy), self.said(store, asked).removeprefix("max_sample_count=")
-            raise IncompatibleStore(
-                f"index {name!r}: expected {mine}, as the store's index of that name has, got {theirs}. Give it another name: index=…."
-            )
-        return self
-
-    @staticmethod
-    def said(store: Any, policy: Any) -> str:
-        """Rules, in words."""
-        raise NotImplementedError
 
     @classmethod
     def copied(cls, memory: Tensor) -> Block:

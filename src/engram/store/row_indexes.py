@@ -6,16 +6,17 @@ process keeps it.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar, cast
 
 import torch
 
 from engram._support import native
 from engram._support.field_paths import FieldPath, public
 from engram._support.state import check_keys, integer
+from engram.errors import IncompatibleStore
 from engram.format import layout
 from engram.format.schema import DTYPES, Field
-from engram.store.indexes import LockedIndex, TicketIndex
+from engram.store.indexes import LockedIndex, Ordered, TicketIndex
 from engram.store.memory import Block, dlpack_specs, read_block
 
 if TYPE_CHECKING:
@@ -32,6 +33,18 @@ if TYPE_CHECKING:
 #: Which rows are in groups, as the core says it: the number of the key's field and its bytes, fields that are to be ready, uses, the field
 #: of the version, staleness, the order of groups, rows of each of these, and the field of their rewards.
 GroupPolicy: TypeAlias = tuple[int, int, tuple[int, ...], int, "int | None", int, int, int, "int | None"]
+
+
+class _Ruled(Ordered, Protocol):
+    """A core that knows its rules."""
+
+    @property
+    def policy(self) -> object: ...
+
+
+P = TypeVar("P", bound=_Ruled)
+#: The number of a field, and what its values are.
+Specified: TypeAlias = tuple[int, tuple[int, int, tuple[int, ...]]]
 #: Key of the order, rows of the epoch, how many of them were visited, and the number of the next write when it began; in a state how
 #: many numbers were given since.
 Progress: TypeAlias = tuple[int, int, int, int]
@@ -45,7 +58,33 @@ MAX_READY, MAX_USES = 16, 1 << 24
 READY_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
-class ConsumptionIndex(TicketIndex[native.Consumption]):
+class RuledIndex(TicketIndex[P]):
+    """An index of rows that follow rules, by which all that use it draw."""
+
+    @classmethod
+    def of_rules(cls, store: Store, name: str, nbytes: int, asked: object, *given: object) -> Self:
+        """The index of a store under a name. Raises ``IncompatibleStore``: it has other rules than the policy that is ``asked`` for."""
+        known = store.indexes.get((name, cls.kind)) or store.indexes.refreshed().get((name, cls.kind))
+        if known is not None:  # perhaps of another size
+            nbytes = cls.checked(known, store, name, asked).block.nbytes
+        return cls.of_name(store.indexes, name, nbytes, store.capacity, *given)[0].checked(store, name, asked)
+
+    def checked(self, store: Store | None, name: str, asked: object) -> Self:
+        """The index itself. Raises ``IncompatibleStore``: it has other rules."""
+        if self.core.policy != asked:
+            mine, theirs = self.said(store, self.core.policy), self.said(store, asked).removeprefix("max_sample_count=")
+            raise IncompatibleStore(
+                f"index {name!r}: expected {mine}, as the store's index of that name has, got {theirs}. Give it another name: index=…."
+            )
+        return self
+
+    @staticmethod
+    def said(store: Store | None, policy: object) -> str:
+        """Rules, in words."""
+        raise NotImplementedError
+
+
+class ConsumptionIndex(RuledIndex[native.Consumption]):
     """How often each row of one store, or of a list, was drawn. Made by :meth:`of_store` and :meth:`of_list`."""
 
     kind = "draws"
@@ -81,10 +120,10 @@ class ConsumptionIndex(TicketIndex[native.Consumption]):
         return cls.alone(native.consumption_bytes(rows), rows, most)
 
     @staticmethod
-    def said(store: Any, policy: tuple[tuple[int, ...], int | None, int]) -> str:
-        """As :meth:`TicketIndex.said`."""
-        ready, version, most = policy
-        if not ready and version is None:
+    def said(store: Store | None, policy: object) -> str:
+        """As :meth:`RuledIndex.said`."""
+        ready, version, most = cast("tuple[tuple[int, ...], int | None, int]", policy)
+        if store is None or not (ready or version is not None):
             return f"max_sample_count={most}"
         return f"rows{_rules_said(store, ready, version, most)}"
 
@@ -321,7 +360,7 @@ class GroupDraw(NamedTuple):
     which: int = 0
 
 
-class GroupIndex(TicketIndex[native.Groups]):
+class GroupIndex(RuledIndex[native.Groups]):
     """The rows of one store by the content of a field. Made by :meth:`of_store`."""
 
     kind = "groups"
@@ -345,9 +384,10 @@ class GroupIndex(TicketIndex[native.Groups]):
         return cls.of_rules(store, name, nbytes, _numbers_of(policy), policy)
 
     @staticmethod
-    def said(store: Any, policy: GroupPolicy) -> str:
-        """As :meth:`TicketIndex.said`."""
-        return _said(store, policy)
+    def said(store: Store | None, policy: object) -> str:
+        """As :meth:`RuledIndex.said`."""
+        assert store is not None  # its rows are in groups
+        return _said(store, cast("GroupPolicy", policy))
 
     def count(self, stats: dict[str, float]) -> None:
         """As :meth:`Index.count`: what is counted of groups. Of used, expired and evicted rows where the rules are such."""
@@ -369,13 +409,13 @@ def _policy_of(store: Store, key: FieldPath, rules: GroupRules) -> Any:
     return number, key_bytes, ready, most, version, rules.max_staleness, rules.order, rules.least, reward
 
 
-def _fields_of(store: Store, rules: GroupRules) -> tuple[tuple[Any, ...], Any]:
+def _fields_of(store: Store, rules: GroupRules) -> tuple[tuple[Specified, ...], Specified | None]:
     """The fields that are to be ready, and the version. Raises ``KeyError``, ``TypeError``."""
     ready = tuple(_with_dtype(store, _ready_field(store, path)) for path in rules.ready)
     return ready, None if rules.version is None else _with_dtype(store, _version_field(store, rules.version))
 
 
-def _with_dtype(store: Store, field: int) -> tuple[int, tuple[int, int, tuple[int, ...]]]:
+def _with_dtype(store: Store, field: int) -> Specified:
     """The number of a field, and what its values are."""
     return field, dlpack_specs([store.schema.fields[field]])[0]
 
