@@ -332,7 +332,7 @@ class PromptGroupSampler(GroupSampler):
     >>> sampler = PromptGroupSampler(samples_per_group=4, ready=(("next", "reward"),), max_uses=1)
     >>> rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=4)
     >>> rows = rb.extend(
-    ...     TensorDict({"query": torch.arange(8) // 4, ("next", "reward"): torch.full((8,), math.nan)}, batch_size=[8])
+    ...     TensorDict({"query": torch.arange(8) // 4, ("next", "reward"): torch.full((8,), torch.nan)}, batch_size=[8])
     ... )
     >>> rb.can_sample()
     False
