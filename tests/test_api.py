@@ -52,6 +52,7 @@ NAMES = [
     "Extent",
     "FieldReader",
     "FifoRemover",
+    "FilteredSampler",
     "FinalObservations",
     "Flat2TED",
     "FlatStorageCheckpointer",

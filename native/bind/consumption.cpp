@@ -55,30 +55,37 @@ RowRules rules_in(const nb::tuple& given) {
   return rules;
 }
 
-// The same, with the numbers of fields alone.
-nb::tuple written(const RowRules& rules) {
+// As Python compares it: (fields that are to be ready, field of the version or None, most draws), fields by their numbers.
+nb::tuple policy_of(const BoundConsumption& self) {
+  const RowRules& rules = self.rules();
   nb::list ready;
   for (const RuleField& field : rules.ready) ready.append(field.number);
   nb::object version = nb::none();
   if (rules.dated) version = nb::int_(rules.version.number);
-  return nb::make_tuple(nb::tuple(ready), version);
+  return nb::make_tuple(nb::tuple(ready), version, self.most());
 }
 
-nb::object admit(BoundConsumption& self, Numbers rows, Numbers numbers, std::uint64_t each, std::uint64_t most) {
-  check(each > 0, "expected whole units of rows");
-  const std::uint64_t units = rows.size / each;
-  const auto taken = std::make_unique<bool[]>(units);
+// By the names that statistics give it.
+nb::dict totals(const BoundConsumption& self) {
+  const Consumption::Totals of = self.totals();
+  nb::dict said;
+  said["drawable_rows"] = self.drawable();
+  if (!self.rules().any()) return said;
+  said["starved_draws"] = of.starved;
+  if (self.most() > 0) said["used_rows"] = of.used, said["evicted_rows"] = of.evicted;
+  if (self.rules().dated) said["expired_rows"] = of.expired;
+  return said;
+}
+
+nb::object admit(BoundConsumption& self, Numbers rows, Numbers numbers) {
+  std::uint64_t taken;
+  OutputBuffers buffers;
   {
     const WithoutInterpreter running(rows.size <= kBrief);
-    self.admit(rows.data, numbers.of(rows.size), rows.size, each, most, taken.get());
+    buffers.add(kNumbers, static_cast<std::int64_t>(rows.size));
+    taken = self.admit(rows.data, numbers.of(rows.size), rows.size, buffers.at<std::int64_t>(0));
   }
-  std::uint64_t found = 0;
-  OutputBuffers buffers;
-  buffers.add(kNumbers, static_cast<std::int64_t>(units));
-  for (std::uint64_t unit = 0; unit < units; ++unit) {
-    if (taken[unit]) buffers.at<std::int64_t>(0)[found++] = static_cast<std::int64_t>(unit);
-  }
-  return std::move(buffers).tensors(static_cast<std::int64_t>(found))[0];
+  return std::move(buffers).tensors(static_cast<std::int64_t>(taken))[0];
 }
 
 nb::object drawable_rows(BoundConsumption& self) {
@@ -160,8 +167,7 @@ void bind_claims(nb::class_<BoundConsumption, Index>& type) {
             self.take_back(rows.data, numbers.of(rows.size), rows.size);
           },
           "rows"_a, "numbers"_a, "What claim returned was not read: it counts as drawn once less.")
-      .def("admit", &admit, "rows"_a, "numbers"_a, "each"_a, "most"_a,
-           "Of rows that someone else has drawn, so many at a time: which of these units, at most so many, are taken, and counted.")
+      .def("admit", &admit, "rows"_a, "numbers"_a, "Of rows that someone else has drawn: at which places are those that are taken, and counted.")
       .def("drawable_rows", &drawable_rows, "Rows that can be drawn, ascending.")
       .def("set_floor", &BoundConsumption::set_floor, "floor"_a, nb::call_guard<nb::gil_scoped_release>(), "The oldest version from now on.")
       .def("count_starved", &BoundConsumption::count_starved, "A draw found no row.")
@@ -183,14 +189,8 @@ void bind_consumption(nb::module_& m) {
           "memory"_a, "bytes"_a, "store"_a.none(), "keep"_a, nb::keep_alive<1, 5>())
       .def_prop_ro("rows", [](const BoundConsumption& self) { return self.rows(); })
       .def_prop_ro("most", [](const BoundConsumption& self) { return self.most(); }, "Draws of a row.")
-      .def_prop_ro("rules", [](const BoundConsumption& self) { return written(self.rules()); }, "As for format_consumption, numbers of fields alone.")
-      .def_prop_ro(
-          "totals",
-          [](const BoundConsumption& self) {
-            const Consumption::Totals totals = self.totals();
-            return nb::make_tuple(totals.used, totals.expired, totals.evicted, totals.starved);
-          },
-          "Rows that were used up, became too old, or were overwritten before either; draws that found none. Counted where there are rules.")
+      .def_prop_ro("policy", &policy_of, "(fields that are to be ready, field of the version or None, most draws), fields by their numbers.")
+      .def_prop_ro("totals", &totals, "Rows that can be drawn and, where there are rules, what was counted of others, by name.")
       .def_prop_ro("drawable", [](const BoundConsumption& self) { return self.drawable(); }, "Rows that can be drawn.")
       .def_prop_ro("used", [](const BoundConsumption& self) { return self.used(); }, "Rows that are used up.")
       .def(

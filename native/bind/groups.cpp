@@ -215,10 +215,14 @@ void bind_groups(nb::module_& m) {
           "counts",
           [](const Groups& self) {
             const Groups::Counts counts = self.counted();
-            return nb::make_tuple(counts.groups, counts.used, counts.expired, counts.evicted, counts.starved);
+            nb::dict said;
+            said["groups"] = counts.groups, said["starved_draws"] = counts.starved;
+            if (self.policy().most > 0) said["used_rows"] = counts.used, said["evicted_rows"] = counts.evicted;
+            if (self.policy().dated) said["expired_rows"] = counts.expired;
+            return said;
           },
-          "Groups as of now; rows that were used up, became too old, or were overwritten before they were used up; draws that found too "
-          "few groups.")
+          "Groups as of now and draws that found too few; where the rules are such, rows that were used up, became too old, or were "
+          "overwritten before they were used up; by name.")
       .def(
           "groups",
           [](Groups& self, std::uint64_t least, double floor) {

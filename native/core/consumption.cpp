@@ -158,7 +158,7 @@ void Consumption::no_longer_read(std::uint64_t row) {
   if (is_being_read(row)) header_->reading.fetch_sub(1, std::memory_order_relaxed);
 }
 
-// Whether it follows the rules. One that is being written or edited does not: whoever does so tells of it when the row is whole.
+// Whether it follows the rules. One that is being written or edited does not: its writer tells of it when it is whole.
 void Consumption::judge(std::uint64_t row) {
   if (!rules_.any()) return;
   if (following_.has(row)) following_.erase(row);
@@ -274,31 +274,23 @@ void Consumption::count(std::uint64_t row) {
   if (rules_.any() && count_of(row) >= most_) header_->used_up.fetch_add(1, std::memory_order_relaxed);
 }
 
-void Consumption::admit(const std::int64_t* rows, const std::int64_t* numbers, std::uint64_t n, std::uint64_t each, std::uint64_t most,
-                        bool* taken) {
-  check(each > 0 && n % each == 0, "expected whole units of rows");
+std::uint64_t Consumption::admit(const std::int64_t* rows, const std::int64_t* numbers, std::uint64_t n, std::int64_t* places) {
   const OwnRows own(rows, n, rows_);
   const RedoLock guard = lock();
   Change change(*this);
-  for (std::uint64_t begin = 0; begin < n; begin += each) {
-    bool all = most > 0;
-    for (std::uint64_t i = begin; all && i < begin + each; ++i) {
-      const auto row = static_cast<std::uint64_t>(rows[i]);
-      const std::uint64_t word = word_of(row);
-      all = drawable_.has(row) && is_known(row, word) && static_cast<std::int64_t>(number_of(word)) == copied(numbers[i]);
-    }
-    taken[begin / each] = all;
-    if (!all) continue;
-    --most;
-    for (std::uint64_t i = begin; i < begin + each; ++i) {
-      const auto row = static_cast<std::uint64_t>(rows[i]);
-      count(row);
-      if (has_draws_left(row) || !drawable_.has(row)) continue;
-      drawable_.erase(row);
-      header_->reading.fetch_add(1, std::memory_order_relaxed);
-    }
+  std::uint64_t taken = 0;
+  for (std::uint64_t i = 0; i < n; ++i) {
+    const auto row = static_cast<std::uint64_t>(rows[i]);
+    const std::uint64_t word = word_of(row);
+    if (!drawable_.has(row) || !is_known(row, word) || static_cast<std::int64_t>(number_of(word)) != copied(numbers[i])) continue;
+    places[taken++] = static_cast<std::int64_t>(i);
+    count(row);
+    if (has_draws_left(row)) continue;
+    drawable_.erase(row);
+    header_->reading.fetch_add(1, std::memory_order_relaxed);
   }
   change.done();
+  return taken;
 }
 
 std::vector<std::int64_t> Consumption::drawable_rows() {

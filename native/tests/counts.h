@@ -4,7 +4,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <memory>
 #include <set>
 #include <span>
 #include <vector>
@@ -61,16 +60,13 @@ struct Consumer {
     return value;
   }
   /// Offers rows that someone else has drawn. Those that were taken.
-  std::vector<std::int64_t> admit(const std::vector<std::int64_t>& rows, std::uint64_t each = 1, std::uint64_t most = ~std::uint64_t{0}) {
-    std::vector<std::int64_t> numbers, taken;
+  std::vector<std::int64_t> admit(const std::vector<std::int64_t>& rows) {
+    std::vector<std::int64_t> numbers, places(rows.size()), taken;
     for (const std::int64_t row : rows) {
       numbers.push_back(static_cast<std::int64_t>(engram::number_of(control.word(static_cast<std::uint64_t>(row)).load())));
     }
-    const auto units = std::make_unique<bool[]>(rows.size() / each);
-    index.admit(rows.data(), numbers.data(), rows.size(), each, most, units.get());
-    for (std::size_t i = 0; i < rows.size(); ++i) {
-      if (units[i / each]) taken.push_back(rows[i]);
-    }
+    places.resize(index.admit(rows.data(), numbers.data(), rows.size(), places.data()));
+    for (const std::int64_t place : places) taken.push_back(rows[static_cast<std::size_t>(place)]);
     return taken;
   }
   std::vector<std::int64_t> claim(std::uint64_t key, std::uint64_t n) {

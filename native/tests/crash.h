@@ -268,7 +268,7 @@ class Stepped {
   End end_ = End::refused;
 };
 
-/// Where a process died: in which operation, whether behind its last instruction, and whether nobody was left.
+/// Where a process died: in which operation, whether behind its last instruction, and whether no other process was left.
 struct Death {
   std::size_t operation;
   bool done, alone;
@@ -276,7 +276,7 @@ struct Death {
 
 /// Each operation is done by a `Process`, a user of a store with an index, that is killed before an instruction: before the first, the
 /// `step`-th one after that, and so on to the end. `make` makes the memory, `before` gets it ready, `after` looks at what the next process
-/// finds that recovers the rows. Prints how many died, of which there must be more than 50. False: nobody here may step.
+/// finds that recovers the rows. Prints how many died, of which there must be more than 50. False: no process may be stepped here.
 template <class Process, class Make, class Before, class After>
 bool die_everywhere(const std::vector<std::function<void(Process&)>>& operations, const std::function<std::uint64_t(std::size_t)>& step,
                     Make&& make, Before&& before, After&& after) {

@@ -318,9 +318,9 @@ TEST(rows_that_can_be_drawn_are_live_ready_fresh_and_not_used_up) {
             for (std::int64_t& row : offered) row = static_cast<std::int64_t>(dice.below(rows));
             std::vector<std::int64_t> taken;
             for (const std::int64_t row : offered) {
-              if (taken.size() < n / 2 && can(row)) taken.push_back(row), ++used(row);
+              if (can(row)) taken.push_back(row), ++used(row);
             }
-            const std::vector<std::int64_t> found = who.admit(offered, 1, n / 2);
+            const std::vector<std::int64_t> found = who.admit(offered);
             EXPECT(found == taken);
             admitted += found.size(), refused += n - found.size();
             std::vector<std::int64_t> numbers;
@@ -347,20 +347,6 @@ TEST(rows_that_can_be_drawn_are_live_ready_fresh_and_not_used_up) {
     }
   }
   EXPECT(admitted > 1000 && refused > 1000 && expired > 1000);
-}
-
-// Several rows that are drawn together are taken together.
-TEST(units_of_rows_are_taken_as_a_whole) {
-  const Ruled shared(6, 1);
-  Consumer one(shared);
-  one.append({1, 1, NAN, 1, 1, 1}, {0, 0, 0, 0, 0, 0});
-  EXPECT(one.admit({0, 1, 2, 3, 4, 5, 3, 4}, 2) == (std::vector<std::int64_t>{0, 1, 4, 5}));
-  EXPECT(one.index.drawable_rows() == std::vector<std::int64_t>{3});
-  EXPECT_EQ(one.index.totals().used, 4u);
-  one.edit({2}, {1});
-  EXPECT(one.admit({2, 3}, 2, 0).empty());
-  EXPECT(one.admit({2, 3}, 2) == (std::vector<std::int64_t>{2, 3}));
-  EXPECT_THROWS(std::invalid_argument, one.admit({2, 3, 4}, 2));
 }
 
 TEST(rules_that_no_rows_can_follow_are_refused) {

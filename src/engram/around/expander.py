@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict, cast
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from engram import samplers
 from engram._support import fork
@@ -13,15 +13,13 @@ from engram.around.episodes import TrajectoryKeys
 from engram.around.reading import MARK, Expansion, Reading
 from engram.errors import NoSampleable
 from engram.format.schema import Field
-from engram.samplers._base import DeclaredSampler, NativeSampler
+from engram.samplers._base import DeclaredSampler, SamplerAround
 from engram.store import Key as DrawKey
 from engram.store import Masses, Store
-from engram.types import Commit, Draw, Extent, NativeBatch, Sampler, Shown, Traits, Write
+from engram.types import Commit, Draw, Extent, NativeBatch, Sampler, Shown, Traits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from torch import Tensor
 
     from engram.around.windows import WindowSampler
     from engram.store.sampled import SampledStorage
@@ -36,7 +34,7 @@ class TrajectoryArguments(TypedDict, total=False):
     end_when: str | None
 
 
-class Expander(DeclaredSampler):
+class Expander(SamplerAround):
     """A sampler around a sampler. The inner one draws the rows; the expander adds what it computes from the steps
     around them.
 
@@ -62,9 +60,6 @@ class Expander(DeclaredSampler):
     no place for computed entries; there they are in ``info`` only. What tells rows and windows apart, such as ``"index"``,
     ``"priority_weight"`` and masks, is in the ``info`` of all buffers and in the batches of :class:`TensorDictReplayBuffer`.
     """
-
-    #: What a store's record may name.
-    known: ClassVar[dict[str, type[NativeSampler] | type[Expander]]] = {}
 
     @property
     def changed(self) -> tuple[FieldPath, ...]:
@@ -213,33 +208,6 @@ class Expander(DeclaredSampler):
 
     # ---- the sampler inside ------------------------------------------------------------------------------------------
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or "sampler" not in self.__dict__:
-            raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
-        return getattr(self.__dict__["sampler"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if (
-            name.startswith("_")
-            or "sampler" not in self.__dict__
-            or isinstance(getattr(type(self), name, None), property)
-        ):
-            super().__setattr__(name, value)
-        elif name in self.__dict__ or hasattr(type(self), name) or not hasattr(self.sampler, name):
-            raise AttributeError(
-                f"{type(self).__name__}.{name} cannot be set. Make a new expander, and give it to rb.set_sampler()."
-            )
-        else:
-            setattr(self.sampler, name, value)
-
-    def observe(self, write: Write | None, data: object) -> None:
-        """Calls that of :attr:`sampler`."""
-        self.sampler.observe(write, data)
-
-    def update_priority(self, index: object, priority: object, *, generation: Tensor | None = None) -> None:
-        """Calls that of :attr:`sampler`."""
-        self.sampler.update_priority(index, priority, generation=generation)
-
     def state_dict(self) -> dict[str, object]:
         """That of :attr:`sampler`."""
         return self._source.state_dict()
@@ -248,24 +216,6 @@ class Expander(DeclaredSampler):
     def traits(self) -> Traits:  # type: ignore[override]
         """Those of :attr:`sampler`, but rows are read with what is around them."""
         return self._source.traits._replace(draws_uniformly=False, reads_natively=True)
-
-    @property
-    def ran_out(self) -> bool:
-        """Whether the last batch ended an epoch of :attr:`sampler`."""
-        return self._source.ran_out
-
-    @ran_out.setter
-    def ran_out(self, value: bool) -> None:
-        self._source.ran_out = value
-
-    @property
-    def drop_last(self) -> bool:
-        """That of :attr:`sampler`."""
-        return self._source.drop_last
-
-    @drop_last.setter
-    def drop_last(self, value: bool) -> None:
-        self.sampler.drop_last = value
 
     @property
     def own_indexes(self) -> tuple[tuple[str, str], ...]:
@@ -294,22 +244,6 @@ class Expander(DeclaredSampler):
     def masses(self, storage: SampledStorage) -> Masses | None:
         """Those of :attr:`sampler`; None where next observations are read from following rows, which some rows have not yet."""
         return None if self._followed else self._source.masses(storage)
-
-    def epoch(self, storage: SampledStorage) -> tuple[int, int]:
-        """That of :attr:`sampler`."""
-        return self._source.epoch(storage)
-
-    def rows_together(self) -> tuple[int, int]:
-        """Those of :attr:`sampler`."""
-        return self._source.rows_together()
-
-    def check_priority(self, priority: object, n: int) -> None:
-        """Calls that of :attr:`sampler`."""
-        self._source.check_priority(priority, n)
-
-    def mark_update(self, index: object) -> None:
-        """Calls that of :attr:`sampler`."""
-        self._source.mark_update(index)
 
     def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
         """Calls that of :attr:`sampler`."""
@@ -453,13 +387,6 @@ class Expander(DeclaredSampler):
 
     # ---- the rest of a sampler ---------------------------------------------------------------------------------------
 
-    @property
-    def recordable(self) -> bool:
-        """Whether :meth:`config` says all: a sampler of the user's own is not noted in a store."""
-        inner = self.sampler
-        known = self.known.get(type(inner).__name__) is type(inner)
-        return known and bool(inner.recordable)
-
     def config(self) -> dict[str, object]:
         """The constructor's arguments, as plain values: what a store notes to make the expander again.
 
@@ -468,14 +395,7 @@ class Expander(DeclaredSampler):
         >>> config["n"], config["sampler"]["type"]
         (3, 'RandomSampler')
         """
-        inner = {"type": type(self.sampler).__name__, "config": self.sampler.config()} if self.recordable else {}
-        return {"sampler": inner, **self._rules.config(), **super().config()}
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Self:
-        """The expander that a store noted, with the sampler inside."""
-        inner, arguments = cls.known[config["sampler"]["type"]], config["sampler"]["config"]
-        return cls(inner.from_config(arguments), **{name: value for name, value in config.items() if name != "sampler"})
+        return {**self._inner_config(), **self._rules.config(), **super().config()}
 
     def __getstate__(self) -> dict[str, object]:
         derived = ("_source", "_inside", "_innermost", "_windows", "_lock", "_expansion", "_there", "computed_keys")
@@ -485,10 +405,6 @@ class Expander(DeclaredSampler):
         vars(self).update(state)
         self._rules = TrajectoryKeys(*self._rules)  # a plain tuple, if pickled by an earlier version
         self._attach()
-
-    def __repr__(self) -> str:
-        shown = {k: v for k, v in self.config().items() if k != "sampler" and v is not None}
-        return f"{type(self).__name__}({', '.join([repr(self.sampler), *(f'{k}={v!r}' for k, v in shown.items())])})"
 
 
 def check_steps(what: str, value: object) -> int:

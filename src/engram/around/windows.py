@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NoReturn, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from engram._support.words import warn_of_mixed
 from engram.around.episodes import StaticTable, TrajectoryKeys, fragments_table, numbers_by_path
 from engram.around.settings import Setting, WindowSettings, WindowSpec
 from engram.errors import EMPTY, NoSampleable
-from engram.samplers._base import NativeSampler, key_for
+from engram.samplers._base import MAX_DRAWS, NativeSampler, key_for
 from engram.store import Key as DrawKey
 from engram.store import Masses, Store, dlpack_specs
 from engram.types import Draw, Entry, Extent, Info, NativeBatch, ReadBatch, ReadDraw, Shown
@@ -74,6 +74,9 @@ class WindowSampler(NativeSampler):
 
     #: Draws the first steps of windows by priority, and holds the priorities; None: they are drawn without.
     anchors: PrioritizedSampler | None = None
+
+    #: Says of rows, int64 ``[n]``, with their tickets which ones may be drawn, bool ``[n]``; None: all. Windows have no others.
+    admits: Callable[[Tensor, Tensor], Tensor] | None = None
 
     #: Whether the queue is that of completed windows, and not the online one.
     streaming: ClassVar[bool] = False
@@ -288,6 +291,33 @@ class WindowSampler(NativeSampler):
             tensors = self._drawn_later(bound, storage, arguments, length)
         return marks, tensors
 
+    def _draw_admitted(
+        self, storage: SampledStorage, key: DrawKey, n: int, finished: tuple[int, int] | None = None
+    ) -> tuple[EndMarks, list[Tensor]]:
+        """Draw windows all of whose rows are admitted, without their fields: rows ``[B * T]``, marks and tickets.
+
+        Others are drawn in place of the rest. Raises ``NoSampleable``: as :meth:`_draw`; few were admitted of many.
+        """
+        parts: list[list[Tensor]] = []
+        count, tries = self.settings.split(n)[0], Retries()
+        while tries.count < MAX_DRAWS:
+            bits = key if tries.count == 0 else DrawKey.of(tries.key_of(key.value))
+            marks, tensors = self._draw(storage, _NO_FIELDS, bits, n, numbered=True, shown="apart", finished=finished)
+            if self.admits is None:
+                return marks, tensors
+            ends = cast("Tensor", self._ends(marks, tensors, n)[LAST_STEPS])
+            of = torch.searchsorted(ends, torch.arange(len(tensors[0]), device="cpu"))  # the window of each row
+            refused = torch.bincount(of[~self.admits(tensors[0], tensors[-1])], minlength=len(ends))
+            chosen = (refused == 0).nonzero().flatten()[:count]
+            parts.append([tensor[torch.isin(of, chosen)] for tensor in tensors])
+            tries.count, count = tries.count + 1, count - len(chosen)
+            if not count:
+                return marks, [torch.cat(tensor) for tensor in zip(*parts, strict=True)]
+        raise NoSampleable(
+            f"sample: expected windows of rows that can be drawn, got others at {MAX_DRAWS} draws. {self._shorter()}, or wait until more "
+            "rows can be drawn."
+        )
+
     def _drawn_later(self, bound: _Bound, storage: SampledStorage, arguments: Arguments, length: int) -> list[Tensor]:
         """Draw again where there was no window a moment ago, as a writer was in each of them. Raises ``NoSampleable``: there is none."""
         needed = self.settings.needed(length) if self.strict_length else 1
@@ -312,7 +342,7 @@ class WindowSampler(NativeSampler):
         """
         store = storage.memory
         assert store is not None
-        if store.reads_apart:
+        if store.reads_apart or self.admits is not None:
             columns, rows, info = self.sample_apart(
                 storage, key, n, lambda draw: store.read(draw.rows, expected=draw.tickets), numbered=numbered
             )
@@ -367,7 +397,7 @@ class WindowSampler(NativeSampler):
         retries, bits = Retries(), key
         while True:
             schema = store.schema
-            marks, drawn = self._draw(storage, _NO_FIELDS, bits, n, numbered=True, shown="apart", finished=finished)
+            marks, drawn = self._draw_admitted(storage, bits, n, finished)
             rows, *marked, tickets = drawn
             columns, moved = read(Draw(rows, tickets, self._ends(marks, drawn, n) if ended else {}))
             if store.schema is not schema:  # a field was added meanwhile
@@ -397,7 +427,7 @@ class WindowSampler(NativeSampler):
         self._bound_to(storage, self.settings.split(batch_size)[1])  # raises for a storage without windows
         assert storage is not None
         assert storage.memory is not None
-        _, drawn = self._draw(storage, _NO_FIELDS, DrawKey.of(key), batch_size, numbered=True, shown="apart")
+        _, drawn = self._draw_admitted(storage, DrawKey.of(key), batch_size)
         return Draw(drawn[0], drawn[-1])
 
     def _raise_without_windows(self, table: Table, length: int) -> NoReturn:
@@ -470,7 +500,7 @@ class WindowSampler(NativeSampler):
         return {**super().config(), "traj_key": plain(self.settings.traj_key), **spec}
 
     def __getstate__(self) -> dict[str, object]:
-        local = ("_lock", "_storage", "_bound", "_splits", "settings")
+        local = ("_lock", "_storage", "_bound", "_splits", "settings", "admits")
         return {**vars(self.settings), **{name: value for name, value in vars(self).items() if name not in local}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

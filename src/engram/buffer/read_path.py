@@ -288,7 +288,7 @@ class ReadPath:
         """
         storage, source, retries, left_out = self._wiring.storage, self._wiring.source, Retries(), set[int]()
         assert draw.tickets is not None  # a row that was written since was not counted
-        rows, tickets = draw.rows, draw.tickets  # which become those of others
+        rows, tickets, info = draw.rows, draw.tickets, dict(draw.info)  # which become those of others
         while moved:
             retries.again(rows, moved)
             at = torch.tensor(moved, device="cpu")
@@ -299,10 +299,10 @@ class ReadPath:
             if len(gone):
                 try:
                     fresh = source.draw(storage.extent(), len(gone), retries.key_of(key))
-                    rows[gone[: len(fresh.rows)]], tickets[gone[: len(fresh.rows)]] = (
-                        fresh.rows,
-                        cast("Tensor", fresh.tickets),
-                    )
+                    at = gone[: len(fresh.rows)]
+                    rows[at], tickets[at] = fresh.rows, cast("Tensor", fresh.tickets)
+                    for name, value in fresh.info.items():
+                        cast("Tensor", info[name])[at] = cast("Tensor", value)
                     left_out.update(gone[len(fresh.rows) :].tolist())
                 except NoSampleable:
                     left_out.update(gone.tolist())
@@ -318,7 +318,8 @@ class ReadPath:
             left = [i for i in range(len(rows)) if i not in left_out]
             columns = storage.some(columns, left)
             rows, tickets = rows[left], tickets[left]
-        return columns, Draw(rows, tickets)
+            info = {name: cast("Tensor", value)[left] for name, value in info.items()}
+        return columns, Draw(rows, tickets, info)
 
     def read_again(
         self, draw: Draw, columns: object, moved: list[int], call: str, *, key: int | None = None, chosen: bool = False

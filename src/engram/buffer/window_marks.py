@@ -13,7 +13,6 @@ from engram._support.field_paths import WINDOW_ENDS, FieldPath, public
 from engram._support.nested import has_entries, is_tensordict
 from engram._support.tensordicts import is_plain_tensordict, is_tensor_collection, is_tensorclass
 from engram._support.tensordicts import put as put_fields
-from engram.around import Expander
 from engram.around.episodes import END_KEYS, STEP_TYPE
 from engram.around.sequence import Sequence
 from engram.around.windows import WindowSampler
@@ -38,7 +37,7 @@ class WindowMarks:
     ) -> None:
         """``info``: of a batch of windows, with rows of that shape. ``kept``: keys that are set again after the transforms."""
         unit, source = wiring.unit, wiring.source
-        sampler = source.innermost if isinstance(source, Expander) else source
+        sampler = source.chooser
         truncated: FieldPath | None = ("next", "truncated")
         even = 0
         if isinstance(sampler, WindowSampler):
@@ -212,7 +211,7 @@ def of_batch(wiring: Wiring, index: object, priority: object, generation: Tensor
     rows, of_sampler, sampler = wiring.rows_named(info["index"]), wiring.of_sampler, wiring.source
     if not (of_sampler.draws_windows and of_sampler.takes_priorities):
         return rows, priority, generation
-    sampler = sampler.innermost if isinstance(sampler, Expander) else sampler
+    sampler = sampler.chooser
     if not isinstance(sampler, WindowSampler):  # a server's
         return by_window(info, rows_of(rows, _CALL), priority, generation)
     rows, window = rows_of(rows, _CALL), sampler.window

@@ -11,7 +11,7 @@ import torch
 
 from engram._support.field_paths import public
 from engram._support.words import count, format_share
-from engram.around import Expander, SliceSampler
+from engram.around import SliceSampler
 from engram.errors import RowError
 from engram.format import layout
 from engram.inspect.plots import Ends, Scan, Watched, check_here, effective, index_of, looked_at, values_of
@@ -95,7 +95,7 @@ def priorities_of(storage: Storage, sampler: object) -> Priorities | None:
 
 def drawing_by(sampler: object) -> object:
     """The sampler whose priorities rows are drawn by: the one inside expanders; of windows, their anchors."""
-    inner = sampler.innermost if isinstance(sampler, Expander) else sampler
+    inner = sampler.chooser if isinstance(sampler, DeclaredSampler) else sampler
     return inner.anchors if isinstance(inner, SliceSampler) and inner.anchors is not None else inner
 
 

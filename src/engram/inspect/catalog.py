@@ -73,9 +73,9 @@ METRICS = (
         "priority_effective_rows", "The number of equally likely rows that draws are as diverse as.", "priority_ess"
     ),
     _gauge("checkpoint_age_seconds", "Since a Checkpointer saved the rows.", "checkpoint_age_s", unit="seconds"),
-    _gauge("drawable_rows", "Rows that a ConsumingSampler has not used up.", "drawable_rows"),
+    _gauge("drawable_rows", "Rows that a ConsumingSampler or a FilteredSampler can draw now.", "drawable_rows"),
     _gauge("groups", "Groups of rows that a PromptGroupSampler draws from.", "groups"),
-    _counter("starved_draws", "Draws that found too few complete groups.", "starved_draws"),
+    _counter("starved_draws", "Draws that found too few complete groups, or too few rows.", "starved_draws"),
     _counter(
         "gone_rows",
         "Rows that are in no group any more: used up, too old, or overwritten before they were used up.",

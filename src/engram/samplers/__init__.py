@@ -2,7 +2,7 @@
 
 from engram._support.absent import moved_names
 from engram.samplers._base import check_drawable, declared
-from engram.samplers.consuming import ConsumingSampler
+from engram.samplers.consuming import ConsumingSampler, FilteredSampler
 from engram.samplers.epoch import SamplerWithoutReplacement
 from engram.samplers.prioritized import PrioritizedSampler
 from engram.samplers.prompt_groups import PromptGroupSampler
@@ -12,6 +12,7 @@ from engram.samplers.staleness import StalenessAwareSampler
 #: engram's own samplers of rows.
 OF_ROWS = (
     ConsumingSampler,
+    FilteredSampler,
     RandomSampler,
     SamplerWithoutReplacement,
     PrioritizedSampler,
@@ -24,6 +25,7 @@ __getattr__ = moved_names(__name__)
 __all__ = [
     "KNOWN",
     "ConsumingSampler",
+    "FilteredSampler",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
     "PromptGroupSampler",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from abc import ABCMeta
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 
     #: Says which rows of a draw are handed out: the draw with the tickets that they have now, and positions.
     Accept: TypeAlias = Callable[[Draw], tuple[Draw, Tensor]]
+
+
+#: Draws whose rows are all refused, after which no other is made.
+MAX_DRAWS = 1000
 
 
 def check_drawable(size: int) -> None:
@@ -358,6 +362,26 @@ class DeclaredSampler(Component):
         """
         return len(storage) > 0 and batch_size > 0
 
+    @property
+    def chooser(self) -> DeclaredSampler:
+        """The sampler that chooses the rows: this one, unless it is around another."""
+        return self
+
+    def draw_among(self, rows: Tensor, n: int, key: int) -> Draw | None:
+        """Draw ``n`` of these rows, int64 ``[m]``, as :meth:`draw` draws of all that are live; None: it cannot say how.
+
+        Each of the draws is independent of the others.
+
+        Raises:
+            NoSampleable: none of them can be drawn.
+
+        >>> import torch
+        >>> from engram import RandomSampler
+        >>> set(RandomSampler().draw_among(torch.tensor([3, 5]), 20, key=7).rows.tolist())
+        {3, 5}
+        """
+        return None
+
     def were_read(self, draw: Draw, *, failed: bool = False) -> None:
         """The rows of a draw were read, and may be written over where they are used up. Told to one that ``consumes``.
 
@@ -497,6 +521,101 @@ def _with_generation(theirs: Callable[..., None]) -> Callable[..., None]:
         theirs(self, index, priority, **storage)
 
     return update_priority
+
+
+class SamplerAround(DeclaredSampler):
+    """A sampler around another one, :attr:`sampler`. Attributes that it does not have are those of the other one."""
+
+    #: What a store's record may name.
+    known: ClassVar[dict[str, type[DeclaredSampler]]] = {}
+    #: :attr:`sampler`, with all that is asked of one.
+    _source: DeclaredSampler
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "sampler" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+        return getattr(self.__dict__["sampler"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if (
+            name.startswith("_")
+            or "sampler" not in self.__dict__
+            or isinstance(getattr(type(self), name, None), property)
+        ):
+            super().__setattr__(name, value)
+        elif name in self.__dict__ or hasattr(type(self), name) or not hasattr(self.sampler, name):
+            raise AttributeError(
+                f"{type(self).__name__}.{name} cannot be set. Make a new expander, and give it to rb.set_sampler()."
+            )
+        else:
+            setattr(self.sampler, name, value)
+
+    def observe(self, write: Write | None, data: object) -> None:
+        self.sampler.observe(write, data)
+
+    def update_priority(self, index: object, priority: object, *, generation: Tensor | None = None) -> None:
+        """Calls that of :attr:`sampler`."""
+        self.sampler.update_priority(index, priority, generation=generation)
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether the last batch ended an epoch of :attr:`sampler`."""
+        return self._source.ran_out
+
+    @ran_out.setter
+    def ran_out(self, value: bool) -> None:
+        self._source.ran_out = value
+
+    @property
+    def drop_last(self) -> bool:
+        """That of :attr:`sampler`."""
+        return self._source.drop_last
+
+    @drop_last.setter
+    def drop_last(self, value: bool) -> None:
+        self.sampler.drop_last = value
+
+    def epoch(self, storage: SampledStorage) -> tuple[int, int]:
+        return self._source.epoch(storage)
+
+    def rows_together(self) -> tuple[int, int]:
+        """Those of :attr:`sampler`."""
+        return self._source.rows_together()
+
+    def check_priority(self, priority: object, n: int) -> None:
+        """Calls that of :attr:`sampler`."""
+        self._source.check_priority(priority, n)
+
+    def mark_update(self, index: object) -> None:
+        self._source.mark_update(index)
+
+    @property
+    def chooser(self) -> DeclaredSampler:
+        """The sampler inside of all others, which chooses the rows."""
+        return self._source.chooser
+
+    @property
+    def recordable(self) -> bool:
+        """Whether :meth:`config` says all: a sampler of the user's own is not noted in a store."""
+        inner = self.sampler
+        known = self.known.get(type(inner).__name__) is type(inner)
+        return known and bool(inner.recordable)
+
+    def _inner_config(self) -> dict[str, object]:
+        """The argument ``sampler`` of :meth:`config`."""
+        known = self.recordable
+        return {"sampler": {"type": type(self.sampler).__name__, "config": self.sampler.config()} if known else {}}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        """What a store noted, with the sampler inside."""
+        inner, arguments = cls.known[config["sampler"]["type"]], config["sampler"]["config"]
+        rest = {name: value for name, value in config.items() if name != "sampler"}
+        return cls(inner.from_config(arguments), **rest)  # type: ignore[call-arg]  # each has a sampler first
+
+    def __repr__(self) -> str:
+        shown = {k: v for k, v in self.config().items() if k != "sampler" and v is not None}
+        return f"{type(self).__name__}({', '.join([repr(self.sampler), *(f'{k}={v!r}' for k, v in shown.items())])})"
 
 
 #: Methods of a user's sampler that a buffer calls, if they are there.

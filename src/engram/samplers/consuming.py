@@ -1,29 +1,144 @@
-"""Each row a limited number of times."""
+"""Each row a limited number of times; and only rows that are ready and fresh, of those that another sampler draws."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor
 
 from engram._support.checks import check_count
-from engram._support.state import Change, check_keys, integer, tensor_in, typed
-from engram.errors import IncompatibleCheckpoint, NoSampleable
-from engram.samplers._base import NativeSampler
-from engram.samplers.prioritized import rows_of
-from engram.store import Masses, check_index_name
-from engram.store.row_indexes import ConsumptionIndex
-from engram.types import Commit, Draw, Extent, Write
+from engram._support.retries import Retries
+from engram._support.state import Change, Loads, check_keys, integer, tensor_in, typed
+from engram.errors import EMPTY, IncompatibleCheckpoint, NoSampleable
+from engram.samplers._base import MAX_DRAWS, NativeSampler, SamplerAround, declared
+from engram.samplers.prioritized import PrioritizedSampler, rows_of
+from engram.samplers.staleness import ConsumerVersion, RuledSampler, VersionedSampler, row_rules, rules_said
+from engram.store import Key, Masses, check_index_name
+from engram.store.row_indexes import MAX_USES, ConsumptionIndex, GroupRules
+from engram.types import Commit, Draw, Extent, NativeBatch, Sampler, Shown, Traits, Write
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Sequence
 
+    from engram._support.field_paths import FieldPath
     from engram.store.sampled import SampledStorage
 
-_MAX_SAMPLE_COUNT = 1 << 24
+_MAX_SAMPLE_COUNT = MAX_USES
+#: Draws in place of rows that were refused, before they are drawn among those that are not.
+_FEW = 8
 
 
-class ConsumingSampler(NativeSampler):
+class CountingSampler(NativeSampler):
+    """Draws rows that an index of the storage knows, under a name: those that follow rules and are not used up."""
+
+    _rules: GroupRules
+    _storage: SampledStorage | None = None
+    _index: ConsumptionIndex | None = None
+
+    @property
+    def draws_of_a_row(self) -> int | None:  # type: ignore[override]
+        return self._rules.max_uses
+
+    def bind(self, storage: SampledStorage) -> None:
+        """Meet the storage whose rows are drawn. Raises as the class says.
+
+        >>> from engram import ConsumingSampler, ListStorage
+        >>> ConsumingSampler().bind(ListStorage())
+        Traceback (most recent call last):
+        ValueError: ConsumingSampler: expected a storage with a bound, got a list without. Use ListStorage(max_size=…).
+        """
+        if storage is not self._storage:
+            self._storage, self._index = storage, None
+        if not (self._rules.exclude and storage.traits.has_fields):  # its fields may be named later
+            self._attached()
+
+    def _attached(self) -> ConsumptionIndex | None:
+        """The index; None while nothing was ever written."""
+        if self._index is None and self._storage is not None and not self._storage.closed:
+            self._index = self._storage.consumption(self.index_name, self._rules.max_uses or 0, self._rules)
+        return self._index
+
+    def moved(self) -> None:
+        self._index = None
+
+    def observe(self, write: Write | None, data: object) -> None:
+        """Look for new data again: the buffer was emptied or filled.
+
+        >>> import torch
+        >>> from engram import ConsumingSampler, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=ConsumingSampler(), batch_size=3)
+        >>> _ = rb.extend(torch.arange(3))
+        >>> _ = rb.sample()
+        >>> before = rb.sampler.ran_out
+        >>> rb.empty()  # tells the sampler
+        >>> before, rb.sampler.ran_out
+        (True, False)
+        """
+        self.ran_out = False
+
+    def drawable(self, storage: SampledStorage) -> int:
+        self.bind(storage)
+        index = self._attached()
+        return 0 if index is None else index.core.drawable
+
+    def epoch(self, storage: SampledStorage) -> tuple[int, int]:
+        """One that never ends for good: new rows go on with it.
+
+        >>> import torch
+        >>> from engram import ConsumingSampler, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=ConsumingSampler(max_sample_count=1), batch_size=3)
+        >>> _ = rb.extend(torch.arange(4))
+        >>> _ = rb.sample()
+        >>> rb.sampler.epoch(rb.storage)
+        (1, 1)
+        """
+        return 1, self.drawable(storage)
+
+    def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
+        return batch_size > 0 and self.drawable(storage) > 0
+
+    def mark_update(self, index: object, *, storage: object = None) -> None:
+        """Let rows be drawn as often as new ones. Row -1 is passed over. Raises ``RowError``: a row outside the storage.
+
+        >>> import torch
+        >>> from engram import ConsumingSampler, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=ConsumingSampler(1), batch_size=4)
+        >>> rows = rb.extend(torch.zeros(4))
+        >>> _ = rb.sample()
+        >>> len(rb)
+        0
+        >>> rb.sampler.mark_update(rows)  # they can be drawn again
+        >>> len(rb)
+        4
+        """
+        own = self._attached()
+        if own is not None:
+            own.core.reset(rows_of(index, "mark_update"))
+
+    def were_read(self, draw: Draw, *, failed: bool = False) -> None:
+        index = self._attached()
+        if index is not None and draw.tickets is not None:
+            tell = index.core.take_back if failed else index.core.were_read
+            tell(draw.rows.contiguous(), draw.tickets.contiguous())
+            self.ran_out = self.ran_out and not (failed and index.core.drawable)
+
+    def used_rows(self, n: int) -> Tensor:
+        """int64 ``[k]``, ascending: rows that are used up, ``n`` at most.
+
+        >>> import torch
+        >>> from engram import ConsumingSampler, LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=ConsumingSampler(max_sample_count=1), batch_size=4)
+        >>> _ = rb.extend(torch.arange(4))
+        >>> _ = rb.sample()
+        >>> rb.sampler.used_rows(10).tolist()
+        [0, 1, 2, 3]
+        """
+        index = self._attached()
+        return _NOTHING[0] if index is None or not index.core.used else index.core.used_rows(n)
+
+
+class ConsumingSampler(CountingSampler):
     """Draws each row ``max_sample_count`` times, then never again until it is overwritten. For on-policy data and queues.
 
     A batch has each row at most once, uniformly among those that are left, and is short when they run out; then ``ran_out`` is set,
@@ -70,51 +185,7 @@ class ConsumingSampler(NativeSampler):
         self.max_sample_count = check_count(
             "ConsumingSampler: max_sample_count", max_sample_count, most=_MAX_SAMPLE_COUNT - 1
         )
-        self.index_name = index
-        self._storage: SampledStorage | None = None
-        self._index: ConsumptionIndex | None = None
-
-    @property
-    def draws_of_a_row(self) -> int:  # type: ignore[override]
-        return self.max_sample_count
-
-    # ---- where the counts are ------------------------------------------------------------------------------------------
-
-    def bind(self, storage: SampledStorage) -> None:
-        """Meet the storage whose rows are drawn. Raises as the class says.
-
-        >>> from engram import ConsumingSampler, ListStorage
-        >>> ConsumingSampler().bind(ListStorage())
-        Traceback (most recent call last):
-        ValueError: ConsumingSampler: expected a storage with a bound, got a list without. Use ListStorage(max_size=…).
-        """
-        if storage is not self._storage:
-            self._storage, self._index = storage, None
-        self._attached()
-
-    def _attached(self) -> ConsumptionIndex | None:
-        """The counts; None while nothing was ever written."""
-        if self._index is None and self._storage is not None and not self._storage.closed:
-            self._index = self._storage.consumption(self.index_name, self.max_sample_count)
-        return self._index
-
-    def moved(self) -> None:
-        self._index = None
-
-    def observe(self, write: Write | None, data: object) -> None:
-        """Look for new data again: the buffer was emptied or filled.
-
-        >>> import torch
-        >>> from engram import ConsumingSampler, LazyTensorStorage, ReplayBuffer
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=ConsumingSampler(), batch_size=3)
-        >>> _ = rb.extend(torch.arange(3))
-        >>> _ = rb.sample()
-        >>> before = rb.sampler.ran_out
-        >>> rb.empty()  # tells the sampler
-        >>> before, rb.sampler.ran_out
-        (True, False)
-        """
-        self.ran_out = False
+        self.index_name, self._rules = index, GroupRules(max_uses=self.max_sample_count)
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
@@ -129,67 +200,8 @@ class ConsumingSampler(NativeSampler):
             )
         return Draw(rows, tickets)
 
-    def were_read(self, draw: Draw, *, failed: bool = False) -> None:
-        index = self._attached()
-        if index is not None and draw.tickets is not None:
-            tell = index.core.take_back if failed else index.core.were_read
-            tell(draw.rows.contiguous(), draw.tickets.contiguous())
-            self.ran_out = self.ran_out and not (failed and index.core.drawable)
-
-    def drawable(self, storage: SampledStorage) -> int:
-        self.bind(storage)
-        return 0 if self._index is None else self._index.core.drawable
-
     def masses(self, storage: SampledStorage) -> Masses:
         return Masses(float(self.drawable(storage)), 1.0, len(storage))
-
-    def epoch(self, storage: SampledStorage) -> tuple[int, int]:
-        """One that never ends for good: new rows go on with it.
-
-        >>> import torch
-        >>> from engram import ConsumingSampler, LazyTensorStorage, ReplayBuffer
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=ConsumingSampler(max_sample_count=1), batch_size=3)
-        >>> _ = rb.extend(torch.arange(4))
-        >>> _ = rb.sample()
-        >>> rb.sampler.epoch(rb.storage)
-        (1, 1)
-        """
-        return 1, self.drawable(storage)
-
-    def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
-        return batch_size > 0 and self.drawable(storage) > 0
-
-    def used_rows(self, n: int) -> Tensor:
-        """int64 ``[k]``, ascending: rows that are used up, ``n`` at most.
-
-        >>> import torch
-        >>> from engram import ConsumingSampler, LazyTensorStorage, ReplayBuffer
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=ConsumingSampler(max_sample_count=1), batch_size=4)
-        >>> _ = rb.extend(torch.arange(4))
-        >>> _ = rb.sample()
-        >>> rb.sampler.used_rows(10).tolist()
-        [0, 1, 2, 3]
-        """
-        index = self._attached()
-        return _NOTHING[0] if index is None or not index.core.used else index.core.used_rows(n)
-
-    def mark_update(self, index: object, *, storage: object = None) -> None:
-        """Let rows be drawn as often as new ones. Row -1 is passed over. Raises ``RowError``: a row outside the storage.
-
-        >>> import torch
-        >>> from engram import ConsumingSampler, LazyTensorStorage, ReplayBuffer
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=ConsumingSampler(1), batch_size=4)
-        >>> rows = rb.extend(torch.zeros(4))
-        >>> _ = rb.sample()
-        >>> len(rb)
-        0
-        >>> rb.sampler.mark_update(rows)  # they can be drawn again
-        >>> len(rb)
-        4
-        """
-        own = self._attached()
-        if own is not None:
-            own.core.reset(rows_of(index, "mark_update"))
 
     # ---- state ---------------------------------------------------------------------------------------------------------
 
@@ -238,6 +250,250 @@ class ConsumingSampler(NativeSampler):
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_storage": None, "_index": None}
+
+
+class FilteredSampler(SamplerAround, CountingSampler, RuledSampler):
+    """Draws as another sampler does, but only rows that are ready, fresh and not used up.
+
+    A draw of the other sampler that may not be used is repeated. So the distribution is that of the other sampler among the rows that may
+    be drawn: in proportion to their priorities around a :class:`PrioritizedSampler`, and around a slice sampler that of the windows all
+    of whose rows may be drawn. The draws of a batch follow one another: with ``max_uses`` each counts before the next one.
+
+    The rules belong to an index of the storage, under the name ``index``, which every write and edit of every process keeps. All samplers
+    with that name share it. With ``max_uses`` rows are used up as by a :class:`ConsumingSampler`: all threads and processes together hand
+    a row out ``max_uses`` times and not more often, ``len(rb)`` is the number of rows that can still be drawn, a batch is short when they
+    run out, and writers take the place of rows that are used up first. ``MaxInFlight`` then limits how many rows can be drawn; rows
+    that are not ready, or too old, do not count.
+
+    Everything else is that of :attr:`sampler`: priorities, weights, marks, and attributes such as ``rb.sampler.beta``.
+    ``rb.sample(timeout=)`` waits for rows. ``rb.stats()`` has ``drawable_rows``, ``starved_draws``, which found too few,
+    ``expired_rows``, which became too old, and with ``max_uses`` ``used_rows`` and ``evicted_rows``, which were overwritten before they
+    were used up.
+
+    Args:
+        sampler: a sampler of rows, or a slice sampler with replacement, or a class of one. Expanders go around this one.
+        ready: fields of floating numbers, 16 at most: a row is not drawn while one of them holds a NaN in it.
+        max_uses: draws of a row; None: any number. Not with slice samplers, whose windows share rows.
+        max_staleness: how far a row's version may be behind ``consumer_version``; -1: rows need no version.
+        policy_version: the field with the version, one number per row. A NaN is never drawn.
+        index: samplers with other rules need other names. The consumer's version has the same name.
+
+    Raises:
+        TypeError: no such sampler, or no ints; when a buffer takes it: a list, but for ``max_uses`` alone. When drawing: versions that
+            are no real numbers, a field of ``ready`` with integers, of which none is NaN, or rows on an accelerator.
+        ValueError: no rule, a number out of range, a sampler that uses rows up itself, ``max_uses`` with a slice sampler, or with weights
+            over those of each batch; when a buffer takes it: a list without a bound.
+        KeyError (when drawing): no such field.
+        IncompatibleStore (when drawing): the storage's index of that name has other rules.
+        NoSampleable (when drawing): no row can be drawn, or 1,000 draws in a row found none that can (a ``RuntimeError``).
+
+    Cost: that of the other sampler for each draw that is repeated. Where few rows can be drawn, a :class:`RandomSampler` and a
+    :class:`PrioritizedSampler` draw among them instead, in as many steps as there are of them. Each row that is written, edited or
+    becomes too old costs O(log rows). Memory: 28.3 bytes per row; 12.3 with ``max_uses`` alone.
+
+    >>> import torch
+    >>> from engram import FilteredSampler, LazyTensorStorage, PrioritizedSampler, ReplayBuffer
+    >>> sampler = FilteredSampler(PrioritizedSampler(alpha=1.0, beta=0.4), ready=("reward",), max_uses=1)
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=2)
+    >>> rows = rb.extend({"x": torch.arange(3), "reward": torch.tensor([0.5, torch.nan, torch.nan])})
+    >>> rb.sample()["x"].tolist(), rb.can_sample()
+    ([0], False)
+    >>> rb = rb.set_at_("reward", torch.ones(1), rows[1:2])
+    >>> rb.sample()["x"].tolist()
+    [1]
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler | type[Sampler],
+        *,
+        ready: Sequence[str | FieldPath] = (),
+        max_uses: int | None = None,
+        max_staleness: int = -1,
+        policy_version: str | FieldPath = "policy_version",
+        index: str = "main",
+    ) -> None:
+        name = "FilteredSampler"
+        given: object = sampler() if isinstance(sampler, type) else sampler
+        inner = cast("Any", given)
+        of = declared(inner).traits if isinstance(given, Sampler) else Traits()
+        windows = of.reads_windows and not (of.has_epochs or inner.streaming or inner.settings.online)
+        around = isinstance(given, SamplerAround) or of.consumes or of.awaits_rows
+        if not isinstance(given, Sampler) or around or of.draws_windows != windows:
+            raise TypeError(
+                f"{name}: sampler: expected a sampler of rows that uses none up, or a slice sampler with replacement, got {inner!r:.80}. "
+                "Put expanders around this one; a PromptGroupSampler has such rules itself."
+            )
+        check_index_name(index, f"{name}: index")
+        uses = None if max_uses is None else check_count(f"{name}: max_uses", max_uses, most=MAX_USES - 1)
+        self._rules = row_rules(GroupRules(max_uses=uses), name, ready, max_staleness, policy_version)
+        over_batch = isinstance(given, PrioritizedSampler) and given.normalize == "batch"
+        if not (self._rules.exclude or uses) or (uses and windows) or over_batch:
+            raise ValueError(
+                f"{name}: expected one of ready, max_uses and max_staleness, no max_uses with windows, which share rows, and weights that "
+                f'are not those of normalize="batch", got max_uses={uses} and {inner!r:.80}.'
+            )
+        self.index_name, self._consumer = index, ConsumerVersion(index)
+        self._around(inner)
+
+    def _around(self, inner: Sampler) -> None:
+        """Draw as this sampler does."""
+        self._source = declared(inner)
+        if self._source.traits.draws_windows:
+            cast("Any", inner).admits = self._admits
+        if self._rules.version is None and isinstance(inner, VersionedSampler):
+            self._consumer = inner._consumer  # noqa: SLF001 - the only one that counts
+        self.sampler = inner
+
+    @property
+    def traits(self) -> Traits:  # type: ignore[override]
+        """Those of :attr:`sampler`, but rows are passed over."""
+        of, uses = self._source.traits, self.max_uses is not None
+        changed = of._replace(draws_uniformly=False, reads_natively=of.draws_windows, awaits_rows=True)
+        return changed._replace(consumes=uses, has_epochs=of.has_epochs or uses)
+
+    @property
+    def default_priority(self) -> float:  # type: ignore[override]
+        """That of :attr:`sampler`."""
+        return cast("float", cast("Any", self.sampler).default_priority)
+
+    @property
+    def own_indexes(self) -> tuple[tuple[str, str], ...]:
+        """Those of :attr:`sampler`, and the counts of draws."""
+        uses = () if self.max_uses is None else ((self.index_name, ConsumptionIndex.kind),)
+        return (*self._source.own_indexes, *uses)
+
+    # ---- where the index is --------------------------------------------------------------------------------------------
+
+    def bind(self, storage: SampledStorage) -> None:
+        self._source.bind(storage)
+        CountingSampler.bind(self, storage)
+        if self._rules.version is not None:
+            self._consumer.bind(storage)
+
+    def moved(self) -> None:
+        self._source.moved()
+        self._index = None
+        self._consumer.moved()
+
+    def _attached(self) -> ConsumptionIndex | None:
+        """The index, as the version of the consumer now is."""
+        index = super()._attached()
+        if index is not None and self._rules.version is not None:
+            index.core.set_floor(self._floor())
+        return index
+
+    def observe(self, write: Write | None, data: object) -> None:
+        self._source.observe(write, data)
+        self.ran_out = False
+
+    def mark_update(self, index: object, *, storage: object = None) -> None:
+        self._source.mark_update(index)
+        CountingSampler.mark_update(self, index)
+
+    # ---- drawing -------------------------------------------------------------------------------------------------------
+
+    def _admits(self, rows: Tensor, tickets: Tensor) -> Tensor:
+        """Which rows are drawn, bool ``[n]``: they count from now on. Raises ``NoSampleable``: none is left that may be."""
+        index = self._attached()
+        if index is None or not index.core.drawable:
+            raise self._starved(index)
+        admitted = torch.zeros(len(rows), dtype=torch.bool, device="cpu")
+        admitted[index.core.admit(rows.contiguous(), tickets.contiguous())] = True
+        return admitted
+
+    def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
+        source, parts, need, tries = self._source, list[tuple[Draw, Tensor]](), batch_size, Retries()
+        if source.traits.draws_windows:
+            return source.draw(extent, batch_size, key)
+        once, self.ran_out = source.traits.draws_once, False
+        while need and tries.count < MAX_DRAWS and not (once and (parts or self.ran_out)):
+            try:
+                drawn = self._offered(extent, need, tries, key)
+                good = self._admits(drawn.rows, cast("Tensor", drawn.tickets)).nonzero().flatten()
+            except NoSampleable:  # the others have no priority, or are used up
+                if self.max_uses is None or not parts:
+                    raise
+                break
+            tries.count, need = tries.count + 1, need - len(good)
+            parts += [(drawn, good)] if len(good) else []
+        index = self._attached()
+        if index is None or not parts or (need and self.max_uses is None and not once):
+            raise self._starved(index)
+        self.ran_out = self.ran_out or (self.max_uses is not None and not index.core.drawable)
+        rows, tickets = (torch.cat([cast("Tensor", draw[i])[good] for draw, good in parts]) for i in range(2))
+        info = {name: torch.cat([cast("Tensor", draw.info[name])[good] for draw, good in parts]) for name in drawn.info}
+        return Draw(rows, tickets, info)
+
+    def _offered(self, extent: Extent, n: int, tries: Retries, key: int) -> Draw:
+        """Rows of the other sampler, with tickets. Where few of them are admitted it draws among those that can be, if it can."""
+        index, drawn = self._attached(), None
+        left = 0 if index is None else index.core.drawable
+        if index is not None and left and (tries.count >= _FEW or n * extent.size > left * left):
+            drawn = self._source.draw_among(index.core.drawable_rows(), n, tries.key_of(key))
+        drawn = self._source.draw(extent, n, tries.key_of(key)) if drawn is None else drawn
+        assert self._storage is not None  # it has rows
+        return drawn if drawn.tickets is not None else drawn._replace(tickets=self._storage.tickets_of(drawn.rows))
+
+    def sample_natively(
+        self, storage: SampledStorage, key: Key, n: int, *, numbered: bool = False, shown: Shown = "beside"
+    ) -> NativeBatch:
+        return self._source.sample_natively(storage, key, n, numbered=numbered, shown=shown)
+
+    def _starved(self, index: ConsumptionIndex | None) -> NoSampleable:
+        """The error of a draw that found too few rows."""
+        if index is None:
+            return NoSampleable(EMPTY)
+        index.core.count_starved()
+        there = f"{index.core.drawable} of them, which {MAX_DRAWS} draws of {self.sampler!r:.80} did not find"
+        return NoSampleable(
+            f"sample: expected rows that can be drawn, got {there if index.core.drawable else 'none'}: "
+            f"{rules_said(self._rules, self._floor())}. Add data before sampling."
+        )
+
+    def drawable(self, storage: SampledStorage) -> int:
+        return len(storage) if self.max_uses is None else CountingSampler.drawable(self, storage)
+
+    def can_sample(self, storage: SampledStorage, batch_size: int, **given: object) -> bool:
+        if not len(storage) or not CountingSampler.drawable(self, storage):
+            return False
+        return bool(cast("Any", self._source).can_sample(storage, batch_size, **given))
+
+    def epoch(self, storage: SampledStorage) -> tuple[int, int]:
+        return self._source.epoch(storage) if self.max_uses is None else CountingSampler.epoch(self, storage)
+
+    # ---- state ---------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, object]:
+        """``sampler``, its state; with ``max_uses`` the ``uses``, with versions ``consumer_version``.
+
+        >>> import torch
+        >>> from engram import FilteredSampler, LazyTensorStorage, RandomSampler, ReplayBuffer
+        >>> sampler = FilteredSampler(RandomSampler(), max_uses=1)
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=2)
+        >>> _ = rb.extend(torch.arange(2))
+        >>> _ = rb.sample()
+        >>> sampler.state_dict()
+        {'uses': tensor([1, 1], dtype=torch.int32), 'sampler': {}}
+        """
+        return {**super().state_dict(), "sampler": self._source.state_dict()}
+
+    def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
+        rest = dict(state_dict)
+        inner = typed(rest, "sampler", dict, "FilteredSampler")
+        del rest["sampler"]
+        return Loads((self._source.prepare_load(inner, capacity), super().prepare_load(rest, capacity)))
+
+    def config(self) -> dict[str, object]:
+        return {**self._inner_config(), **self._rules_config(), "index": self.index_name}
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**super().__getstate__(), "_source": None, "_index": None}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        inner = cast("Sampler", state.pop("sampler"))
+        super().__setstate__(state)
+        self._around(inner)
 
 
 _NOTHING = (torch.empty(0, dtype=torch.int64, device="cpu"),) * 2

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 
 from engram._support.checks import check_count
 from engram._support.field_paths import FieldPath, checked_path, plain, public
 from engram._support.retries import Retries
-from engram._support.state import Change, check_keys, integer, tensor_in
 from engram._support.words import warn
-from engram.errors import EMPTY, IncompatibleCheckpoint, NoSampleable
+from engram.errors import EMPTY, NoSampleable
 from engram.samplers._base import NativeSampler, check_drawable
-from engram.samplers.staleness import VERSION_LIMIT, ConsumerVersion, check_version
+from engram.samplers.staleness import ConsumerVersion, RuledSampler, row_rules, rules_said
 from engram.store import check_index_name
-from engram.store.row_indexes import MAX_READY, MAX_USES, GroupDraw, GroupRules, Groups
-from engram.types import Commit, Draw, Extent
+from engram.store.row_indexes import MAX_USES, GroupDraw, GroupRules, Groups
+from engram.types import Draw, Extent
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from engram.store.sampled import SampledStorage
@@ -33,7 +32,7 @@ _WHICH = {"random": 0, "freshest": 2, "oldest": 1, "spread": 2}
 _Rows: TypeAlias = Literal["random", "recency", "reward", "variance"]
 
 
-class GroupSampler(NativeSampler):
+class GroupSampler(RuledSampler):
     """What draws whole groups. :class:`PromptGroupSampler` has the arguments."""
 
     traits = NativeSampler.traits._replace(awaits_rows=True)
@@ -44,12 +43,9 @@ class GroupSampler(NativeSampler):
     order: str
     index_name: str
     _key: FieldPath
-    _rules: GroupRules
     _reward: FieldPath
-    _consumer: ConsumerVersion
     _warned = False
-    _storage: SampledStorage | None = None
-    _groups: Groups | None = None
+    _index: Groups | None = None
 
     # ---- where the groups are ------------------------------------------------------------------------------------------
 
@@ -62,7 +58,7 @@ class GroupSampler(NativeSampler):
                 f"PromptGroupSampler: expected a storage with ndim=1, whose rows are in groups one by one, got ndim={storage.ndim}."
             )
         groups = None if storage.traits.has_fields else self._groups_of(storage)  # first: it may refuse
-        self._storage, self._groups = storage, groups
+        self._storage, self._index = storage, groups
         if self._rules.version is not None:
             self._consumer.bind(storage)
 
@@ -72,12 +68,12 @@ class GroupSampler(NativeSampler):
 
     def _attached(self) -> Groups | None:
         """The groups; None while nothing was ever written."""
-        if self._groups is None and self._storage is not None and not self._storage.closed:
-            self._groups = self._groups_of(self._storage)
-        return self._groups
+        if self._index is None and self._storage is not None and not self._storage.closed:
+            self._index = self._groups_of(self._storage)
+        return self._index
 
     def moved(self) -> None:
-        self._groups = None
+        self._index = None
         if self._rules.version is not None:
             self._consumer.moved()
 
@@ -85,12 +81,6 @@ class GroupSampler(NativeSampler):
     def whole(self) -> bool:
         """Whether only complete groups are drawn."""
         return self.samples_per_group is not None if self.complete is None else self.complete
-
-    def _floor(self) -> float:
-        """The oldest version that is drawn; NaN: rows have none."""
-        if self._rules.version is None:
-            return math.nan
-        return float(self._consumer.now - self._rules.max_staleness)
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
@@ -259,21 +249,11 @@ class GroupSampler(NativeSampler):
     @property
     def _excludes(self) -> bool:
         """Whether live rows may be in no group."""
-        rules = self._rules
-        return bool(rules.ready) or rules.max_uses is not None or rules.version is not None
+        return self._rules.exclude or self._rules.max_uses is not None
 
     def _why(self) -> str:
         """Which rows are in no group."""
-        rules, said = self._rules, []
-        if rules.ready:
-            said.append(f"those that are not ready={tuple(map(public, rules.ready))!r}")
-        if rules.max_uses is not None:
-            said.append(f"those that were used max_uses={rules.max_uses} times")
-        if rules.version is not None:
-            said.append(f"those whose {public(rules.version)!r} is below {self._floor():g}")
-        return f"rows do not count that are {' or '.join(said)}".replace(
-            "rows do not count that are those", "rows do not count: those"
-        )
+        return rules_said(self._rules, self._floor())
 
     def _warn_of(self, repeated: bool, groups: int, each: int) -> None:
         """Once, of a batch of so many groups in which something comes again."""
@@ -284,104 +264,12 @@ class GroupSampler(NativeSampler):
                 "more than once in a batch. Add data, or lower num_groups or samples_per_group."
             )
 
-    # ---- the consumer's version ----------------------------------------------------------------------------------------
-
-    @property
-    def consumer_version(self) -> int:
-        """Up to which version the learner has come. Setting it to a smaller one has no effect."""
-        return self._consumer.now
-
-    @consumer_version.setter
-    def consumer_version(self, value: int) -> None:
-        self._consumer.index().core.raise_to(check_version(value, "PromptGroupSampler"))
-
-    def increment_consumer_version(self) -> None:
-        """The learner has come to the next version.
-
-        >>> from engram import PromptGroupSampler
-        >>> sampler = PromptGroupSampler(samples_per_group=8, max_staleness=2)
-        >>> sampler.increment_consumer_version()
-        >>> sampler.consumer_version
-        1
-        """
-        self._consumer.index().core.increment()
-
     # ---- state ---------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, object]:
-        """With ``max_uses`` the ``uses``, int32 ``[n]``: of each row, up to the last that was used; with versions ``consumer_version``.
-
-        >>> import torch
-        >>> from engram import LazyTensorStorage, PromptGroupSampler, ReplayBuffer
-        >>> sampler = PromptGroupSampler(samples_per_group=2, max_uses=1)
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=2)
-        >>> _ = rb.extend({"query": torch.tensor([9, 9])})
-        >>> _ = rb.sample()
-        >>> sampler.state_dict()
-        {'uses': tensor([1, 1], dtype=torch.int32)}
-        """
-        state: dict[str, object] = {}
-        if self._rules.max_uses is not None:
-            groups = self._attached()
-            uses = _NO_ROWS.int() if groups is None else groups.uses()
-            used = uses.nonzero()
-            state["uses"] = uses[: int(used[-1]) + 1 if len(used) else 0].clone()
-        if self._rules.version is not None:
-            state["consumer_version"] = self.consumer_version
-        return state
-
-    def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
-        where, rules = "PromptGroupSampler", self._rules
-        wanted = [
-            *(["uses"] if rules.max_uses is not None else []),
-            *(["consumer_version"] if rules.version is not None else []),
-        ]
-        check_keys(state_dict, wanted, where)
-        uses = version = None
-        if rules.max_uses is not None:
-            uses = tensor_in(state_dict, "uses", torch.int32, (None,), where).clone()
-            rows = capacity or (0 if self._storage is None else self._storage.max_size)
-            if len(uses) > rows:
-                raise IncompatibleCheckpoint(f"{where}: uses: expected those of at most {rows} rows, got {len(uses)}.")
-            if len(uses) and not (int(uses.min()) >= 0 and int(uses.max()) < MAX_USES):
-                raise ValueError(f"{where}: uses: expected uses of rows in [0, {MAX_USES}), got others.")
-        if rules.version is not None:
-            version = integer(state_dict, "consumer_version", -VERSION_LIMIT + 1, VERSION_LIMIT, where)
-        return Change(self._take, uses, version)
-
-    def _take(self, uses: Tensor | None, version: int | None) -> None:
-        if uses is not None and (groups := self._attached()) is not None:
-            groups.restore_uses(uses)
-        if version is not None:
-            self._consumer.now = version
-
     def config(self) -> dict[str, object]:
-        rules = self._rules
-        more = {
-            "complete": self.complete,
-            "ready": plain(list(map(public, rules.ready))) or None,
-            "max_uses": rules.max_uses,
-            "max_staleness": None if rules.version is None else rules.max_staleness,
-            "policy_version": None if rules.version is None else plain(public(rules.version)),
-        }
+        complete = {} if self.complete is None else {"complete": self.complete}
         strategy = self.strategy if self.order == "random" else plain((self.strategy, self.order))
-        return {
-            **super().config(),
-            "strategy": strategy,
-            "index": self.index_name,
-            **{name: value for name, value in more.items() if value is not None},
-        }
-
-    def __getstate__(self) -> dict[str, object]:
-        gone = ("_consumer",)
-        own = {name: value for name, value in self.__dict__.items() if name not in gone}
-        return {**own, "_storage": None, "_groups": None, "version": self.consumer_version}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        version = cast("int", state.pop("version"))
-        self.__dict__.update(state)
-        self._consumer = ConsumerVersion(self.index_name)
-        self._consumer.now = version
+        return {**super().config(), "strategy": strategy, "index": self.index_name, **complete, **self._rules_config()}
 
 
 class PromptGroupSampler(GroupSampler):
@@ -464,7 +352,7 @@ class PromptGroupSampler(GroupSampler):
     >>> sampler = PromptGroupSampler(samples_per_group=4, ready=(("next", "reward"),), max_uses=1)
     >>> rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=4)
     >>> rows = rb.extend(
-    ...     TensorDict({"query": torch.arange(8) // 4, ("next", "reward"): torch.full((8,), math.nan)}, batch_size=[8])
+    ...     TensorDict({"query": torch.arange(8) // 4, ("next", "reward"): torch.full((8,), torch.nan)}, batch_size=[8])
     ... )
     >>> rb.can_sample()
     False
@@ -511,11 +399,7 @@ class PromptGroupSampler(GroupSampler):
         self.complete = complete
         self.index_name = index
         self._consumer = ConsumerVersion(index)
-        version = checked_path(policy_version, f"{name}: policy_version")
-        staleness = check_count(f"{name}: max_staleness", max_staleness, least=-1, most=VERSION_LIMIT - 1)
-        self._rules = self._in_order()._replace(ready=_ready_fields(ready, f"{name}: ready"))
-        if staleness >= 0:
-            self._rules = self._rules._replace(version=version, max_staleness=staleness)
+        self._rules = row_rules(self._in_order(), name, ready, max_staleness, policy_version)
         if max_uses is not None:
             self.use_up(max_uses, f"{name}: max_uses")
 
@@ -557,11 +441,6 @@ class PromptGroupSampler(GroupSampler):
         groups = self._attached()
         return 0 if groups is None else groups.of_size(1, self._floor())
 
-    @property
-    def max_uses(self) -> int | None:
-        """After so many draws a group is used up; None: never."""
-        return self._rules.max_uses
-
     def use_up(self, max_uses: int, call: str) -> None:
         """Set ``max_uses``, before a buffer takes it. ``call``: for messages. Raises ``ValueError``: groups may not be complete.
 
@@ -579,16 +458,6 @@ class PromptGroupSampler(GroupSampler):
             )
         self._rules = self._rules._replace(max_uses=uses)
 
-    @property
-    def max_staleness(self) -> int:
-        """Rows that are staler are not drawn; -1: they need no version."""
-        return -1 if self._rules.version is None else self._rules.max_staleness
-
-    @property
-    def ready(self) -> tuple[str | FieldPath, ...]:
-        """The fields without which a row does not count."""
-        return tuple(map(public, self._rules.ready))
-
 
 def _strategies(given: object) -> tuple[str, str]:
     """Which rows of a group, and which groups. Raises ``ValueError``: no such strategies."""
@@ -598,16 +467,6 @@ def _strategies(given: object) -> tuple[str, str]:
     raise ValueError(
         f"PromptGroupSampler: strategy: expected one of {_STRATEGIES}, or a pair of one of them and one of {tuple(_WHICH)}, got {given!r}."
     )
-
-
-def _ready_fields(given: object, where: str) -> tuple[FieldPath, ...]:
-    """Fields that are to be ready. Raises ``TypeError``: no sequence of keys. ``ValueError``: too many."""
-    if isinstance(given, str) or not isinstance(given, Sequence):
-        raise TypeError(f'{where}: expected a sequence of fields, such as ("reward",), got {given!r:.80}.')
-    paths = tuple(dict.fromkeys(checked_path(key, where) for key in given))
-    if len(paths) > MAX_READY:
-        raise ValueError(f"{where}: expected at most {MAX_READY} fields, got {len(paths)}.")
-    return paths
 
 
 _NO_ROWS = torch.empty(0, dtype=torch.int64, device="cpu")

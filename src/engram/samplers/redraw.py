@@ -200,5 +200,10 @@ class RandomSampler(NativeSampler):
             rows[: len(new)] = new
         return Draw(rows)
 
+    def draw_among(self, rows: Tensor, n: int, key: int) -> Draw | None:
+        places = native.empty_rows(n)
+        native.uniform(key, len(rows), places)
+        return None if self.recent_share else Draw(rows[places])
+
     def masses(self, storage: SampledStorage) -> Masses:
         return Masses(len(storage), 1.0, len(storage))

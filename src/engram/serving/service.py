@@ -31,6 +31,7 @@ from engram.format.sizes import most_row_bytes, usual_row_bytes
 from engram.inspect import gauges
 from engram.inspect.advice import drawing_by, is_over_batch
 from engram.remote import protocol, wire
+from engram.samplers.staleness import RuledSampler, VersionedSampler
 from engram.store import DrawingPart, Masses, OutOfOrder, Requests, ThreadKey
 from engram.store.limits import Rules
 from engram.store.ragged_rows import items_in, joined
@@ -303,13 +304,11 @@ class Service:
 
     def _version(self, command: protocol.Version) -> int:
         sampler = self._rb.sampler
-        groups = isinstance(sampler, samplers.PromptGroupSampler)
-        if not isinstance(sampler, samplers.StalenessAwareSampler | samplers.PromptGroupSampler) or (
-            groups and sampler.max_staleness < 0
-        ):
+        ignores = isinstance(sampler, RuledSampler) and sampler.max_staleness < 0
+        if not isinstance(sampler, VersionedSampler) or ignores:
             raise TypeError(
-                "consumer_version: expected a store that a StalenessAwareSampler draws from, or a PromptGroupSampler with max_staleness, "
-                f"got {sampler!r}."
+                "consumer_version: expected a store that a StalenessAwareSampler draws from, or a PromptGroupSampler or a "
+                f"FilteredSampler with max_staleness, got {sampler!r}."
             )
         if command.at_least is not None:
             sampler.consumer_version = command.at_least

@@ -919,8 +919,8 @@ class Storage(Declared, Dumpable, Port):
 
     # ---- what is saved ---------------------------------------------------------------------------------------------------
 
-    def consumption(self, name: str, most: int) -> ConsumptionIndex | None:
-        return None if self.memory is None else ConsumptionIndex.of_store(self.memory, name, most)
+    def consumption(self, name: str, most: int, rules: GroupRules = ALL_ROWS) -> ConsumptionIndex | None:
+        return None if self.memory is None else ConsumptionIndex.of_store(self.memory, name, most, rules)
 
     def groups(
         self, name: str, key: FieldPath, reward: FieldPath | None, rules: GroupRules = ALL_ROWS

@@ -296,13 +296,18 @@ class ListStorage(Storage):
         indexes = self._rows.indexes
         return {name: indexes[name, kind] for name, kind in indexes if kind == PriorityIndex.kind}
 
-    def consumption(self, name: str, most: int) -> ConsumptionIndex | None:
+    def consumption(self, name: str, most: int, rules: GroupRules = ALL_ROWS) -> ConsumptionIndex | None:
+        check_index_name(name)
+        if rules.exclude:
+            raise TypeError(
+                f"FilteredSampler: expected a tensor storage, whose rows have fields that rules can name, got a {type(self).__name__}."
+            )
         if self._max_size is None:
             raise ValueError(
                 "ConsumingSampler: expected a storage with a bound, got a list without. Use ListStorage(max_size=…)."
             )
         with self._lock:
-            return ConsumptionIndex.of_store(self._all_rows(), name, most)
+            return ConsumptionIndex.of_store(self._all_rows(), name, most, rules)
 
     def groups(
         self, name: str, key: FieldPath, reward: FieldPath | None, rules: GroupRules = ALL_ROWS

@@ -6,7 +6,7 @@ process keeps it.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -16,7 +16,7 @@ from engram._support.state import check_keys, integer
 from engram.errors import IncompatibleStore
 from engram.format import layout
 from engram.format.schema import DTYPES, Field, items_of
-from engram.store.indexes import LockedIndex, TicketIndex
+from engram.store.indexes import LockedIndex, Ordered, TicketIndex
 from engram.store.memory import Block, dlpack_specs, read_block
 
 if TYPE_CHECKING:
@@ -33,6 +33,18 @@ if TYPE_CHECKING:
 #: Which rows are in groups, as the core says it: the number of the key's field and its bytes, fields that are to be ready, uses, the field
 #: of the version, staleness, the order of groups, rows of each of these, and the field of their rewards.
 GroupPolicy: TypeAlias = tuple[int, int, tuple[int, ...], int, "int | None", int, int, int, "int | None"]
+
+
+class _Ruled(Ordered, Protocol):
+    """A core that knows its rules."""
+
+    @property
+    def policy(self) -> object: ...
+
+
+P = TypeVar("P", bound=_Ruled)
+#: The number of a field, and what its values are.
+Specified: TypeAlias = tuple[int, tuple[int, int, tuple[int, ...]]]
 #: Key of the order, rows of the epoch, how many of them were visited, and the number of the next write when it began; in a state how
 #: many numbers were given since.
 Progress: TypeAlias = tuple[int, int, int, int]
@@ -46,7 +58,33 @@ MAX_READY, MAX_USES = 16, 1 << 24
 READY_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
-class ConsumptionIndex(TicketIndex[native.Consumption]):
+class RuledIndex(TicketIndex[P]):
+    """An index of rows that follow rules, by which all that use it draw."""
+
+    @classmethod
+    def of_rules(cls, store: Store, name: str, nbytes: int, asked: object, *given: object) -> Self:
+        """The index of a store under a name. Raises ``IncompatibleStore``: it has other rules than the policy that is ``asked`` for."""
+        known = store.indexes.get((name, cls.kind)) or store.indexes.refreshed().get((name, cls.kind))
+        if known is not None:  # perhaps of another size
+            nbytes = cls.checked(known, store, name, asked).block.nbytes
+        return cls.of_name(store.indexes, name, nbytes, store.capacity, *given)[0].checked(store, name, asked)
+
+    def checked(self, store: Store | None, name: str, asked: object) -> Self:
+        """The index itself. Raises ``IncompatibleStore``: it has other rules."""
+        if self.core.policy != asked:
+            mine, theirs = self.said(store, self.core.policy), self.said(store, asked).removeprefix("max_sample_count=")
+            raise IncompatibleStore(
+                f"index {name!r}: expected {mine}, as the store's index of that name has, got {theirs}. Give it another name: index=…."
+            )
+        return self
+
+    @staticmethod
+    def said(store: Store | None, policy: object) -> str:
+        """Rules, in words."""
+        raise NotImplementedError
+
+
+class ConsumptionIndex(RuledIndex[native.Consumption]):
     """How often each row of one store was drawn. Made by :meth:`of_store`."""
 
     kind = "draws"
@@ -56,29 +94,33 @@ class ConsumptionIndex(TicketIndex[native.Consumption]):
     format_memory = staticmethod(native.format_consumption)
 
     def count(self, stats: dict[str, float]) -> None:
-        """As :meth:`Index.count`: rows that are not used up."""
-        stats["drawable_rows"] = stats.get("drawable_rows", 0) + self.core.drawable
+        """As :meth:`Index.count`: rows that can be drawn; where there are rules, what was counted of others."""
+        _add_counts(stats, self.core.totals)
 
     @classmethod
-    def of_store(cls, store: Store, name: str, most: int) -> ConsumptionIndex:
-        """The index of that name, of rows that are drawn ``most`` times. A new index scans the tickets once.
+    def of_store(cls, store: Store, name: str, most: int, rules: GroupRules) -> ConsumptionIndex:
+        """The index of that name, of rows that are drawn ``most`` times and follow the rules. A new index scans the rows once.
 
         Raises:
+            KeyError: no such field. TypeError: it can never be not ready, or is no version; the rows are not on the CPU.
             ValueError: not a name of an index, or a store of 2^32 rows.
-            IncompatibleStore: the rows of that index are drawn another number of times.
+            IncompatibleStore: the rows of that index are drawn another number of times, or follow other rules.
             OSError: no space for its file.
         """
-        nbytes = native.consumption_bytes(store.capacity)
-        return cls.of_name(store.indexes, name, nbytes, store.capacity, most)[0].checked(name, most)
+        if rules.exclude:
+            check_native(store, "FilteredSampler")
+        ready, version = given = _fields_of(store, rules) if rules.exclude else ((), None)
+        nbytes = native.consumption_bytes(store.capacity, given)
+        asked = tuple(number for number, _ in ready), version and version[0], most
+        return cls.of_rules(store, name, nbytes, asked, most, given)
 
-    def checked(self, name: str, most: int) -> ConsumptionIndex:
-        """The index itself. Raises ``IncompatibleStore``: its rows are drawn another number of times."""
-        if self.core.most != most:
-            raise IncompatibleStore(
-                f"index {name!r}: expected max_sample_count={self.core.most}, as the store's index of that name has, got {most}. Give "
-                "it another name: index=…."
-            )
-        return self
+    @staticmethod
+    def said(store: Store | None, policy: object) -> str:
+        """As :meth:`RuledIndex.said`."""
+        ready, version, most = cast("tuple[tuple[int, ...], int | None, int]", policy)
+        if store is None or not (ready or version is not None):
+            return f"max_sample_count={most}"
+        return f"rows{_rules_said(store, ready, version, most)}"
 
     def claim(self, key: int, n: int) -> tuple[Tensor, Tensor]:
         """Draw up to ``n`` rows, each once, and count them: int64 rows, and the tickets that they must still have. Perhaps none."""
@@ -90,6 +132,14 @@ class ConsumptionIndex(TicketIndex[native.Consumption]):
         out = torch.empty(n, dtype=torch.int32, device="cpu")
         self.core.counts(out)
         return out
+
+    def uses(self) -> Tensor:
+        """The :meth:`counts` of all rows."""
+        return self.counts(self.core.rows)
+
+    def restore_uses(self, uses: Tensor) -> None:
+        """Take over :meth:`uses`. Rows that it says nothing of were not drawn."""
+        self.core.restore(uses)
 
 
 class UsageIndex(LockedIndex[native.Usage]):
@@ -253,15 +303,15 @@ class ConsumerVersionIndex(LockedIndex[native.ConsumerVersion]):
 
 
 class GroupRules(NamedTuple):
-    """Which rows of a store are in groups."""
+    """Which rows of a store are drawn, or are in groups."""
 
-    #: Rows are in no group while one of these fields has a NaN.
+    #: Rows are not drawn, and in no group, while one of these fields has a NaN.
     ready: tuple[FieldPath, ...] = ()
-    #: After so many draws of its group a row is in none any more; None: there is no limit, and none is counted.
+    #: After so many draws, of the row or of its group, it is not drawn any more; None: there is no limit, and none is counted.
     max_uses: int | None = None
     #: The field with the version of a row; None: rows have none.
     version: FieldPath | None = None
-    #: Rows whose version is further behind the consumer's are in no group.
+    #: Rows whose version is further behind the consumer's are not drawn.
     max_staleness: int = 0
     #: By which groups are in order: 0 nothing, 1 when their newest row was written or edited, 2 the variance of rewards.
     order: int = 0
@@ -269,6 +319,11 @@ class GroupRules(NamedTuple):
     least: int = 0
     #: The field with the rewards that the order is by.
     reward: FieldPath | None = None
+
+    @property
+    def exclude(self) -> bool:
+        """Whether rows that were not used up may be excluded."""
+        return bool(self.ready) or self.version is not None
 
 
 #: All of them.
@@ -292,7 +347,7 @@ class GroupDraw(NamedTuple):
     which: int = 0
 
 
-class GroupIndex(TicketIndex[native.Groups]):
+class GroupIndex(RuledIndex[native.Groups]):
     """The rows of one store by the content of a field. Made by :meth:`of_store`."""
 
     kind = "groups"
@@ -312,46 +367,42 @@ class GroupIndex(TicketIndex[native.Groups]):
             OSError: no space for its file.
         """
         policy = _policy_of(store, key, rules)
-        asked = _numbers_of(policy)
-        indexes = store.indexes
-        index: GroupIndex | None = indexes.get((name, cls.kind)) or indexes.refreshed().get((name, cls.kind))
-        if index is not None:  # perhaps of another size
-            index.check(store, name, asked)
-        nbytes = native.groups_bytes(store.capacity, policy) if index is None else index.block.nbytes
-        index, _ = cls.of_name(indexes, name, nbytes, store.capacity, policy)
-        index.check(store, name, asked)
-        return index
+        nbytes = native.groups_bytes(store.capacity, policy)
+        return cls.of_rules(store, name, nbytes, _numbers_of(policy), policy)
 
-    def check(self, store: Store, name: str, asked: GroupPolicy) -> None:
-        """Raise ``IncompatibleStore`` if the index has other rules."""
-        if self.core.policy != asked:
-            raise IncompatibleStore(
-                f"index {name!r}: expected {_said(store, self.core.policy)}, as the store's index of that name has, got "
-                f"{_said(store, asked)}. Give it another name: index=…."
-            )
+    @staticmethod
+    def said(store: Store | None, policy: object) -> str:
+        """As :meth:`RuledIndex.said`."""
+        assert store is not None  # its rows are in groups
+        return _said(store, cast("GroupPolicy", policy))
 
     def count(self, stats: dict[str, float]) -> None:
         """As :meth:`Index.count`: what is counted of groups. Of used, expired and evicted rows where the rules are such."""
-        uses, version = self.core.policy[3], self.core.policy[4]
-        groups, used, expired, evicted, starved = self.core.counts
-        said = {"groups": groups, "starved_draws": starved}
-        said |= {"used_rows": used, "evicted_rows": evicted} if uses else {}
-        said |= {} if version is None else {"expired_rows": expired}
-        for name, number in said.items():
-            stats[name] = stats.get(name, 0) + number
+        _add_counts(stats, self.core.counts)
+
+
+def _add_counts(stats: dict[str, float], counts: dict[str, int]) -> None:
+    """Add up what several indexes have counted."""
+    for name, number in counts.items():
+        stats[name] = stats.get(name, 0) + number
 
 
 def _policy_of(store: Store, key: FieldPath, rules: GroupRules) -> Any:
     """The rules as the core takes them, which knows fields by their numbers. Raises ``KeyError``, ``TypeError``."""
     number = _key_field(store, key)
-    ready = tuple(_with_dtype(store, _ready_field(store, path)) for path in rules.ready)
-    version = None if rules.version is None else _with_dtype(store, _version_field(store, rules.version))
+    ready, version = _fields_of(store, rules)
     reward = None if rules.reward is None else _with_dtype(store, _reward_field(store, rules.reward))
     key_bytes, most = key_bytes_of(store.schema.fields[number]), rules.max_uses or 0
     return number, key_bytes, ready, most, version, rules.max_staleness, rules.order, rules.least, reward
 
 
-def _with_dtype(store: Store, field: int) -> tuple[int, tuple[int, int, tuple[int, ...]]]:
+def _fields_of(store: Store, rules: GroupRules) -> tuple[tuple[Specified, ...], Specified | None]:
+    """The fields that are to be ready, and the version. Raises ``KeyError``, ``TypeError``."""
+    ready = tuple(_with_dtype(store, _ready_field(store, path)) for path in rules.ready)
+    return ready, None if rules.version is None else _with_dtype(store, _version_field(store, rules.version))
+
+
+def _with_dtype(store: Store, field: int) -> Specified:
     """The number of a field, and what its values are."""
     return field, dlpack_specs([store.schema.fields[field]])[0]
 
@@ -367,17 +418,32 @@ def _said(store: Store, policy: GroupPolicy) -> str:
     """The rules of groups, in words."""
     number, _, ready, most, version, staleness, order, least, reward = policy
     fields = store.schema.fields
-    said = f"groups by {public(fields[number].key)!r}"
-    if ready:
-        said += f", ready={tuple(public(fields[it].key) for it in ready)}"
-    if most:
-        said += f", max_uses={most}"
-    if version is not None:
-        said += f", max_staleness={staleness} by {public(fields[version].key)!r}"
+    said = f"groups by {public(fields[number].key)!r}{_rules_said(store, ready, version, most, staleness)}"
     if order:
         by = "their age" if reward is None else f"the variance of {public(fields[reward].key)!r}"
         said += f", those of {least} rows in the order of {by}"
     return said
+
+
+def _rules_said(
+    store: Store, ready: tuple[int, ...], version: int | None, most: int, staleness: int | None = None
+) -> str:
+    """Rules of rows, in words. ``staleness``: None: each draw names its own."""
+    fields = store.schema.fields
+    said = f", ready={tuple(public(fields[it].key) for it in ready)}" if ready else ""
+    said += f", max_uses={most}" if most else ""
+    if version is None:
+        return said
+    return f"{said}, {'versions' if staleness is None else f'max_staleness={staleness}'} by {public(fields[version].key)!r}"
+
+
+def check_native(store: Store, who: str) -> None:
+    """Raise ``TypeError``: the rows are not on the CPU."""
+    if not store.is_native:
+        raise TypeError(
+            f'{who}: expected rows on the CPU, got those of {store.place}. Use a storage with device="cpu", and a '
+            "DeviceLoader for batches on an accelerator."
+        )
 
 
 class Groups(Protocol):
@@ -429,11 +495,7 @@ class StoredGroups:
     def __init__(
         self, store: Store, name: str, key: FieldPath, reward: FieldPath | None, rules: GroupRules = ALL_ROWS
     ) -> None:
-        if not store.is_native:
-            raise TypeError(
-                f'PromptGroupSampler: expected rows on the CPU, got those of {store.place}. Use a storage with device="cpu", and a '
-                "DeviceLoader for batches on an accelerator."
-            )
+        check_native(store, "PromptGroupSampler")
         self._store, self._reward, self._index = store, reward, GroupIndex.of_store(store, name, key, rules)
 
     def _current(self) -> GroupIndex:

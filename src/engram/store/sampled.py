@@ -166,12 +166,13 @@ class SampledStorage(Protocol):
         (True, False)
         """
 
-    def consumption(self, name: str, most: int) -> ConsumptionIndex | None:
-        """The counts of that name, of rows that are drawn ``most`` times; None: nothing was ever written.
+    def consumption(self, name: str, most: int, rules: GroupRules = ...) -> ConsumptionIndex | None:
+        """The counts of that name, of rows that are drawn ``most`` times and follow the rules; None: nothing was ever written.
 
         Raises:
             ValueError: the storage is a list without a bound.
-            IncompatibleStore: the rows of these counts are drawn another number of times.
+            TypeError: it is a list, whose rows follow no rules. As :meth:`ConsumptionIndex.of_store`.
+            IncompatibleStore: the rows of these counts are drawn another number of times, or follow other rules.
 
         >>> import torch
         >>> from engram import LazyTensorStorage, ReplayBuffer
