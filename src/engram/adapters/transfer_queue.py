@@ -1,4 +1,4 @@
-"""TransferQueue's values in engram: ``storage_backend: Engram`` in its configuration.
+"""TransferQueue's values in a store of engram's: ``storage_backend: Engram`` in its configuration.
 
 Importing this module registers the backend, in the process that calls ``transfer_queue.init`` first. What that stores of the
 configuration registers it in every other process that connects.
@@ -6,12 +6,11 @@ configuration registers it in every other process that connects.
 
 from __future__ import annotations
 
-import os
 import socket
-import threading
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from engram.adapters.payloads import decode, encode
+from engram.adapters.keyed_values import KeyedValues
 
 try:
     from transfer_queue.storage import StorageKeyNotFoundError, StorageManagerFactory
@@ -26,149 +25,70 @@ except ModuleNotFoundError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from omegaconf import DictConfig
-    from typing_extensions import Buffer
 
 #: What the configuration and TransferQueue's registries call the backend and its client.
 BACKEND, CLIENT = "Engram", "EngramClient"
-_SETTINGS = {"port", "process", "registration", "client_name"}
-
-
-class Port(Protocol):
-    """Holds bytes by key. Any thread may call it at any time. It is pickled where it stands in a configuration."""
-
-    def put(self, keys: list[str], payloads: Sequence[Buffer]) -> None:
-        """Hold these bytes under these keys, in place of what they held. Of a key that comes twice the last ones count.
-
-        When it returns, every process that gets a key gets these bytes or later ones.
-        """
-
-    def get(self, keys: list[str]) -> list[memoryview]:
-        """The bytes of these keys, in memory of the caller's own.
-
-        Raises ``KeyError``: there are keys without bytes; its argument is the list of them.
-        """
-
-    def clear(self, keys: list[str]) -> None:
-        """Hold nothing under these keys any more. Other keys are ignored."""
-
-    def close(self) -> None:
-        """Release what this process holds of it. The bytes stay where others see them. Later calls of it do nothing."""
-
-
-class ProcessPort:
-    """A :class:`Port` in the memory of this process: what it holds is gone with it, and no other process sees it."""
-
-    def __init__(self) -> None:
-        self._held: dict[str, bytes] = {}
-        self._lock = threading.Lock()
-
-    def put(self, keys: list[str], payloads: Sequence[Buffer]) -> None:
-        with self._lock:
-            self._held.update(zip(keys, map(bytes, payloads), strict=True))
-
-    def get(self, keys: list[str]) -> list[memoryview]:
-        with self._lock:
-            missing = [key for key in keys if key not in self._held]
-            if missing:
-                raise KeyError(missing)
-            return [memoryview(bytearray(self._held[key])) for key in keys]
-
-    def clear(self, keys: list[str]) -> None:
-        with self._lock:
-            for key in keys:
-                self._held.pop(key, None)
-
-    def close(self) -> None:
-        pass
-
-
-#: That of all clients in this process for which the configuration names none.
-_port_of_process = ProcessPort()
+_OF_USERS = ("path", "max_keys", "max_bytes", "unclean")
+_ENTRIES = {*_OF_USERS, "machine", "registration", "client_name"}
 
 
 class EngramClient(StorageKVClient):  # type: ignore[misc] # it ships no types
     """Puts, gets and clears values by key. TransferQueue makes one in each process, and calls it from several threads.
 
     Args:
-        config: ``port``: holds the bytes. Default: the memory of this process, for programs of a single one.
+        config: ``path``: a folder of this machine, which all processes share. ``max_keys``, ``max_bytes``, ``unclean``: as for
+            :class:`~engram.adapters.keyed_values.KeyedValues`.
 
     Raises:
-        ValueError: another entry. RuntimeError: the memory of another process is meant.
+        ValueError: another entry, or no ``path``. RuntimeError: the folder is on another machine. TypeError, ValueError: as
+            ``KeyedValues``.
     """
 
     def __init__(self, config: Mapping[str, object] | None) -> None:
         super().__init__(dict(config or {}))
-        odd = sorted(map(str, self.config.keys() - _SETTINGS))
-        if odd:
-            raise ValueError(f"{BACKEND}: expected the entries {sorted(_SETTINGS)}, got {odd}.")
-        port: Port | None = self.config.get("port")
-        self._port: Port = _port_of_process if port is None else port
-        made_in = self.config.get("process")
-        if self._port is _port_of_process and made_in not in (None, _this_process()):
+        odd = sorted(map(str, self.config.keys() - _ENTRIES))
+        if odd or "path" not in self.config:
+            raise ValueError(f"{BACKEND}: expected the entries {list(_OF_USERS)}, at least path, got {odd or 'no path'}.")
+        machine = self.config.get("machine", socket.gethostname())
+        if machine != socket.gethostname():
             raise RuntimeError(
-                f"{BACKEND}: expected a port that all processes share, got none, and values in the memory of {made_in}. Set "
-                f"backend.{BACKEND}.port."
+                f"{BACKEND}: expected a process on {machine}, where the folder {self.config['path']!r} is, got one on "
+                f"{socket.gethostname()}: a store is shared by the processes of one machine."
             )
+        self.values = KeyedValues(**{name: self.config[name] for name in _OF_USERS[1:] if name in self.config}, folder=self.config["path"])
+        """The values, with what TransferQueue does not ask for: ``keys``, ``save``, ``load``."""
 
     def put(self, keys: list[str], values: list[object]) -> None:
-        """Store values under keys, in place of what they had.
+        """As :meth:`KeyedValues.put <engram.adapters.keyed_values.KeyedValues.put>`."""
+        self.values.put(keys, values)
 
-        Raises:
-            ValueError: not as many keys as values, or containers that are too deep.
-            TypeError: keys that are no strings; a value that has no bytes without pickle, with its key. Nothing is stored then.
-        """
-        _check_keys("put", keys)
-        if len(values) != len(keys):
-            raise ValueError(f"put: expected a value for each of {len(keys)} keys, got {len(values)}.")
-        try:
-            payloads = [encode(value, key) for key, value in zip(keys, values, strict=True)]
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"put: {error}") from None
-        self._port.put(keys, payloads)
-
-    def get(
-        self, keys: list[str], shapes: object = None, dtypes: object = None, custom_backend_meta: object = None
-    ) -> list[object]:
-        """The values of keys, each in memory of its own; tensors are on the CPU. The other arguments are ignored: values know them.
+    def get(self, keys: list[str], shapes: object = None, dtypes: object = None, custom_backend_meta: object = None) -> list[Any]:
+        """As :meth:`KeyedValues.get <engram.adapters.keyed_values.KeyedValues.get>`. The other arguments are ignored: values know them.
 
         Raises:
             StorageKeyNotFoundError: keys without values, such as others cleared since.
-            TypeError: keys that are no strings. ValueError: what is stored is damaged.
         """
         del shapes, dtypes, custom_backend_meta
-        _check_keys("get", keys)
         try:
-            payloads = self._port.get(keys)
+            return self.values.get(keys)
         except KeyError as error:
             missing = error.args[0]
             raise StorageKeyNotFoundError(
                 f"get: expected keys with values, got {len(missing)} of {len(keys)} without, such as {missing[0]!r}. They were cleared, "
                 "or never put."
             ) from None
-        return [decode(payload, key) for key, payload in zip(keys, payloads, strict=True)]
 
     def clear(self, keys: list[str], custom_backend_meta: object = None) -> None:
-        """Forget the values of keys. Keys without are ignored. Raises ``TypeError``: keys that are no strings."""
+        """As :meth:`KeyedValues.clear <engram.adapters.keyed_values.KeyedValues.clear>`."""
         del custom_backend_meta
-        _check_keys("clear", keys)
-        self._port.clear(keys)
+        self.values.clear(keys)
 
     def close(self) -> None:
-        """Close the port."""
-        self._port.close()
-
-
-def _check_keys(call: str, keys: object) -> None:
-    odd = keys if not isinstance(keys, list) else next((key for key in keys if not isinstance(key, str)), None)
-    if odd is not None:
-        raise TypeError(f"{call}: keys: expected a list of strings, got {odd!r:.80}.")
-
-
-def _this_process() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()}"
+        """Close the store in this process. The values stay."""
+        self.values.close()
 
 
 class EngramStorageManager(KVStorageManager):  # type: ignore[misc] # it ships no types
@@ -178,6 +98,14 @@ class EngramStorageManager(KVStorageManager):  # type: ignore[misc] # it ships n
         self, controller_info: object, config: Mapping[str, object] | None, zmq_context: object = None
     ) -> None:
         super().__init__(controller_info, {**(config or {}), "client_name": CLIENT}, zmq_context=zmq_context)
+
+    async def save_checkpoint(self, checkpoint_dir: str) -> None:
+        """Save all values in a checkpoint of TransferQueue's. Called by ``transfer_queue.save_checkpoint``."""
+        self.storage_client.values.save(Path(checkpoint_dir, "engram"))
+
+    async def load_checkpoint(self, checkpoint_dir: str) -> None:
+        """Replace all values by those of a checkpoint. Called by ``transfer_queue.load_checkpoint``."""
+        self.storage_client.values.load(Path(checkpoint_dir, "engram"))
 
     def close(self) -> None:
         """Close the client, and what TransferQueue closes."""
@@ -193,7 +121,7 @@ class Registration:
 def _initialize(conf: DictConfig) -> dict[str, object]:
     """What TransferQueue's first process does: complete the configuration that all others get."""
     settings = dict(conf.backend.get(BACKEND) or {})
-    settings.setdefault("process", _this_process())
+    settings.setdefault("machine", socket.gethostname())
     conf.backend[BACKEND] = {**settings, "registration": Registration()}
     return {}
 
