@@ -118,7 +118,7 @@ class KeyedValues:
         packed = cast("Tensor", native.pack_texts(names, MAX_KEY_BYTES)).view(-1, MAX_KEY_BYTES)
         self._folder.mkdir(parents=True, exist_ok=True)
         with self._changing("put"):
-            buffer = self._opened() or self._new()
+            buffer = self._opened_or_new()
             stored = self._make_room(buffer, len(names), items.total + longest)
             old = None if stored is None else stored.all(names, "put")
             buffer.extend(dict(zip(_FIELDS, (forms, packed, items), strict=True)))
@@ -190,7 +190,7 @@ class KeyedValues:
         path = check_path("load: folder", folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         with self._changing("load"):
-            buffer = self._opened() or self._new()
+            buffer = self._opened_or_new()
             if path.exists():
                 buffer.loads(path)
                 self._known = buffer
@@ -234,8 +234,10 @@ class KeyedValues:
                 self._known = buffer
             return self._known
 
-    def _new(self) -> ReplayBuffer[Any]:
-        """A store that its first write makes."""
+    def _opened_or_new(self) -> ReplayBuffer[Any]:
+        """The store, or one that its first write makes."""
+        if (known := self._opened()) is not None:
+            return known
         storage = LazyMemmapStorage(
             self._max_keys,
             scratch_dir=self._folder / "values",

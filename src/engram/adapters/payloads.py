@@ -24,10 +24,14 @@ from engram.store.memory import DTYPE_NAMES, DTYPE_OF
 from engram.store.ragged_rows import Items
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
 
 FORM = 8
 _ALIGNMENT, _NO_DIM = 16, -1
+#: What fills a form up, by the number of dimensions.
+_NO_DIMS = [(_NO_DIM,) * (FORM - 1 - n) for n in range(FORM)]
 _MAX_BYTES = (1 << 31) - 1  # of a row: items of a row are counted in 31 bits
 #: Their places are stored: new ones come last.
 _DTYPES = (
@@ -59,24 +63,25 @@ def encode(values: Sequence[object], where: Sequence[str]) -> tuple[Tensor, Item
     >>> decode(forms, items.packed())
     [tensor([0, 1, 2]), {'tokens': tensor([0., 0.]), 'text': 'abc'}]
     """
-    forms, parts = [], []
+    rows, parts = [], []
     for value, name in zip(values, where, strict=True):
-        if isinstance(value, Tensor) and value.dim() < FORM:
+        if isinstance(value, Tensor) and (n := value.dim()) < FORM:
             part = _dense(value, name)
-            shape = part.shape
-            forms.append((_FORM_OF[part.dtype], *shape, *[_NO_DIM] * (FORM - 1 - len(shape))))
+            rows.append((_FORM_OF[part.dtype], *part.shape, *_NO_DIMS[n]))
+            parts.append(part if n == 1 else part.reshape(-1))
         else:
             part, length = _tree_bytes(value, name)
-            forms.append((0, length, *[_NO_DIM] * (FORM - 2)))
-        parts.append(part)
+            rows.append((0, length, *_NO_DIMS[1]))
+            parts.append(part)
+    forms = np.array(rows, np.int32).reshape(-1, FORM)
     sizes = np.fromiter((part.nbytes for part in parts), np.int64, len(parts))
     if len(sizes) and sizes.max() > _MAX_BYTES:
         at = int(sizes.argmax())
         raise ValueError(f"{where[at]}: expected a value of at most {_MAX_BYTES:,} bytes, got {sizes[at]:,}. Divide it.")
-    starts, buffer = _joined(parts, sizes)
+    starts, buffer = _joined(parts, forms[:, 0], sizes)
     # A row of no bytes has a place in its ring all the same.
     lengths = torch.from_numpy(sizes.astype(np.int32)).clamp_(min=1)
-    return torch.from_numpy(np.array(forms, np.int32).reshape(-1, FORM)), Items(buffer, starts, lengths)
+    return torch.from_numpy(forms), Items(buffer, starts, lengths)
 
 
 def decode(forms: Tensor, items: Items) -> list[Any]:
@@ -89,20 +94,26 @@ def decode(forms: Tensor, items: Items) -> list[Any]:
     Raises:
         ValueError: no such rows. Nothing is evaluated or looked up by name.
     """
-    rows, values, found = forms.tolist(), items.given, []
-    ends = (items.starts + items.lengths).tolist()
+    values, starts = items.given, items.starts.tolist()
+    ends, numbers = (items.starts + items.lengths).tolist(), forms.numpy()
+    found: list[Any] = []
     try:
-        for kind, run in itertools.groupby(zip(rows, items.starts.tolist(), ends, strict=True), lambda row: row[0][0]):
-            group = list(run)
+        for begin, end in _runs(numbers[:, 0]):
+            kind = int(numbers[begin, 0])
             if kind == 0:
-                found += [_tree_of(values[start:end].clone(), row[1]) for row, start, end in group]
-                continue
-            dtype = _DTYPE_OF_FORM[kind]
-            shapes = [row[1 : row.index(_NO_DIM)] if row[-1] == _NO_DIM else row[1:] for row, _, _ in group]
-            found += _tensors_of(values[group[0][1] : group[-1][2]], dtype, shapes)
+                found += [_tree_of(values[starts[i] : ends[i]].clone(), int(numbers[i, 1])) for i in range(begin, end)]
+            else:
+                raw = values[starts[begin] : ends[end - 1]]
+                found += _tensors_of(raw, _DTYPE_OF_FORM[kind], numbers[begin:end, 1:])
     except (KeyError, TypeError, RuntimeError, ValueError) as error:
         raise ValueError(f"expected rows that encode() made, got others ({error}). Were they damaged?") from error
     return found
+
+
+def _runs(kinds: NDArray[np.int32]) -> Iterator[tuple[int, int]]:
+    """From where to where neighbours have the same number."""
+    if len(kinds):
+        yield from itertools.pairwise([0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), len(kinds)])
 
 
 # ---- tensors -----------------------------------------------------------------------------------------------------------
@@ -123,35 +134,32 @@ def _dense(value: Tensor, where: str) -> Tensor:
     return value
 
 
-def _joined(parts: list[Tensor], sizes: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Where each tensor begins, int64 ``[n]``, in a buffer of the bytes of all. Neighbours of one dtype are copied together."""
-    lengths, at, starts = sizes.tolist(), 0, []
-    runs = []
-    for dtype, run in itertools.groupby(parts, lambda part: part.dtype):
+def _joined(parts: list[Tensor], kinds: NDArray[np.int32], sizes: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    """Where the items of each part begin, int64 ``[n]``, in a buffer of all. Neighbours of one kind are copied together."""
+    starts, runs, at = np.empty_like(sizes), [], 0
+    for begin, end in _runs(kinds):
         at += -at % _ALIGNMENT
-        first, members = at, [part.reshape(-1) for part in run]
-        for length in lengths[len(starts) : len(starts) + len(members)]:
-            starts.append(at)
-            at += length
-        runs.append((dtype, members, first, at))
+        ends = at + sizes[begin:end].cumsum()
+        starts[begin:end] = ends - sizes[begin:end]
+        runs.append((parts[begin:end], at, at := int(ends[-1])))
     buffer = torch.empty(at + 1, dtype=torch.uint8, device="cpu")  # 1: the byte of a last row of none
-    for dtype, members, first, end in runs:
-        torch.cat(members, out=buffer[first:end].view(dtype))
-    return torch.tensor(starts, dtype=torch.int64, device="cpu"), buffer
+    for run, first, last in runs:
+        torch.cat(run, out=buffer[first:last].view(run[0].dtype))
+    return torch.from_numpy(starts), buffer
 
 
-def _tensors_of(raw: Tensor, dtype: torch.dtype, shapes: list[list[int]]) -> list[Tensor]:
-    """Tensors whose items lie one behind the other; one without items has a byte."""
-    counts = [math.prod(shape) for shape in shapes]
-    if 0 in counts:
-        sizes = [max(count * dtype.itemsize, 1) for count in counts]
-        return [
-            part.clone().view(dtype).view(shape) if count else torch.empty(shape, dtype=dtype, device="cpu")
-            for part, count, shape in zip(raw.split(sizes), counts, shapes, strict=True)  # type: ignore[no-untyped-call]
-        ]
-    flat = (raw if raw.storage_offset() % dtype.itemsize == 0 else raw.clone()).view(dtype)
-    parts = flat.split(counts)  # type: ignore[no-untyped-call]
-    return [part if len(shape) == 1 else part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+def _tensors_of(raw: Tensor, dtype: torch.dtype, shapes: NDArray[np.int32]) -> list[Tensor]:
+    """Tensors whose items lie one behind the other; in the place of one without items is a byte. ``shapes``: ``[n, 7]``."""
+    counts = np.where(shapes < 0, 1, shapes).prod(1, dtype=np.int64)
+    if not counts.all():
+        parts = raw.split(np.maximum(counts * dtype.itemsize, 1).tolist())
+        parts = [part[: n * dtype.itemsize].clone().view(dtype) for part, n in zip(parts, counts.tolist(), strict=True)]
+    else:
+        flat = raw if raw.storage_offset() % dtype.itemsize == 0 else raw.clone()
+        parts = flat.view(dtype).split(counts.tolist())
+    if (shapes[:, 1:] < 0).all() and (shapes[:, 0] >= 0).all():
+        return list(parts)
+    return [part.view([n for n in shape if n >= 0]) for part, shape in zip(parts, shapes.tolist(), strict=True)]
 
 
 # ---- everything else ---------------------------------------------------------------------------------------------------
