@@ -10,7 +10,6 @@ import ray
 import torch
 import transfer_queue
 import wheel_plugin
-from folder_port import FolderPort
 from transfer_queue import StorageKeyNotFoundError
 
 PARTITION, SAVED, WRITTEN, CLEARED = "p", 30, 40, 3
@@ -23,7 +22,7 @@ def value(number):
 def start(folder):
     wheel_plugin.start_ray()
     conf = wheel_plugin.configuration(**wheel_plugin.CONTROLLER)
-    conf.backend.Engram.port = FolderPort(folder / "store")
+    conf.backend.Engram.path = str(folder / "store")
     transfer_queue.init(conf)
 
 

@@ -4,7 +4,6 @@ import tempfile
 
 import ray
 import transfer_queue
-from folder_port import FolderPort
 from omegaconf import OmegaConf
 
 import engram.adapters.transfer_queue  # noqa: F401 - registers the backend
@@ -18,7 +17,10 @@ _folders = []
 def configuration(**controller):
     """That of a new folder."""
     _folders.append(tempfile.TemporaryDirectory(prefix="engram-tq-"))
-    settings = {"storage_backend": "Engram", "Engram": {"port": FolderPort(_folders[-1].name)}}
+    settings = {
+        "storage_backend": "Engram",
+        "Engram": {"path": _folders[-1].name, "max_keys": 10_000, "max_bytes": 1e8},
+    }
     return OmegaConf.create({"controller": controller, "backend": settings}, flags={"allow_objects": True})
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from engram._support import fork, native
-from engram._support.checks import check_count, check_path
+from engram._support.checks import check_count, check_number, check_path
 from engram.adapters.payloads import decode, encode
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.errors import IncompatibleStore, RateLimited, StoreInUse
@@ -55,7 +55,7 @@ class KeyedValues:
         unclean: as for ``ReplayBuffer.open``: ``"accept"`` takes a store that was open when the machine went down.
 
     Raises:
-        TypeError, ValueError: no path; no counts, or fewer than 16 keys or 1,024 bytes.
+        TypeError, ValueError: no path; no numbers, or fewer than 16 keys or 1,024 bytes.
 
     >>> import tempfile, torch
     >>> from engram.adapters.keyed_values import KeyedValues
@@ -75,8 +75,7 @@ class KeyedValues:
         where = type(self).__name__
         self._folder = check_path(f"{where}: folder", folder)
         self._max_keys = check_count(f"{where}: max_keys", max_keys, least=16)
-        whole = int(max_bytes) if isinstance(max_bytes, float) and max_bytes.is_integer() else max_bytes
-        self._max_bytes = check_count(f"{where}: max_bytes", whole, least=1_024)
+        self._max_bytes = int(check_number(f"{where}: max_bytes", max_bytes, least=1_024, most=1 << 47))
         self._longest = self._max_bytes // _VALUES
         self._unclean = unclean
         self._known: ReplayBuffer[Any] | None = None
@@ -115,7 +114,7 @@ class KeyedValues:
                 f"put: {names[int(items.lengths.argmax())]!r}: expected at most {self._longest:,} bytes, a sixteenth of "
                 f"max_bytes={self._max_bytes:,}, got {longest:,}. Use another folder with a larger max_bytes."
             )
-        packed = cast("Tensor", native.pack_texts(names, MAX_KEY_BYTES)).view(-1, MAX_KEY_BYTES)
+        packed = cast("Tensor", native.pack_texts([*names], MAX_KEY_BYTES)).view(-1, MAX_KEY_BYTES)
         self._folder.mkdir(parents=True, exist_ok=True)
         with self._changing("put"):
             buffer = self._opened_or_new()
@@ -210,7 +209,9 @@ class KeyedValues:
         """Held by the one process and thread that puts or clears. Gone with the process that holds it."""
 
         def busy() -> StoreInUse:
-            return StoreInUse(f"{call}: another process or thread has been changing values in {str(self._folder)!r} for {_WAIT_S:g} s.")
+            return StoreInUse(
+                f"{call}: another process or thread has been changing values in {str(self._folder)!r} for {_WAIT_S:g} s."
+            )
 
         lock: AbstractContextManager[None] = native.folder_lock(self._folder, _WAIT_S, busy)
         return lock
@@ -221,7 +222,7 @@ class KeyedValues:
             place = self._folder / "values"
             if self._known is None and holds_store(place, type(self).__name__):
                 buffer: ReplayBuffer[Any] = ReplayBuffer.open(place, unclean=self._unclean)
-                schema = buffer.storage.store.schema
+                schema = _stored(buffer)[0].schema
                 rings = [group.items for group in schema.ragged_groups]
                 got = (tuple(field.name for field in schema.fields), schema.capacity, rings)
                 if got != (wanted := (_FIELDS, self._max_keys, [self._max_bytes])):
@@ -327,7 +328,7 @@ class KeyedValues:
 
 def _stored(buffer: ReplayBuffer[Any]) -> tuple[RaggedStore, StoredKeys]:
     """The store of a buffer that was written to, and the rows by their keys."""
-    return cast("RaggedStore", buffer.storage.store), cast("StoredKeys", buffer.storage.keyed("get"))
+    return cast("RaggedStore", buffer.storage.memory), cast("StoredKeys", buffer.storage.keyed("get"))
 
 
 def _names(store: RaggedStore, rows: Tensor, tickets: Tensor) -> Tensor:

@@ -77,7 +77,9 @@ def encode(values: Sequence[object], where: Sequence[str]) -> tuple[Tensor, Item
     sizes = np.fromiter((part.nbytes for part in parts), np.int64, len(parts))
     if len(sizes) and sizes.max() > _MAX_BYTES:
         at = int(sizes.argmax())
-        raise ValueError(f"{where[at]}: expected a value of at most {_MAX_BYTES:,} bytes, got {sizes[at]:,}. Divide it.")
+        raise ValueError(
+            f"{where[at]}: expected a value of at most {_MAX_BYTES:,} bytes, got {sizes[at]:,}. Divide it."
+        )
     starts, buffer = _joined(parts, forms[:, 0], sizes)
     # A row of no bytes has a place in its ring all the same.
     lengths = torch.from_numpy(sizes.astype(np.int32)).clamp_(min=1)
@@ -152,11 +154,11 @@ def _tensors_of(raw: Tensor, dtype: torch.dtype, shapes: NDArray[np.int32]) -> l
     """Tensors whose items lie one behind the other; in the place of one without items is a byte. ``shapes``: ``[n, 7]``."""
     counts = np.where(shapes < 0, 1, shapes).prod(1, dtype=np.int64)
     if not counts.all():
-        parts = raw.split(np.maximum(counts * dtype.itemsize, 1).tolist())
+        parts = raw.split(np.maximum(counts * dtype.itemsize, 1).tolist())  # type: ignore[no-untyped-call]
         parts = [part[: n * dtype.itemsize].clone().view(dtype) for part, n in zip(parts, counts.tolist(), strict=True)]
     else:
         flat = raw if raw.storage_offset() % dtype.itemsize == 0 else raw.clone()
-        parts = flat.view(dtype).split(counts.tolist())
+        parts = flat.view(dtype).split(counts.tolist())  # type: ignore[no-untyped-call]
     if (shapes[:, 1:] < 0).all() and (shapes[:, 0] >= 0).all():
         return list(parts)
     return [part.view([n for n in shape if n >= 0]) for part, shape in zip(parts, shapes.tolist(), strict=True)]
@@ -171,7 +173,9 @@ def _tree_bytes(value: object, where: str) -> tuple[Tensor, int]:
     try:
         text = json.dumps(_tree(value, leaves, where), ensure_ascii=False, separators=(",", ":"))
     except RecursionError:
-        raise ValueError(f"{where}: expected containers that do not hold themselves, and are not hundreds deep.") from None
+        raise ValueError(
+            f"{where}: expected containers that do not hold themselves, and are not hundreds deep."
+        ) from None
     raw = bytearray(text.encode(errors="surrogatepass"))
     length = len(raw)
     for leaf in leaves:
@@ -195,7 +199,9 @@ def _tree(value: object, leaves: list[Tensor], where: str) -> object:
             return entries
         return {"": "dict", "of": [[_tree(key, leaves, where), item] for key, item in entries.items()]}
     if isinstance(value, bytes):
-        leaves.append(torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8))
+        leaves.append(
+            torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8)
+        )
         return {"": "bytes", "dtype": "uint8", "shape": [len(value)]}
     if isinstance(value, Tensor):
         tensor, what = _dense(value, where), "tensor"

@@ -6,6 +6,7 @@ configuration registers it in every other process that connects.
 
 from __future__ import annotations
 
+import secrets
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from engram.adapters.keyed_values import KeyedValues
 
 try:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
     from transfer_queue.storage import StorageKeyNotFoundError, StorageManagerFactory
     from transfer_queue.storage.bootstrap import StorageBootstrapProvider
     from transfer_queue.storage.clients import StorageClientFactory, StorageKVClient
@@ -31,41 +34,53 @@ if TYPE_CHECKING:
 
 #: What the configuration and TransferQueue's registries call the backend and its client.
 BACKEND, CLIENT = "Engram", "EngramClient"
-_OF_USERS = ("path", "max_keys", "max_bytes", "unclean")
-_ENTRIES = {*_OF_USERS, "machine", "registration", "client_name"}
+_NAMESPACE = "transfer_queue"
+#: Entries of users: those of the values, and all.
+_OF_VALUES = ("max_keys", "max_bytes", "unclean")
+_OF_USERS = ("path", *_OF_VALUES, "storage_process")
+_ENTRIES = {*_OF_USERS, "machine", "process", "registration", "client_name"}
 
 
 class EngramClient(StorageKVClient):  # type: ignore[misc] # it ships no types
     """Puts, gets and clears values by key. TransferQueue makes one in each process, and calls it from several threads.
 
+    On the machine of the store it is one of the processes that share it. On another one it asks the storage process, an actor of Ray.
+
     Args:
-        config: ``path``: a folder of this machine, which all processes share. ``max_keys``, ``max_bytes``, ``unclean``: as for
-            :class:`~engram.adapters.keyed_values.KeyedValues`.
+        config: ``path``: the folder of the store, on the machine where ``transfer_queue.init`` was called first. ``max_keys``,
+            ``max_bytes``, ``unclean``: as for :class:`~engram.adapters.keyed_values.KeyedValues`. ``storage_process``: whether to
+            start one; default: if Ray has several machines.
 
     Raises:
-        ValueError: another entry, or no ``path``. RuntimeError: the folder is on another machine. TypeError, ValueError: as
-            ``KeyedValues``.
+        ValueError: another entry, or no ``path``. RuntimeError: the store is on another machine, without a storage process. TypeError,
+            ValueError: as ``KeyedValues``.
     """
 
-    def __init__(self, config: Mapping[str, object] | None) -> None:
+    def __init__(self, config: Mapping[str, Any] | None) -> None:
         super().__init__(dict(config or {}))
         odd = sorted(map(str, self.config.keys() - _ENTRIES))
         if odd or "path" not in self.config:
-            raise ValueError(f"{BACKEND}: expected the entries {list(_OF_USERS)}, at least path, got {odd or 'no path'}.")
-        machine = self.config.get("machine", socket.gethostname())
-        if machine != socket.gethostname():
+            got = odd or "no path"
+            raise ValueError(f"{BACKEND}: expected the entries {list(_OF_USERS)}, at least path, got {got}.")
+        here, machine, process = socket.gethostname(), self.config.get("machine"), self.config.get("process")
+        self._values: KeyedValues | None = None
+        if machine in (None, here):
+            self._values = KeyedValues(self.config["path"], **_of_values(self.config))
+        elif process is None:
             raise RuntimeError(
-                f"{BACKEND}: expected a process on {machine}, where the folder {self.config['path']!r} is, got one on "
-                f"{socket.gethostname()}: a store is shared by the processes of one machine."
+                f"{BACKEND}: expected a process on {machine}, where the folder {self.config['path']!r} is, or a storage process there, got "
+                f"one on {here} and none. Set backend.{BACKEND}.storage_process to true."
             )
-        self.values = KeyedValues(**{name: self.config[name] for name in _OF_USERS[1:] if name in self.config}, folder=self.config["path"])
-        """The values, with what TransferQueue does not ask for: ``keys``, ``save``, ``load``."""
+        else:
+            self._process = ray.get_actor(process, namespace=_NAMESPACE)
 
-    def put(self, keys: list[str], values: list[object]) -> None:
+    def put(self, keys: list[str], values: list[Any]) -> None:
         """As :meth:`KeyedValues.put <engram.adapters.keyed_values.KeyedValues.put>`."""
-        self.values.put(keys, values)
+        self.call("put", keys, values)
 
-    def get(self, keys: list[str], shapes: object = None, dtypes: object = None, custom_backend_meta: object = None) -> list[Any]:
+    def get(
+        self, keys: list[str], shapes: object = None, dtypes: object = None, custom_backend_meta: object = None
+    ) -> list[Any]:
         """As :meth:`KeyedValues.get <engram.adapters.keyed_values.KeyedValues.get>`. The other arguments are ignored: values know them.
 
         Raises:
@@ -73,22 +88,40 @@ class EngramClient(StorageKVClient):  # type: ignore[misc] # it ships no types
         """
         del shapes, dtypes, custom_backend_meta
         try:
-            return self.values.get(keys)
+            found: list[Any] = self.call("get", keys)
         except KeyError as error:
-            missing = error.args[0]
+            missing = getattr(error, "cause", error).args[0]  # Ray hands it on as a cause
             raise StorageKeyNotFoundError(
                 f"get: expected keys with values, got {len(missing)} of {len(keys)} without, such as {missing[0]!r}. They were cleared, "
                 "or never put."
             ) from None
+        return found
 
     def clear(self, keys: list[str], custom_backend_meta: object = None) -> None:
         """As :meth:`KeyedValues.clear <engram.adapters.keyed_values.KeyedValues.clear>`."""
         del custom_backend_meta
-        self.values.clear(keys)
+        self.call("clear", keys)
+
+    def keys(self) -> list[str]:
+        """The keys that have values, ``"INDEX@FIELD"``: of other runs, too. TransferQueue's controller alone knows what they are of."""
+        found: list[str] = self.call("keys")
+        return found
+
+    def call(self, name: str, *arguments: object) -> Any:
+        """Call a method of the values, here or in the storage process. Raises what it raises."""
+        if self._values is None:
+            return ray.get(getattr(self._process, name).remote(*arguments))
+        return getattr(self._values, name)(*arguments)
 
     def close(self) -> None:
         """Close the store in this process. The values stay."""
-        self.values.close()
+        if self._values is not None:
+            self._values.close()
+
+
+def _of_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries that are arguments of the values."""
+    return {name: config[name] for name in _OF_VALUES if name in config}
 
 
 class EngramStorageManager(KVStorageManager):  # type: ignore[misc] # it ships no types
@@ -101,11 +134,11 @@ class EngramStorageManager(KVStorageManager):  # type: ignore[misc] # it ships n
 
     async def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Save all values in a checkpoint of TransferQueue's. Called by ``transfer_queue.save_checkpoint``."""
-        self.storage_client.values.save(Path(checkpoint_dir, "engram"))
+        self.storage_client.call("save", Path(checkpoint_dir, "engram"))
 
     async def load_checkpoint(self, checkpoint_dir: str) -> None:
         """Replace all values by those of a checkpoint. Called by ``transfer_queue.load_checkpoint``."""
-        self.storage_client.values.load(Path(checkpoint_dir, "engram"))
+        self.storage_client.call("load", Path(checkpoint_dir, "engram"))
 
     def close(self) -> None:
         """Close the client, and what TransferQueue closes."""
@@ -119,11 +152,31 @@ class Registration:
 
 
 def _initialize(conf: DictConfig) -> dict[str, object]:
-    """What TransferQueue's first process does: complete the configuration that all others get."""
+    """What TransferQueue's first process does: complete the configuration that all others get, and start the storage process."""
     settings = dict(conf.backend.get(BACKEND) or {})
-    settings.setdefault("machine", socket.gethostname())
-    conf.backend[BACKEND] = {**settings, "registration": Registration()}
-    return {}
+    EngramClient(settings).close()  # which checks them
+    settings |= {"machine": socket.gethostname(), "registration": Registration()}
+    handles: dict[str, object] = {}
+    if settings.setdefault("storage_process", sum(node["Alive"] for node in ray.nodes()) > 1):
+        settings["process"] = name = f"EngramStorage-{secrets.token_hex(8)}"
+        handles[name] = start_storage_process(settings, name)
+    conf.backend[BACKEND] = settings
+    return handles
+
+
+def start_storage_process(config: Mapping[str, Any], name: str) -> object:
+    """The actor of that name that has the values, on this machine. Ray starts it again if it dies, and asks it again."""
+    node = ray.get_runtime_context().get_node_id()
+    kind = ray.remote(KeyedValues).options(
+        name=name,
+        namespace=_NAMESPACE,
+        num_cpus=0,
+        max_concurrency=8,
+        max_restarts=-1,
+        max_task_retries=-1,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+    )
+    return kind.remote(config["path"], **_of_values(config))
 
 
 StorageBootstrapProvider.register_provider(BACKEND)(_initialize)
