@@ -35,10 +35,8 @@ if TYPE_CHECKING:
 #: What the configuration and TransferQueue's registries call the backend and its client.
 BACKEND, CLIENT = "Engram", "EngramClient"
 _NAMESPACE = "transfer_queue"
-#: Entries of users: those of the values, and all.
-_OF_VALUES = ("max_keys", "max_bytes", "unclean")
-_OF_USERS = ("path", *_OF_VALUES, "storage_process")
-_ENTRIES = {*_OF_USERS, "machine", "process", "registration", "client_name"}
+_OF_VALUES = ("path", "max_keys", "max_bytes", "unclean")
+_ENTRIES = {*_OF_VALUES, "storage_process", "machine", "process", "registration", "client_name"}
 
 
 class EngramClient(StorageKVClient):  # type: ignore[misc] # it ships no types
@@ -58,21 +56,19 @@ class EngramClient(StorageKVClient):  # type: ignore[misc] # it ships no types
 
     def __init__(self, config: Mapping[str, Any] | None) -> None:
         super().__init__(dict(config or {}))
-        odd = sorted(map(str, self.config.keys() - _ENTRIES))
-        if odd or "path" not in self.config:
-            got = odd or "no path"
-            raise ValueError(f"{BACKEND}: expected the entries {list(_OF_USERS)}, at least path, got {got}.")
-        here, machine, process = socket.gethostname(), self.config.get("machine"), self.config.get("process")
-        self._values: KeyedValues | None = None
-        if machine in (None, here):
-            self._values = KeyedValues(self.config["path"], **_of_values(self.config))
-        elif process is None:
+        odd = sorted(map(str, self.config.keys() - _ENTRIES)) or "no path"
+        if odd != "no path" or "path" not in self.config:
+            raise ValueError(
+                f"{BACKEND}: expected the entries {[*_OF_VALUES, 'storage_process']}, at least path, got {odd}."
+            )
+        here, machine = socket.gethostname(), self.config.get("machine")
+        self._values = KeyedValues(**_of_values(self.config)) if machine in (None, here) else None
+        if self._values is None and "process" not in self.config:
             raise RuntimeError(
                 f"{BACKEND}: expected a process on {machine}, where the folder {self.config['path']!r} is, or a storage process there, got "
                 f"one on {here} and none. Set backend.{BACKEND}.storage_process to true."
             )
-        else:
-            self._process = ray.get_actor(process, namespace=_NAMESPACE)
+        self._process = None if self._values else ray.get_actor(self.config["process"], namespace=_NAMESPACE)
 
     def put(self, keys: list[str], values: list[Any]) -> None:
         """As :meth:`KeyedValues.put <engram.adapters.keyed_values.KeyedValues.put>`."""
@@ -102,13 +98,8 @@ class EngramClient(StorageKVClient):  # type: ignore[misc] # it ships no types
         del custom_backend_meta
         self.call("clear", keys)
 
-    def keys(self) -> list[str]:
-        """The keys that have values, ``"INDEX@FIELD"``: of other runs, too. TransferQueue's controller alone knows what they are of."""
-        found: list[str] = self.call("keys")
-        return found
-
     def call(self, name: str, *arguments: object) -> Any:
-        """Call a method of the values, here or in the storage process. Raises what it raises."""
+        """Call a method of the values, such as ``"keys"``, here or in the storage process. Raises what it raises."""
         if self._values is None:
             return ray.get(getattr(self._process, name).remote(*arguments))
         return getattr(self._values, name)(*arguments)
@@ -166,17 +157,9 @@ def _initialize(conf: DictConfig) -> dict[str, object]:
 
 def start_storage_process(config: Mapping[str, Any], name: str) -> object:
     """The actor of that name that has the values, on this machine. Ray starts it again if it dies, and asks it again."""
-    node = ray.get_runtime_context().get_node_id()
-    kind = ray.remote(KeyedValues).options(
-        name=name,
-        namespace=_NAMESPACE,
-        num_cpus=0,
-        max_concurrency=8,
-        max_restarts=-1,
-        max_task_retries=-1,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-    )
-    return kind.remote(config["path"], **_of_values(config))
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    kind = ray.remote(num_cpus=0, max_concurrency=8, max_restarts=-1, max_task_retries=-1)(KeyedValues)
+    return kind.options(name=name, namespace=_NAMESPACE, scheduling_strategy=here).remote(**_of_values(config))
 
 
 StorageBootstrapProvider.register_provider(BACKEND)(_initialize)
