@@ -106,9 +106,8 @@ class KeyedValues:
         with self._changing("put"):
             buffer = self._opened_or_new()
             self._make_room(buffer, len(names), items.total + int(items.lengths.max()))
-            stored = buffer.storage.keyed("put")
-            old = None if stored is None else stored.all(names, "put")
-            _append(buffer, (forms, packed, items))
+            old = None if buffer.storage.memory is None else _stored(buffer)[1].all(names, "put")
+            buffer.extend({"form": forms, "key": packed, "value": items})
             if old is not None:
                 buffer.storage.remove(*old)
             self._known = buffer
@@ -153,9 +152,8 @@ class KeyedValues:
             return []
         with self._changing("keys"):
             store = _stored(buffer)[0]
-            parts = [_names(store, *block) for block in self._live(store)]
-        found = [name for part in parts for name in part.numpy().view(f"S{MAX_KEY_BYTES}").ravel().tolist()]
-        return list(dict.fromkeys(name.decode(errors="surrogatepass") for name in found))
+            parts = [_names(store, *block).numpy().view(f"S{MAX_KEY_BYTES}") for block in self._live(store)]
+        return [*dict.fromkeys(name.decode(errors="surrogatepass") for part in parts for name in part.ravel().tolist())]
 
     def save(self, folder: StrPath) -> None:
         """Save all values, as they are at one moment. Others go on. Raises as ``ReplayBuffer.dumps``."""
@@ -194,10 +192,8 @@ class KeyedValues:
                 got = tuple(field.name for field in schema.fields), schema.capacity, *ring
                 if got != (wanted := (_FIELDS, self._max_keys, self._max_bytes)):
                     buffer.close()
-                    raise IncompatibleStore(
-                        f"{str(place)!r}: expected a store of the fields, max_keys and max_bytes {wanted}, got {got}. Name those that it "
-                        "has, or another folder."
-                    )
+                    sizes = f"expected fields, max_keys and max_bytes {wanted}, got {got}"
+                    raise IncompatibleStore(f"{str(place)!r}: {sizes}. Name those that it has, or another folder.")
                 buffer.index_keys("key")
                 self._known = buffer
             return self._known
@@ -206,12 +202,9 @@ class KeyedValues:
         """The store, or one that its first write makes."""
         if (known := self.buffer) is not None:
             return known
-        storage = LazyMemmapStorage(
-            self._max_keys,
-            scratch_dir=self._folder / "values",
-            ragged={"value": Ragged(torch.uint8, max_length=self._longest)},
-            ragged_bytes=self._max_bytes,
-        )
+        fields: dict[str | tuple[str, ...], Ragged] = {"value": Ragged(torch.uint8, max_length=self._longest)}
+        place = self._folder / "values"
+        storage = LazyMemmapStorage(self._max_keys, scratch_dir=place, ragged=fields, ragged_bytes=self._max_bytes)
         buffer: ReplayBuffer[Any] = ReplayBuffer(storage=storage)
         buffer.index_keys("key")
         return buffer
@@ -220,8 +213,7 @@ class KeyedValues:
         """Held by the one process and thread that puts or clears. Gone with the process that holds it."""
         self._folder.mkdir(parents=True, exist_ok=True)
         where = f"{call}: another process or thread has been changing {str(self._folder)!r} for {_WAIT_S:g} s."
-        lock: AbstractContextManager[None] = native.folder_lock(self._folder, _WAIT_S, lambda: StoreInUse(where))
-        return lock
+        return native.folder_lock(self._folder, _WAIT_S, lambda: StoreInUse(where))
 
     # ---- the ring ----------------------------------------------------------------------------------------------------
 
@@ -237,13 +229,13 @@ class KeyedValues:
 
     def _free(self, store: RaggedStore) -> tuple[int, int]:
         """Rows and bytes before the ring comes to its oldest value."""
-        end, (rows, tickets) = store.core.next_position(0), next(self._live(store), (None, None))
-        if rows is None or tickets is None:
-            self._oldest = end
-            return store.capacity, self._max_bytes
-        self._oldest = end - 1 - (end - 1 - int(rows[0])) % store.capacity
-        first = int(_spans(store, rows[:1], tickets[:1]).offsets)
-        return self._oldest + store.capacity - end, first + self._max_bytes - store.core.ragged_lane(0)[1]
+        end, head = store.core.next_position(0), store.core.ragged_lane(0)[1]
+        for rows, tickets in self._live(store):
+            self._oldest = end - 1 - (end - 1 - int(rows[0])) % store.capacity
+            first = int(_spans(store, rows[:1], tickets[:1]).offsets)
+            return self._oldest + store.capacity - end, first + self._max_bytes - head
+        self._oldest = end
+        return store.capacity, self._max_bytes
 
     def _make_room(self, buffer: ReplayBuffer[Any], rows: int, nbytes: int) -> None:
         """Have so many rows and bytes free, and enough to move the longest value: append the oldest values again.
@@ -283,18 +275,13 @@ class KeyedValues:
         ends = _spans(store, rows, tickets).lengths.cumsum(0)
         n = int((ends <= min(bytes_free - self._longest, _MOVED_BYTES)).sum())
         rows, tickets = (it[: max(1, min(n, rows_free))] for it in (rows, tickets))
-        writes = store.writes_of(rows, tickets)
-        _append(buffer, store.read(rows, expected=tickets)[0])
-        buffer.storage.remove(rows, writes)
+        buffer.extend(dict(zip(_FIELDS, store.read(rows, expected=tickets)[0], strict=True)))
+        buffer.storage.remove(rows, store.writes_of(rows, tickets))
 
 
 def _stored(buffer: ReplayBuffer[Any]) -> tuple[RaggedStore, StoredKeys]:
     """The store of a buffer that was written to, and the rows by their keys."""
     return cast("RaggedStore", buffer.storage.memory), cast("StoredKeys", buffer.storage.keyed("get"))
-
-
-def _append(buffer: ReplayBuffer[Any], columns: Sequence[Tensor | Items]) -> None:
-    buffer.extend(dict(zip(_FIELDS, columns, strict=True)))
 
 
 def _names(store: RaggedStore, rows: Tensor, tickets: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,11 +19,12 @@ import torch
 from torch import Tensor
 
 from engram._support.copies import raw_bytes
+from engram.format.schema import DTYPES
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
 from engram.store.ragged_rows import Items
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -32,14 +32,17 @@ FORM = 8
 _ALIGNMENT = 16
 #: What fills a form up, by the number of dimensions.
 _NO_DIMS = [(-1,) * (FORM - 1 - n) for n in range(FORM)]
-#: Their places are stored: new ones come last.
-_DTYPES = (
-    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "bfloat16"),
-    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float32", "float64"),
-    *("complex32", "complex64", "complex128"),
-)
-_FORM_OF = {DTYPE_OF[name]: 1 + place for place, name in enumerate(_DTYPES) if name in DTYPE_OF}
+_DTYPES = tuple(DTYPES)
+_FORM_OF = {dtype: 1 + _DTYPES.index(name) for name, dtype in DTYPE_OF.items()}
 _DTYPE_OF_FORM = {form: dtype for dtype, form in _FORM_OF.items()}
+#: What leaves and containers are made of.
+_MADE: dict[str, Callable[[Any], object]] = {
+    "tensor": Tensor.detach,
+    "array": Tensor.numpy,
+    "tuple": tuple,
+    "dict": dict,
+}
+_MADE["bytes"] = lambda leaf: leaf.numpy().tobytes()
 
 
 def encode(values: Sequence[object], where: Sequence[str], most: int) -> tuple[Tensor, Items]:
@@ -68,19 +71,16 @@ def encode(values: Sequence[object], where: Sequence[str], most: int) -> tuple[T
     for value, name in zip(values, where, strict=True):
         if isinstance(value, Tensor) and (n := value.dim()) < FORM and (part := _dense(value, name)).numel():
             rows.append((_FORM_OF[part.dtype], *part.shape, *_NO_DIMS[n]))
-            parts.append(part if n == 1 else part.reshape(-1))
         else:
             part, length = _tree_bytes(value, name)
             rows.append((0, length, *_NO_DIMS[1]))
-            parts.append(part)
-    forms = np.array(rows, np.int32).reshape(-1, FORM)
+        parts.append(part if part.dim() == 1 else part.reshape(-1))
     sizes = np.fromiter((part.nbytes for part in parts), np.int64, len(parts))
     if (sizes > most).any():
         at = int(sizes.argmax())
-        raise ValueError(
-            f"put: {where[at]}: expected at most {most:,} bytes, a sixteenth of max_bytes and below 2 GiB, got {sizes[at]:,}. Divide the "
-            "value, or use another folder with a larger max_bytes."
-        )
+        expected = f"at most {most:,} bytes, a sixteenth of max_bytes and below 2 GiB"
+        raise ValueError(f"put: {where[at]}: expected {expected}, got {sizes[at]:,}. Divide it, or use a larger store.")
+    forms = np.array(rows, np.int32).reshape(-1, FORM)
     starts, runs, at = np.empty_like(sizes), [], 0
     for begin, end in _runs(forms):
         at += -at % _ALIGNMENT
@@ -156,9 +156,7 @@ def _tree_bytes(value: object, where: str) -> tuple[Tensor, int]:
     try:
         text = json.dumps(_tree(value, leaves, where), ensure_ascii=False).encode(errors="surrogatepass")
     except RecursionError:
-        raise ValueError(
-            f"put: {where}: expected containers that do not hold themselves, and are not hundreds deep."
-        ) from None
+        raise ValueError(f"put: {where}: expected containers at most hundreds deep, got deeper ones.") from None
     raw = bytearray(text + bytes(-len(text) % _ALIGNMENT) + leaves)
     return torch.frombuffer(raw, dtype=torch.uint8), len(text)
 
@@ -179,21 +177,20 @@ def _tree(value: object, leaves: bytearray, where: str) -> object:
             return entries
         return {"": "dict", "of": [[_tree(key, leaves, where), item] for key, item in entries.items()]}
     if isinstance(value, Tensor):
-        tensor = _dense(value, where)
-        leaf: dict[str, object] = {"": "tensor", "dtype": DTYPE_NAMES[tensor.dtype], "shape": tensor.shape}
-        raw = raw_bytes(tensor).numpy().tobytes()
+        raw = raw_bytes(_dense(value, where)).numpy().tobytes()
+        leaf: dict[str, object] = {"": "tensor", "dtype": DTYPE_NAMES[value.dtype], "shape": value.shape}
     elif isinstance(value, bytes) and kind is bytes:
         leaf, raw = {"": "bytes", "dtype": "uint8", "shape": [len(value)]}, value
     elif isinstance(value, np.ndarray) and value.dtype.name in _DTYPES:
         leaf = {"": "array", "dtype": value.dtype.name, "shape": value.shape}
         raw = np.asarray(value, value.dtype.newbyteorder("=")).tobytes()
     else:
-        got = f"{kind.__module__}.{kind.__qualname__}" + (f" of {value.dtype}" if isinstance(value, np.ndarray) else "")
+        expected = "tensors, arrays of numbers, texts, bytes, numbers, or lists, tuples and dicts of them"
+        got = f"a {kind.__module__}.{kind.__qualname__}, {value!r:.60}"
         raise TypeError(
-            f"put: {where}: expected tensors, arrays of numbers, texts, bytes, numbers, or lists, tuples and dicts of them, got a {got}. "
-            "Write what it consists of: objects are not pickled."
+            f"put: {where}: expected {expected}, got {got}. Write what it consists of: objects are not pickled."
         )
-    leaf["at"] = len(leaves)
+    leaf["from"], leaf["to"] = len(leaves), len(leaves) + len(raw)
     leaves += raw + bytes(-len(raw) % _ALIGNMENT)
     return leaf
 
@@ -203,22 +200,10 @@ def _tree_of(raw: Tensor, length: int) -> object:
     leaves = raw[length + -length % _ALIGNMENT :]
 
     def grown(tree: dict[str, Any]) -> object:
-        match tree.get(""):
-            case None:
-                return tree
-            case "tuple":
-                return tuple(tree["of"])
-            case "dict":
-                return dict(tree["of"])
-        dtype, shape, at = DTYPE_OF[tree["dtype"]], tree["shape"], tree["at"]
-        leaf = leaves[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-        match tree[""]:
-            case "tensor":
-                return leaf
-            case "bytes":
-                return leaf.numpy().tobytes()
-            case "array":
-                return leaf.numpy()
-        raise ValueError(f"a leaf that is {tree['']!r:.40}")
+        if "" not in tree:
+            return tree
+        if "of" in tree:
+            return _MADE[tree[""]](tree["of"])
+        return _MADE[tree[""]](leaves[tree["from"] : tree["to"]].view(DTYPE_OF[tree["dtype"]]).view(tree["shape"]))
 
     return json.loads(raw[:length].numpy().tobytes().decode(errors="surrogatepass"), object_hook=grown)

@@ -22,9 +22,7 @@ try:
     from transfer_queue.storage.managers.base import KVStorageManager
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"engram.adapters.transfer_queue: expected TransferQueue and what it needs, got {error}. "
-        "pip install 'engram-replay[transfer-queue]'.",
-        name=error.name,
+        f"engram.adapters.transfer_queue: {error}. pip install 'engram-replay[transfer-queue]'.", name=error.name
     ) from error
 
 if TYPE_CHECKING:
@@ -64,9 +62,9 @@ class EngramClient(StorageKVClient):  # type: ignore[misc] # it ships no types
         here, machine = socket.gethostname(), self.config.get("machine")
         self._values = KeyedValues(**_of_values(self.config)) if machine in (None, here) else None
         if self._values is None and "process" not in self.config:
+            expected = f"a process on {machine}, where the store is, or a storage process there"
             raise RuntimeError(
-                f"{BACKEND}: expected a process on {machine}, where the folder {self.config['path']!r} is, or a storage process there, got "
-                f"one on {here} and none. Set backend.{BACKEND}.storage_process to true."
+                f"{BACKEND}: expected {expected}, got one on {here}. Set backend.{BACKEND}.storage_process."
             )
         self._process = None if self._values else ray.get_actor(self.config["process"], namespace=_NAMESPACE)
 
@@ -74,35 +72,28 @@ class EngramClient(StorageKVClient):  # type: ignore[misc] # it ships no types
         """As :meth:`KeyedValues.put <engram.adapters.keyed_values.KeyedValues.put>`."""
         self.call("put", keys, values)
 
-    def get(
-        self, keys: list[str], shapes: object = None, dtypes: object = None, custom_backend_meta: object = None
-    ) -> list[Any]:
+    def get(self, keys: list[str], *_: object, **__: object) -> list[Any]:
         """As :meth:`KeyedValues.get <engram.adapters.keyed_values.KeyedValues.get>`. The other arguments are ignored: values know them.
 
         Raises:
             StorageKeyNotFoundError: keys without values, such as others cleared since.
         """
-        del shapes, dtypes, custom_backend_meta
         try:
             found: list[Any] = self.call("get", keys)
         except KeyError as error:
             missing = getattr(error, "cause", error).args[0]  # Ray hands it on as a cause
-            raise StorageKeyNotFoundError(
-                f"get: expected keys with values, got {len(missing)} of {len(keys)} without, such as {missing[0]!r}. They were cleared, "
-                "or never put."
-            ) from None
+            got = f"{len(missing)} of {len(keys)} without, such as {missing[0]!r}"
+            raise StorageKeyNotFoundError(f"get: expected keys with values, got {got}. Were they cleared?") from None
         return found
 
-    def clear(self, keys: list[str], custom_backend_meta: object = None) -> None:
+    def clear(self, keys: list[str], *_: object, **__: object) -> None:
         """As :meth:`KeyedValues.clear <engram.adapters.keyed_values.KeyedValues.clear>`."""
-        del custom_backend_meta
         self.call("clear", keys)
 
     def call(self, name: str, *arguments: object) -> Any:
         """Call a method of the values, such as ``"keys"``, here or in the storage process. Raises what it raises."""
-        if self._values is None:
-            return ray.get(getattr(self._process, name).remote(*arguments))
-        return getattr(self._values, name)(*arguments)
+        method = getattr(self._values or self._process, name)
+        return ray.get(method.remote(*arguments)) if self._values is None else method(*arguments)
 
     def close(self) -> None:
         """Close the store in this process. The values stay."""
@@ -118,9 +109,7 @@ def _of_values(config: Mapping[str, Any]) -> dict[str, Any]:
 class EngramStorageManager(KVStorageManager):  # type: ignore[misc] # it ships no types
     """TransferQueue's manager of an :class:`EngramClient`. Arguments are those of its other managers."""
 
-    def __init__(
-        self, controller_info: object, config: Mapping[str, object] | None, zmq_context: object = None
-    ) -> None:
+    def __init__(self, controller_info: object, config: Mapping[str, Any] | None, zmq_context: object = None) -> None:
         super().__init__(controller_info, {**(config or {}), "client_name": CLIENT}, zmq_context=zmq_context)
 
     async def save_checkpoint(self, checkpoint_dir: str) -> None:
@@ -138,15 +127,14 @@ class EngramStorageManager(KVStorageManager):  # type: ignore[misc] # it ships n
         super().close()
 
 
-class Registration:
-    """Stands in a configuration. A process that unpickles it imports this module, which registers the backend."""
-
-
 def _initialize(conf: DictConfig) -> dict[str, object]:
-    """What TransferQueue's first process does: complete the configuration that all others get, and start the storage process."""
+    """What TransferQueue's first process does: complete the configuration that all others get, and start the storage process.
+
+    A process that unpickles the configuration imports this module for the function in it, and so has the backend registered.
+    """
     settings = dict(conf.backend.get(BACKEND) or {})
     EngramClient(settings).close()  # which checks them
-    settings |= {"machine": socket.gethostname(), "registration": Registration()}
+    settings |= {"machine": socket.gethostname(), "registration": _initialize}
     handles: dict[str, object] = {}
     if settings.setdefault("storage_process", sum(node["Alive"] for node in ray.nodes()) > 1):
         settings["process"] = name = f"EngramStorage-{secrets.token_hex(8)}"
