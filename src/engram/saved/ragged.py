@@ -111,7 +111,7 @@ class ItemsWriter:
             theirs = self._parent.numbers[: len(numbers)]
             known[: len(theirs)] = theirs
         self._same = known == numbers - self._base
-        read, moved = store.read_spans(own, torch.from_numpy(numbers[own]))
+        read, moved = store.read_spans(own, torch.from_numpy(numbers[own.numpy()]))
         numbers[own[moved]] = 0
         for group, column in zip(groups, read, strict=True):
             self._spans[group.leader] = torch.zeros((len(numbers), 3), dtype=torch.int32, device="cpu")
