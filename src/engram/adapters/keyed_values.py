@@ -153,7 +153,7 @@ class KeyedValues:
         with self._changing("keys"):
             store = _stored(buffer)[0]
             parts = [_names(store, *block).numpy().view(f"S{MAX_KEY_BYTES}") for block in self._live(store)]
-        return [*dict.fromkeys(name.decode(errors="surrogatepass") for part in parts for name in part.ravel().tolist())]
+        return [*dict.fromkeys(name.decode() for part in parts for name in part.ravel().tolist())]
 
     def save(self, folder: StrPath) -> None:
         """Save all values, as they are at one moment. Others go on. Raises as ``ReplayBuffer.dumps``."""

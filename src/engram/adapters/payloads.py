@@ -120,7 +120,7 @@ def decode(forms: Tensor, items: Items) -> list[Any]:
                     sizes = [[n for n in shape if n >= 0] for shape in shapes.tolist()]
                     parts = [part.view(shape) for part, shape in zip(parts, sizes, strict=True)]
                 found += parts
-    except (KeyError, TypeError, RuntimeError, ValueError) as error:
+    except (ArithmeticError, LookupError, TypeError, RuntimeError, ValueError) as error:
         raise ValueError(f"expected rows that encode() made, got others ({error}). Were they damaged?") from error
     return found
 
