@@ -10,7 +10,7 @@ import ray
 import torch
 import transfer_queue
 import wheel_plugin
-from transfer_queue import StorageKeyNotFoundError
+from transfer_queue import StorageKeyNotFoundError, interface
 
 PARTITION, SAVED, WRITTEN, CLEARED = "p", 30, 40, 3
 
@@ -60,9 +60,19 @@ def succeed(folder):
     except StorageKeyNotFoundError:
         put(WRITTEN)
         assert torch.equal(read(WRITTEN), value(WRITTEN))
+        check_what_is_stored()
         transfer_queue.close()
         return
     raise AssertionError("a value that was cleared is there")
+
+
+def check_what_is_stored():
+    """The store has the values of all keys that were put and not cleared, also of those that no controller knows any more."""
+    client = interface._TQ_CLIENT.storage_manager.storage_client
+    stored = {int(found[0]): found for found in client.get(client.call("keys"))}
+    # The controller of the checkpoint gave the new key the first index that it did not know, SAVED.
+    assert set(stored) == {*range(WRITTEN + 1)} - {CLEARED, SAVED}
+    assert all(torch.equal(found, value(number)) for number, found in stored.items())
 
 
 def lose_a_writer(folder):
