@@ -5,6 +5,8 @@ import os
 import pickle
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -62,6 +64,12 @@ def test_unknown_and_missing_entries_are_refused(given):
 def test_a_store_on_another_machine_needs_a_storage_process(config):
     with pytest.raises(RuntimeError, match=r"a process on elsewhere, .* Set backend\.Engram\.storage_process"):
         adapter.EngramClient({**config, "machine": "elsewhere"})
+
+
+def test_verl_imports_the_module_that_registers_the_backend():
+    project = tomllib.loads(Path(__file__).parents[2].joinpath("pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["verl.plugins"] == {"engram": adapter.__name__}
+    assert any(it.startswith("transferqueue>=0.1.11") for it in project["optional-dependencies"]["transfer-queue"])
 
 
 # ---- configuration and the storage process -----------------------------------------------------------------------------
