@@ -64,7 +64,7 @@ class _Levels:
         backend = {"storage_backend": "SimpleStorage", "SimpleStorage": simple}
         conf = transfer_queue.init(OmegaConf.create({"controller": {"polling_mode": True}, "backend": backend}))
         stack.callback(transfer_queue.close)
-        self._queue, self._client = transfer_queue, interface._TQ_CLIENT
+        self._queue, self._client = transfer_queue, interface._TQ_CLIENT  # noqa: SLF001 - to put managers in turns into it
         self._simple = self._client.storage_manager
         settings = {"path": folder, "max_keys": 16 * ROWS, "max_bytes": 1e9}
         self._engram = adapter.EngramStorageManager(conf.controller.zmq_info, settings)
@@ -81,7 +81,7 @@ class _Levels:
         self._keys = [f"{index}@{name}" for name in FIELDS for index in indexes]
         self._values = [row for name in FIELDS for row in rows[name]]
         self._uids = [str(index) for index in indexes]
-        places = self._simple._group_by_hash(indexes)
+        places = self._simple._group_by_hash(indexes)  # noqa: SLF001 - as it does
         self._units = [
             (unit, group.global_indexes, {name: [rows[name][at] for at in group.batch_positions] for name in FIELDS})
             for unit, group in places.items()
@@ -98,7 +98,7 @@ class _Levels:
         self._check(self._engram.storage_client.get(self._keys)[-1])
 
     def their_client(self) -> None:
-        put, get = self._simple._put_to_single_storage_unit, self._simple._get_from_single_storage_unit
+        put, get = self._simple._put_to_single_storage_unit, self._simple._get_from_single_storage_unit  # noqa: SLF001
         self._all([put(at, rows, target_storage_unit=unit) for unit, at, rows in self._units])
         found = self._all([get(at, FIELDS, target_storage_unit=unit) for unit, at, _ in self._units])
         self._check(found[-1][1]["tokens"][-1])
@@ -137,6 +137,6 @@ class _Levels:
 
 
 if __name__ == "__main__":
-    engram = {"engram": SimpleNamespace(module=True)}
-    for row in run(engram, 1.0):  # type: ignore[arg-type]
-        print(row.key, {side: f"{spread.median / 1e3:.1f} ms" for side, spread in row.spreads.items()}, f"{row.comparisons[0].measured.median:.1f} x")
+    for row in run({"engram": SimpleNamespace(module=True)}, 1.0):  # type: ignore[dict-item]
+        times = {side: f"{spread.median / 1e3:.1f} ms" for side, spread in row.spreads.items()}
+        print(row.key, times, f"{row.comparisons[0].measured.median:.1f} x")
