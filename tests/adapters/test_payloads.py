@@ -149,11 +149,7 @@ def test_the_layout_stays():
     assert forms.tolist() == [[8, 1, 2, *[-1] * 5], [1, *[-1] * 7]]
     assert [row.tolist() for row in items.rows()] == [[1, 0, 0, 0, 2, 0, 0, 0], [1]]
     forms, items = encode(["é", {"a": [1, None]}, (b"x",)], "abc", 200)
-    texts = [
-        '"é"',
-        '{"a": [1, null]}',
-        '{"": "tuple", "of": [{"": "bytes", "dtype": "uint8", "shape": [1], "from": 0, "to": 1}]}',
-    ]
+    texts = ['"é"', '{"a": [1, null]}', '{"": "tuple", "of": [{"": ["bytes", "uint8", 1], "at": [0, 1]}]}']
     assert forms.tolist() == [[0, len(text.encode()), *[-1] * 6] for text in texts]
     rows = [bytes(row.tolist()) for row in items.rows()]
     assert [row[: len(text.encode())].decode() for row, text in zip(rows, texts, strict=True)] == texts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import compress
 from operator import le
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -76,7 +76,7 @@ class KeyedValues:
         self._max_bytes = int(check_number(f"{where}: max_bytes", max_bytes, least=1_024, most=1 << 47))
         self._longest = min(self._max_bytes // 16, (1 << 31) - 1)  # items of a row are counted in 31 bits
         self._unclean = unclean
-        self._known: ReplayBuffer[Any] | None = None
+        self._known: ReplayBuffer[object] | None = None
         self._opening = fork.rlock()
         #: No row before this position is live. Positions only grow, and no row becomes live again.
         self._oldest = 0
@@ -112,7 +112,7 @@ class KeyedValues:
                 buffer.storage.remove(*old)
             self._known = buffer
 
-    def get(self, keys: Sequence[str]) -> list[Any]:
+    def get(self, keys: Sequence[str]) -> list[object]:
         """The values of keys, in their order. Tensors are on the CPU, and those of one call may be views of one memory, the caller's.
 
         Raises:
@@ -121,7 +121,7 @@ class KeyedValues:
         Cost: O(bytes): each value is copied once. It waits for no writer.
         """
         left, buffer = list(range(len(_checked_keys("get", keys)))), self.buffer
-        found: list[Any] = [None] * len(keys)
+        found: list[object] = [None] * len(keys)
         while left:
             names = [keys[place] for place in left]
             if buffer is None:
@@ -178,7 +178,7 @@ class KeyedValues:
     # ---- the store ---------------------------------------------------------------------------------------------------
 
     @property
-    def buffer(self) -> ReplayBuffer[Any] | None:
+    def buffer(self) -> ReplayBuffer[object] | None:
         """The buffer of the rows, for checkpoints of them. None: nothing was ever put.
 
         Raises ``IncompatibleStore``: the folder holds another store, or one of other sizes.
@@ -186,7 +186,7 @@ class KeyedValues:
         with self._opening:
             place = self._folder / "values"
             if self._known is None and holds_store(place, type(self).__name__):
-                buffer: ReplayBuffer[Any] = ReplayBuffer.open(place, unclean=self._unclean)
+                buffer: ReplayBuffer[object] = ReplayBuffer.open(place, unclean=self._unclean)
                 schema = cast("RaggedStore", buffer.storage.memory).schema
                 ring = [group.items for group in schema.ragged_groups]
                 got = tuple(field.name for field in schema.fields), schema.capacity, *ring
@@ -198,14 +198,14 @@ class KeyedValues:
                 self._known = buffer
             return self._known
 
-    def _opened_or_new(self) -> ReplayBuffer[Any]:
+    def _opened_or_new(self) -> ReplayBuffer[object]:
         """The store, or one that its first write makes."""
         if (known := self.buffer) is not None:
             return known
         fields: dict[str | tuple[str, ...], Ragged] = {"value": Ragged(torch.uint8, max_length=self._longest)}
         place = self._folder / "values"
         storage = LazyMemmapStorage(self._max_keys, scratch_dir=place, ragged=fields, ragged_bytes=self._max_bytes)
-        buffer: ReplayBuffer[Any] = ReplayBuffer(storage=storage)
+        buffer: ReplayBuffer[object] = ReplayBuffer(storage=storage)
         buffer.index_keys("key")
         return buffer
 
@@ -218,7 +218,7 @@ class KeyedValues:
     # ---- the ring ----------------------------------------------------------------------------------------------------
 
     def _live(self, store: RaggedStore) -> Iterator[tuple[Tensor, Tensor]]:
-        """The rows that have values, and their tickets, the oldest first. Nobody else writes meanwhile."""
+        """The rows that have values, and their tickets, the oldest first. No other process writes meanwhile."""
         end = store.core.next_position(0)
         for at in range(max(self._oldest, end - store.capacity), end, _ROWS):
             rows = torch.arange(at, min(at + _ROWS, end), device="cpu") % store.capacity
@@ -237,7 +237,7 @@ class KeyedValues:
         self._oldest = end
         return store.capacity, self._max_bytes
 
-    def _make_room(self, buffer: ReplayBuffer[Any], rows: int, nbytes: int) -> None:
+    def _make_room(self, buffer: ReplayBuffer[object], rows: int, nbytes: int) -> None:
         """Have so many rows and bytes free, and enough to move the longest value: append the oldest values again.
 
         Raises ``RateLimited``: the values do not fit.
@@ -257,7 +257,7 @@ class KeyedValues:
         while store is not None and not all(map(le, need, free := self._free(store))):
             self._move_oldest(buffer, *free)
 
-    def _tidy(self, buffer: ReplayBuffer[Any]) -> tuple[int, int]:
+    def _tidy(self, buffer: ReplayBuffer[object]) -> tuple[int, int]:
         """How many values there are, and their bytes. Older ones of a key, which a killed process left, are removed."""
         (store, stored), live, live_bytes = _stored(buffer), 0, 0
         for rows, tickets in self._live(store):
@@ -268,7 +268,7 @@ class KeyedValues:
             live_bytes += int(_spans(store, rows, tickets).lengths[newest].sum())
         return live, live_bytes
 
-    def _move_oldest(self, buffer: ReplayBuffer[Any], rows_free: int, bytes_free: int) -> None:
+    def _move_oldest(self, buffer: ReplayBuffer[object], rows_free: int, bytes_free: int) -> None:
         """Append some of the oldest values again, and remove them where they were."""
         store = _stored(buffer)[0]
         rows, tickets = next(self._live(store))
@@ -279,18 +279,18 @@ class KeyedValues:
         buffer.storage.remove(rows, store.writes_of(rows, tickets))
 
 
-def _stored(buffer: ReplayBuffer[Any]) -> tuple[RaggedStore, StoredKeys]:
+def _stored(buffer: ReplayBuffer[object]) -> tuple[RaggedStore, StoredKeys]:
     """The store of a buffer that was written to, and the rows by their keys."""
     return cast("RaggedStore", buffer.storage.memory), cast("StoredKeys", buffer.storage.keyed("get"))
 
 
 def _names(store: RaggedStore, rows: Tensor, tickets: Tensor) -> Tensor:
-    """The keys of rows, uint8 ``[n, 128]``, while nobody else writes."""
+    """The keys of rows, uint8 ``[n, 128]``, while no other process writes."""
     return store.read(rows, expected=tickets, which=(_FIELDS.index("key"),))[0][0]
 
 
 def _spans(store: RaggedStore, rows: Tensor, tickets: Tensor) -> Spans:
-    """Where the bytes of rows lie, while nobody else writes."""
+    """Where the bytes of rows lie, while no other process writes."""
     return Spans.of(store.read_spans(rows, tickets)[0][0])
 
 

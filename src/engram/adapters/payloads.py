@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -36,12 +36,7 @@ _DTYPES = tuple(DTYPES)
 _FORM_OF = {dtype: 1 + _DTYPES.index(name) for name, dtype in DTYPE_OF.items()}
 _DTYPE_OF_FORM = {form: dtype for dtype, form in _FORM_OF.items()}
 #: What leaves and containers are made of.
-_MADE: dict[str, Callable[[Any], object]] = {
-    "tensor": Tensor.detach,
-    "array": Tensor.numpy,
-    "tuple": tuple,
-    "dict": dict,
-}
+_MADE: dict[str, Callable[..., object]] = {"tensor": Tensor.detach, "array": Tensor.numpy, "tuple": tuple, "dict": dict}
 _MADE["bytes"] = lambda leaf: leaf.numpy().tobytes()
 
 
@@ -93,7 +88,7 @@ def encode(values: Sequence[object], where: Sequence[str], most: int) -> tuple[T
     return torch.from_numpy(forms), Items(buffer, torch.from_numpy(starts), torch.from_numpy(sizes.astype(np.int32)))
 
 
-def decode(forms: Tensor, items: Items) -> list[Any]:
+def decode(forms: Tensor, items: Items) -> list[object]:
     """The values of rows.
 
     Args:
@@ -105,7 +100,7 @@ def decode(forms: Tensor, items: Items) -> list[Any]:
     """
     values, starts = items.given, items.starts.tolist()
     ends, numbers = (items.starts + items.lengths).tolist(), forms.numpy()
-    found: list[Any] = []
+    found: list[object] = []
     try:
         for begin, end in _runs(numbers):
             kind = int(numbers[begin, 0])
@@ -133,7 +128,7 @@ def _runs(forms: NDArray[np.int32]) -> Iterator[tuple[int, int]]:
 
 def _dense(value: Tensor, where: str) -> Tensor:
     """A tensor whose items are to be stored, on the CPU and without graph. Raises ``TypeError``: it is no plain one."""
-    plain = type(value) is Tensor or type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
+    plain = type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
     if (
         not plain
         or value.layout is not torch.strided
@@ -173,16 +168,16 @@ def _tree(value: object, leaves: bytearray, where: str) -> object:
         return items if kind is list else {"": "tuple", "of": items}
     if isinstance(value, dict) and kind is dict:
         entries = {key: _tree(item, leaves, f"{where}[{key!r}]") for key, item in value.items()}
-        if all(type(key) is str and key for key in entries):
+        if {*map(type, entries)} <= {str} and "" not in entries:
             return entries
         return {"": "dict", "of": [[_tree(key, leaves, where), item] for key, item in entries.items()]}
     if isinstance(value, Tensor):
         raw = raw_bytes(_dense(value, where)).numpy().tobytes()
-        leaf: dict[str, object] = {"": "tensor", "dtype": DTYPE_NAMES[value.dtype], "shape": value.shape}
+        leaf = ["tensor", DTYPE_NAMES[value.dtype], *value.shape]
     elif isinstance(value, bytes) and kind is bytes:
-        leaf, raw = {"": "bytes", "dtype": "uint8", "shape": [len(value)]}, value
+        leaf, raw = ["bytes", "uint8", len(value)], value
     elif isinstance(value, np.ndarray) and value.dtype.name in _DTYPES:
-        leaf = {"": "array", "dtype": value.dtype.name, "shape": value.shape}
+        leaf = ["array", value.dtype.name, *value.shape]
         raw = np.asarray(value, value.dtype.newbyteorder("=")).tobytes()
     else:
         expected = "tensors, arrays of numbers, texts, bytes, numbers, or lists, tuples and dicts of them"
@@ -190,20 +185,23 @@ def _tree(value: object, leaves: bytearray, where: str) -> object:
         raise TypeError(
             f"put: {where}: expected {expected}, got {got}. Write what it consists of: objects are not pickled."
         )
-    leaf["from"], leaf["to"] = len(leaves), len(leaves) + len(raw)
+    at = len(leaves)
     leaves += raw + bytes(-len(raw) % _ALIGNMENT)
-    return leaf
+    return {"": leaf, "at": [at, at + len(raw)]}
 
 
 def _tree_of(raw: Tensor, length: int) -> object:
     """The value of such bytes, which are the caller's own."""
     leaves = raw[length + -length % _ALIGNMENT :]
 
-    def grown(tree: dict[str, Any]) -> object:
-        if "" not in tree:
-            return tree
-        if "of" in tree:
-            return _MADE[tree[""]](tree["of"])
-        return _MADE[tree[""]](leaves[tree["from"] : tree["to"]].view(DTYPE_OF[tree["dtype"]]).view(tree["shape"]))
+    def grown(tree: dict[str, object]) -> object:
+        match tree:
+            case {"": str() as kind, "of": list() as items}:
+                return _MADE[kind](items)
+            case {"": [str() as kind, str() as name, *shape], "at": [int() as at, int() as end]}:
+                return _MADE[kind](leaves[at:end].view(DTYPE_OF[name]).view(shape))  # type: ignore[arg-type]
+            case {"": _}:
+                raise ValueError(f"a leaf {tree!r:.80}")
+        return tree
 
     return json.loads(raw[:length].numpy().tobytes().decode(errors="surrogatepass"), object_hook=grown)

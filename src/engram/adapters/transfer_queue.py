@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from engram.adapters.keyed_values import KeyedValues
 
@@ -52,7 +52,7 @@ class EngramClient(StorageKVClient):  # type: ignore[misc] # it ships no types
             ValueError: as ``KeyedValues``.
     """
 
-    def __init__(self, config: Mapping[str, Any] | None) -> None:
+    def __init__(self, config: Mapping[str, object] | None) -> None:
         super().__init__(dict(config or {}))
         odd = sorted(map(str, self.config.keys() - _ENTRIES)) or "no path"
         if odd != "no path" or "path" not in self.config:
@@ -60,7 +60,7 @@ class EngramClient(StorageKVClient):  # type: ignore[misc] # it ships no types
                 f"{BACKEND}: expected the entries {[*_OF_VALUES, 'storage_process']}, at least path, got {odd}."
             )
         here, machine = socket.gethostname(), self.config.get("machine")
-        self._values = KeyedValues(**_of_values(self.config)) if machine in (None, here) else None
+        self._values = KeyedValues(**_of_values(self.config)) if machine in (None, here) else None  # type: ignore[arg-type]
         if self._values is None and "process" not in self.config:
             expected = f"a process on {machine}, where the store is, or a storage process there"
             raise RuntimeError(
@@ -68,20 +68,21 @@ class EngramClient(StorageKVClient):  # type: ignore[misc] # it ships no types
             )
         self._process = None if self._values else ray.get_actor(self.config["process"], namespace=_NAMESPACE)
 
-    def put(self, keys: list[str], values: list[Any]) -> None:
+    def put(self, keys: list[str], values: list[object]) -> None:
         """As :meth:`KeyedValues.put <engram.adapters.keyed_values.KeyedValues.put>`."""
         self.call("put", keys, values)
 
-    def get(self, keys: list[str], *_: object, **__: object) -> list[Any]:
+    def get(self, keys: list[str], *_: object, **__: object) -> list[object]:
         """As :meth:`KeyedValues.get <engram.adapters.keyed_values.KeyedValues.get>`. The other arguments are ignored: values know them.
 
         Raises:
             StorageKeyNotFoundError: keys without values, such as others cleared since.
         """
         try:
-            found: list[Any] = self.call("get", keys)
+            found = cast("list[object]", self.call("get", keys))
         except KeyError as error:
-            missing = getattr(error, "cause", error).args[0]  # Ray hands it on as a cause
+            cause = error.args[0]  # Ray hands an error on as that of another one
+            missing = cause.args[0] if isinstance(cause, KeyError) else cause
             got = f"{len(missing)} of {len(keys)} without, such as {missing[0]!r}"
             raise StorageKeyNotFoundError(f"get: expected keys with values, got {got}. Were they cleared?") from None
         return found
@@ -90,7 +91,7 @@ class EngramClient(StorageKVClient):  # type: ignore[misc] # it ships no types
         """As :meth:`KeyedValues.clear <engram.adapters.keyed_values.KeyedValues.clear>`."""
         self.call("clear", keys)
 
-    def call(self, name: str, *arguments: object) -> Any:
+    def call(self, name: str, *arguments: object) -> object:
         """Call a method of the values, such as ``"keys"``, here or in the storage process. Raises what it raises."""
         method = getattr(self._values or self._process, name)
         return ray.get(method.remote(*arguments)) if self._values is None else method(*arguments)
@@ -101,7 +102,7 @@ class EngramClient(StorageKVClient):  # type: ignore[misc] # it ships no types
             self._values.close()
 
 
-def _of_values(config: Mapping[str, Any]) -> dict[str, Any]:
+def _of_values(config: Mapping[str, object]) -> dict[str, object]:
     """The entries that are arguments of the values."""
     return {name: config[name] for name in _OF_VALUES if name in config}
 
@@ -109,7 +110,9 @@ def _of_values(config: Mapping[str, Any]) -> dict[str, Any]:
 class EngramStorageManager(KVStorageManager):  # type: ignore[misc] # it ships no types
     """TransferQueue's manager of an :class:`EngramClient`. Arguments are those of its other managers."""
 
-    def __init__(self, controller_info: object, config: Mapping[str, Any] | None, zmq_context: object = None) -> None:
+    def __init__(
+        self, controller_info: object, config: Mapping[str, object] | None, zmq_context: object = None
+    ) -> None:
         super().__init__(controller_info, {**(config or {}), "client_name": CLIENT}, zmq_context=zmq_context)
 
     async def save_checkpoint(self, checkpoint_dir: str) -> None:
@@ -143,7 +146,7 @@ def _initialize(conf: DictConfig) -> dict[str, object]:
     return handles
 
 
-def start_storage_process(config: Mapping[str, Any], name: str) -> object:
+def start_storage_process(config: Mapping[str, object], name: str) -> object:
     """The actor of that name that has the values, on this machine. Ray starts it again if it dies, and asks it again."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     kind = ray.remote(num_cpus=0, max_concurrency=8, max_restarts=-1, max_task_retries=-1)(KeyedValues)
