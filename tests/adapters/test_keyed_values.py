@@ -247,12 +247,14 @@ def test_saved_values_come_back(values, tmp_path):
     values.load(tmp_path / "saved")
     assert sorted(values.keys()) == sorted(known)
     assert all(map(same, known.values(), values.get(list(known))))
+    KeyedValues(tmp_path / "kv", max_keys=64, max_bytes=16_000).load(tmp_path / "saved")  # by another handle
     other = KeyedValues(tmp_path / "elsewhere", max_keys=64, max_bytes=16_000)
     other.load(tmp_path / "saved")
-    for step in range(200):  # and the ring goes on
-        other.put(["0@b"], [torch.full((90,), step)])
-    assert all(map(same, known.values(), other.get(list(known))))
-    assert evicted(other) == 0
+    for one in (values, other):
+        for step in range(200):  # the ring goes on
+            one.put(["0@b"], [torch.full((90,), step)])
+        assert all(map(same, known.values(), one.get(list(known))))
+        assert evicted(one) == 0
     other.load(tmp_path / "empty")
     assert other.keys() == []
     with pytest.raises((CorruptCheckpoint, FileNotFoundError)):

@@ -162,7 +162,10 @@ class KeyedValues:
         buffer.dumps(folder)
 
     def load(self, folder: StrPath) -> None:
-        """Replace all values, for every process, by what :meth:`save` wrote there. Raises as ``ReplayBuffer.loads``."""
+        """Replace all values, for every process, by what :meth:`save` wrote there. A process that dies in here may leave none.
+
+        Raises as ``ReplayBuffer.loads``.
+        """
         with self._changing("load"):
             buffer = self._opened_or_new()
             buffer.loads(folder)
