@@ -36,7 +36,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find src native -name __pycache
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: gpu-pack help demo docs quick test golden recipes test-native test-asan test-tensordict test-ray wheel test-wheel check format bench bench-gpu gpu clean distclean FORCE configure-native negative-controls stress
+.PHONY: gpu-pack help demo docs quick test golden recipes test-native test-asan test-tensordict test-ray test-transfer-queue wheel test-wheel check format bench bench-gpu gpu clean distclean FORCE configure-native negative-controls stress
 
 help:
 	@echo "make demo             train a small agent while its processes are killed  STEPS=2000 ARGS='...'"
@@ -50,6 +50,7 @@ help:
 	@echo "make stress           the tests of death and of torn rows, for hours           SIZE=night (or release)"
 	@echo "make test-tensordict  the tests that meet tensordict, with $(TENSORDICT_NEWEST)          ARGS='...'"
 	@echo "make test-ray         the tests of buffers on Ray                     ARGS='...'"
+	@echo "make test-transfer-queue  those of TransferQueue's backend, and TransferQueue's own over it    ARGS='...'"
 	@echo "make recipes          TorchRL's recipes with engram's buffers          ARGS='FOLDER --only dqn'"
 	@echo "make wheel            an sdist and a wheel made of it, audited         PYTHON=python3.12"
 	@echo "make test-wheel       tests of the wheel in a new environment          WHEEL=... TORCH=... TENSORDICTS=..."
@@ -205,6 +206,15 @@ test-tensordict: $(VENV)/.engram-dev $(NEWEST)/.installed
 # Not of CI: Ray is large, and its processes need more than two cores to be quick.
 test-ray: $(VENV)/.engram-dev $(VENV)/.ray
 	@$(PYTEST) tests/cluster $(ARGS)
+
+# Not of CI: TransferQueue needs Ray.
+$(VENV)/.transfer-queue: $(VENV)/.torch
+	@echo "==> Installing TransferQueue"
+	@$(PIP) install -c $(VENV)/constraints.txt 'transferqueue>=0.1.11,<0.2'
+	@touch $@
+
+test-transfer-queue: $(VENV)/.engram-dev $(VENV)/.transfer-queue
+	@$(PYTEST) tests/adapters $(ARGS)
 
 # Not of CI: Hydra and transformers are for TorchRL's recipes alone.
 $(VENV)/.recipes: $(VENV)/.torch

@@ -36,6 +36,7 @@ from benchmarks import (
     bench_slices,
     bench_staleness,
     bench_threads,
+    bench_transfer_queue,
     bench_units,
     bench_updates,
     bench_windows,
@@ -73,6 +74,7 @@ BENCHMARKS: dict[str, Callable[[rivals.Libraries, float], Iterator[Row]]] = {
     "removers": bench_removers.run,
     "ranks": bench_ranks.run,
     "cluster": bench_cluster.run,
+    "transfer_queue": bench_transfer_queue.run,
 }
 RESULTS = Path(__file__).parent / "results"
 QUICK_SHARE = 0.2

@@ -21,6 +21,7 @@ SOURCES = sorted(Path(str(importlib.resources.files(engram))).rglob("*.py"))
 #: Of an extra that wheels are tested without.
 OF_RAY = {"engram.remote.shards", "engram.serving.actors"}
 LEFT_OUT = {"engram._core"} | (set() if importlib.util.find_spec("ray") else OF_RAY)
+LEFT_OUT |= set() if importlib.util.find_spec("transfer_queue") else {"engram.adapters.transfer_queue"}
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(engram.__path__, "engram.")
@@ -285,6 +286,7 @@ INTERNAL = (
     "NotOnce",
     "NotRegistered",
     "OutOfOrder",
+    "StorageKeyNotFoundError",  # TransferQueue's, by which its callers know a key that was cleared
     "TooMany",
     "WrongCount",
     "_AnotherStore",

@@ -373,6 +373,16 @@ def test_edits_of_other_fields_write_no_items(ram):
     assert [int(it[0]) for it in other[:]["tokens"].unbind()] == list(range(200))
 
 
+def test_a_checkpoint_of_one_row_comes_back(ram):
+    rb = make()
+    rb.extend(said.rows(7, 1))
+    Checkpointer(ram / "saved", rb).save(1)
+    other = make()
+    Checkpointer(ram / "saved", other).restore()
+    assert contents(other) == contents(rb)
+    assert other[:]["number"].tolist() == [7]
+
+
 def test_evicted_rows_are_not_saved(ram):
     rb = fill(make(ring=700), 0, 100)
     live = contents(rb)

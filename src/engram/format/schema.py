@@ -51,7 +51,7 @@ INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
 #: Of a kind, that a message names.
 _MOST_NAMED = 3
 
-#: Bytes per element of every dtype that can be stored: a closed table.
+#: Bytes per element of every dtype that can be stored: a closed table. Places in it are stored by adapters: new ones come last.
 DTYPES: dict[str, int] = {
     "bool": 1,
     "uint8": 1,

@@ -1,0 +1,308 @@
+"""Values by text keys in a store in a folder, which several processes put, get and clear at once."""
+
+from __future__ import annotations
+
+from itertools import compress
+from operator import le
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from engram._support import fork, native
+from engram._support.checks import check_count, check_number, check_path
+from engram.adapters.payloads import decode, encode
+from engram.buffer.replay_buffer import ReplayBuffer
+from engram.errors import IncompatibleStore, RateLimited, StoreInUse
+from engram.storages import LazyMemmapStorage
+from engram.storages.ragged import Ragged
+from engram.store.opening import holds_store
+from engram.store.ragged_rows import Items
+from engram.store.ragged_state import Spans
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor
+
+    from engram.store.keys import StoredKeys
+    from engram.store.ragged import RaggedStore
+    from engram.types import StrPath
+
+#: Bytes of a key in UTF-8.
+MAX_KEY_BYTES = 128
+#: Rows that are looked at together, and bytes that are moved together.
+_ROWS, _MOVED_BYTES = 8_192, 1 << 26
+_WAIT_S = 60.0
+#: The fields of a row, in the order of the schema.
+_FIELDS = ("form", "key", "value")
+
+
+class KeyedValues:
+    """Values by text keys, in a store in a folder. Processes and threads of one machine use it at once.
+
+    A value is a row of the store: its key, its form and its bytes (see :mod:`engram.adapters.payloads`). ``put`` appends the new rows,
+    then removes the older ones of the same keys. So a process that is killed leaves the old or the new value of each key, whole, and
+    what a ``put`` that has returned stored is there. Rows are in a ring. Before the ring comes to a value that was not cleared, ``put``
+    appends that value again; where all of them do not fit, it refuses. No value makes way for another one.
+
+    Args:
+        path: the folder of the store. The first ``put`` of any process makes it, and reserves its space.
+        max_keys: values that it holds at most, counting those that are being replaced.
+        max_bytes: that all values may take. One may have a sixteenth of them, and three sixteenths stay free.
+        unclean: as for ``ReplayBuffer.open``: ``"accept"`` takes a store that was open when the machine went down.
+
+    Raises:
+        TypeError, ValueError: no path; no numbers, or fewer than 16 keys or 1,024 bytes.
+
+    >>> import tempfile, torch
+    >>> from engram.adapters.keyed_values import KeyedValues
+    >>> values = KeyedValues(tempfile.mkdtemp(), max_keys=100, max_bytes=1e6)
+    >>> values.put(["0@tokens", "1@tokens", "0@text"], [torch.arange(3), torch.arange(2), "abc"])
+    >>> values.get(["0@text", "1@tokens"])
+    ['abc', tensor([0, 1])]
+    >>> values.clear(["0@text"])
+    >>> values.keys()
+    ['0@tokens', '1@tokens']
+    >>> values.close()
+    """
+
+    def __init__(
+        self, path: StrPath, *, max_keys: int = 1 << 18, max_bytes: float = 4e9, unclean: str = "refuse"
+    ) -> None:
+        where = type(self).__name__
+        self._folder = check_path(f"{where}: path", path)
+        self._max_keys = check_count(f"{where}: max_keys", max_keys, least=16)
+        self._max_bytes = int(check_number(f"{where}: max_bytes", max_bytes, least=1_024, most=1 << 47))
+        self._longest = min(self._max_bytes // 16, (1 << 31) - 1)  # items of a row are counted in 31 bits
+        self._unclean = unclean
+        self._known: ReplayBuffer[object] | None = None
+        self._opening = fork.rlock()
+        #: No row before this position is live. Positions only grow, and no row becomes live again.
+        self._oldest = 0
+
+    # ---- calls -------------------------------------------------------------------------------------------------------
+
+    def put(self, keys: Sequence[str], values: Sequence[object]) -> None:
+        """Store values under keys, in place of what they had. Of a key that comes twice the last value counts.
+
+        Raises:
+            TypeError, ValueError: keys that are no texts of 1 to 128 bytes without zeros; not as many values; values that
+                :func:`~engram.adapters.payloads.encode` refuses, or that are too large.
+            RateLimited: so many values were not cleared that these do not fit. OSError: no space for a new store.
+
+        Then none of them is stored.
+
+        Cost: O(bytes). One process at a time appends; where the ring comes to old values, these are copied.
+        """
+        last = dict(zip(_checked_keys("put", keys), values, strict=False))
+        if len(values) != len(keys):
+            raise ValueError(f"put: expected a value for each of {len(keys)} keys, got {len(values)}.")
+        if not last:
+            return
+        names = [*last]
+        forms, items = encode([*last.values()], names, self._longest)
+        packed = cast("Tensor", native.pack_texts([*names], MAX_KEY_BYTES)).view(-1, MAX_KEY_BYTES)
+        with self._changing("put"):
+            buffer = self._opened_or_new()
+            self._make_room(buffer, len(names), items.total + int(items.lengths.max()))
+            old = None if buffer.storage.memory is None else _stored(buffer)[1].all(names, "put")
+            buffer.extend({"form": forms, "key": packed, "value": items})
+            if old is not None:
+                buffer.storage.remove(*old)
+            self._known = buffer
+
+    def get(self, keys: Sequence[str]) -> list[object]:
+        """The values of keys, in their order. Tensors are on the CPU, and those of one call may be views of one memory, the caller's.
+
+        Raises:
+            KeyError: keys without values; its argument is the list of them. TypeError, ValueError: as :meth:`put`, of keys.
+
+        Cost: O(bytes): each value is copied once. It waits for no writer.
+        """
+        left, buffer = list(range(len(_checked_keys("get", keys)))), self.buffer
+        found: list[object] = [None] * len(keys)
+        while left:
+            names = [keys[place] for place in left]
+            if buffer is None:
+                raise KeyError(names)
+            store, stored = _stored(buffer)
+            rows, writes = stored.newest(names, "get")
+            if bool((rows < 0).any()):
+                raise KeyError(list(compress(names, (rows < 0).tolist())))
+            (forms, _, items), gone = store.read(rows, expected=store.tickets_of_writes(rows, writes))
+            kept = torch.ones(len(left), dtype=torch.bool, device="cpu")
+            kept[gone] = False  # replaced or moved since: found again at once
+            there = cast("Items", items)[kept].packed() if gone else cast("Items", items)
+            for place, value in zip(compress(left, kept.tolist()), decode(forms[kept], there), strict=True):
+                found[place] = value
+            left = [left[place] for place in gone]
+        return found
+
+    def clear(self, keys: Sequence[str]) -> None:
+        """Forget the values of keys. Keys without are ignored. Raises ``TypeError``, ``ValueError``: as :meth:`put`, of keys."""
+        names = _checked_keys("clear", keys)
+        if (buffer := self.buffer) is not None:
+            with self._changing("clear"):
+                buffer.storage.remove(*_stored(buffer)[1].all(names, "clear"))
+
+    def keys(self) -> list[str]:
+        """The keys that have values, those that were put or moved last at the end. Cost: O(max_keys)."""
+        if (buffer := self.buffer) is None:
+            return []
+        with self._changing("keys"):
+            store = _stored(buffer)[0]
+            parts = [_names(store, *block).numpy().view(f"S{MAX_KEY_BYTES}") for block in self._live(store)]
+        return [*dict.fromkeys(name.decode() for part in parts for name in part.ravel().tolist())]
+
+    def save(self, folder: StrPath) -> None:
+        """Save all values, as they are at one moment. Others go on. Raises as ``ReplayBuffer.dumps``."""
+        with self._changing("save"):
+            buffer = self._opened_or_new()
+        buffer.dumps(folder)
+
+    def load(self, folder: StrPath) -> None:
+        """Replace all values, for every process, by what :meth:`save` wrote there. A process that dies in here may leave none.
+
+        Raises as ``ReplayBuffer.loads``.
+        """
+        with self._changing("load"):
+            buffer = self._opened_or_new()
+            buffer.loads(folder)
+            self._known = buffer
+
+    def close(self) -> None:
+        """Close the store in this process. The values stay. A later call opens it again."""
+        with self._opening:
+            if self._known is not None:
+                self._known.close()
+            self._known, self._oldest = None, 0
+
+    # ---- the store ---------------------------------------------------------------------------------------------------
+
+    @property
+    def buffer(self) -> ReplayBuffer[object] | None:
+        """The buffer of the rows, for checkpoints of them. None: nothing was ever put.
+
+        Raises ``IncompatibleStore``: the folder holds another store, or one of other sizes.
+        """
+        with self._opening:
+            place = self._folder / "values"
+            if self._known is None and holds_store(place, type(self).__name__):
+                buffer: ReplayBuffer[object] = ReplayBuffer.open(place, unclean=self._unclean)
+                schema = cast("RaggedStore", buffer.storage.memory).schema
+                ring = [group.items for group in schema.ragged_groups]
+                got = tuple(field.name for field in schema.fields), schema.capacity, *ring
+                if got != (wanted := (_FIELDS, self._max_keys, self._max_bytes)):
+                    buffer.close()
+                    sizes = f"expected fields, max_keys and max_bytes {wanted}, got {got}"
+                    raise IncompatibleStore(f"{str(place)!r}: {sizes}. Name those that it has, or another folder.")
+                buffer.index_keys("key")
+                self._known = buffer
+            return self._known
+
+    def _opened_or_new(self) -> ReplayBuffer[object]:
+        """The store, or one that its first write makes."""
+        if (known := self.buffer) is not None:
+            return known
+        fields: dict[str | tuple[str, ...], Ragged] = {"value": Ragged(torch.uint8, max_length=self._longest)}
+        place = self._folder / "values"
+        storage = LazyMemmapStorage(self._max_keys, scratch_dir=place, ragged=fields, ragged_bytes=self._max_bytes)
+        buffer: ReplayBuffer[object] = ReplayBuffer(storage=storage)
+        buffer.index_keys("key")
+        return buffer
+
+    def _changing(self, call: str) -> AbstractContextManager[None]:
+        """Held by the one process and thread that puts or clears. Gone with the process that holds it."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        where = f"{call}: another process or thread has been changing {str(self._folder)!r} for {_WAIT_S:g} s."
+        return native.folder_lock(self._folder, _WAIT_S, lambda: StoreInUse(where))
+
+    # ---- the ring ----------------------------------------------------------------------------------------------------
+
+    def _live(self, store: RaggedStore) -> Iterator[tuple[Tensor, Tensor]]:
+        """The rows that have values, and their tickets, the oldest first. No other process writes meanwhile."""
+        end = store.core.next_position(0)
+        for at in range(max(self._oldest, end - store.capacity), end, _ROWS):
+            rows = torch.arange(at, min(at + _ROWS, end), device="cpu") % store.capacity
+            tickets = store.tickets_of(rows)
+            live = tickets >= 0
+            if bool(live.any()):
+                yield rows[live], tickets[live]
+
+    def _free(self, store: RaggedStore) -> tuple[int, int]:
+        """Rows and bytes before the ring comes to its oldest value."""
+        end, head = store.core.next_position(0), store.core.ragged_lane(0)[1]
+        for rows, tickets in self._live(store):
+            self._oldest = end - 1 - (end - 1 - int(rows[0])) % store.capacity
+            first = int(_spans(store, rows[:1], tickets[:1]).offsets)
+            return self._oldest + store.capacity - end, first + self._max_bytes - head
+        self._oldest = end
+        return store.capacity, self._max_bytes
+
+    def _make_room(self, buffer: ReplayBuffer[object], rows: int, nbytes: int) -> None:
+        """Have so many rows and bytes free, and enough to move the longest value: append the oldest values again.
+
+        Raises ``RateLimited``: the values do not fit.
+        """
+        need = rows + 1, nbytes + 2 * self._longest  # 2: a value may not fit before the end of the ring
+        live, most = (0, 0), (self._max_keys, self._max_bytes - self._longest)
+        if (store := cast("RaggedStore | None", buffer.storage.memory)) is not None:
+            if all(map(le, need, self._free(store))):
+                return
+            live = self._tidy(buffer)
+        if live[0] + need[0] > most[0] or live[1] + need[1] > most[1]:
+            raise RateLimited(
+                f"put: expected room for {rows:,} values, got {max(0, most[0] - 1 - live[0]):,} of max_keys={self._max_keys:,}; and for "
+                f"{nbytes:,} bytes, got {max(0, most[1] - 2 * self._longest - live[1]):,} of max_bytes={self._max_bytes:,}. Clear keys "
+                "that are not needed any more, or use another folder with more of both."
+            )
+        while store is not None and not all(map(le, need, free := self._free(store))):
+            self._move_oldest(buffer, *free)
+
+    def _tidy(self, buffer: ReplayBuffer[object]) -> tuple[int, int]:
+        """How many values there are, and their bytes. Older ones of a key, which a killed process left, are removed."""
+        (store, stored), live, live_bytes = _stored(buffer), 0, 0
+        for rows, tickets in self._live(store):
+            writes = store.writes_of(rows, tickets)
+            newest = stored.newest(_names(store, rows, tickets), "put")[1] == writes
+            buffer.storage.remove(rows[~newest], writes[~newest])
+            live += int(newest.sum())
+            live_bytes += int(_spans(store, rows, tickets).lengths[newest].sum())
+        return live, live_bytes
+
+    def _move_oldest(self, buffer: ReplayBuffer[object], rows_free: int, bytes_free: int) -> None:
+        """Append some of the oldest values again, and remove them where they were."""
+        store = _stored(buffer)[0]
+        rows, tickets = next(self._live(store))
+        ends = _spans(store, rows, tickets).lengths.cumsum(0)
+        n = int((ends <= min(bytes_free - self._longest, _MOVED_BYTES)).sum())
+        rows, tickets = (it[: max(1, min(n, rows_free))] for it in (rows, tickets))
+        buffer.extend(dict(zip(_FIELDS, store.read(rows, expected=tickets)[0], strict=True)))
+        buffer.storage.remove(rows, store.writes_of(rows, tickets))
+
+
+def _stored(buffer: ReplayBuffer[object]) -> tuple[RaggedStore, StoredKeys]:
+    """The store of a buffer that was written to, and the rows by their keys."""
+    return cast("RaggedStore", buffer.storage.memory), cast("StoredKeys", buffer.storage.keyed("get"))
+
+
+def _names(store: RaggedStore, rows: Tensor, tickets: Tensor) -> Tensor:
+    """The keys of rows, uint8 ``[n, 128]``, while no other process writes."""
+    return store.read(rows, expected=tickets, which=(_FIELDS.index("key"),))[0][0]
+
+
+def _spans(store: RaggedStore, rows: Tensor, tickets: Tensor) -> Spans:
+    """Where the bytes of rows lie, while no other process writes."""
+    return Spans.of(store.read_spans(rows, tickets)[0][0])
+
+
+def _checked_keys(call: str, keys: Sequence[str]) -> list[str]:
+    """The keys. Raises ``TypeError``, ``ValueError``: they are none."""
+    if not isinstance(keys, list | tuple) or not {*map(type, keys)} <= {str}:
+        raise TypeError(f"{call}: keys: expected a list of strings, got {keys!r:.200}.")
+    if native.pack_texts([*keys], MAX_KEY_BYTES) is None or "" in keys or "\0" in "".join(keys):
+        bad = next(key for key in keys if native.pack_texts([key], MAX_KEY_BYTES) is None or not key or "\0" in key)
+        expected = f"{call}: keys: expected texts of 1 to {MAX_KEY_BYTES} bytes in UTF-8 without zeros"
+        raise ValueError(f"{expected}, got {bad!r:.200}. Shorten the name of the field.")
+    return [*keys]
