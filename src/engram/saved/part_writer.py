@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
 import msgspec
 from msgspec import UNSET
 
-from engram.format import layout
+from engram.format import files, layout
 from engram.format.schema import DTYPES, MAX_DIMS, PartField
 from engram.saved import description, disk
 from engram.saved.description import (
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from engram.format import files
 
 #: Entries of a storage's state that version 1.0 of a part does not have.
 _LATER = {"writes", "usage"}
