@@ -2,7 +2,7 @@
 
 Measured: 2,048 rows of 200 to 2,000 tokens, int32 and float32, 18 MB, in rings that were written once. ``extend`` of values and offsets
 beside a copy of the same bytes and TorchRL's ``LazyStackStorage``; ``sample(32)`` packed, jagged and padded, and as many rows as fit into
-as many tokens, beside ``torch.cat`` of the same rows and TorchRL's samples; one row of 16 kB with a key by ``add``, and as a row that grows.
+as many tokens, beside ``torch.cat`` of the same rows and TorchRL's samples; one row of 16 kB with a key by ``add``, and as one that grows.
 """
 
 import tempfile
