@@ -121,6 +121,7 @@ class TokenBudget:
         rows, left = len(self.rows), (self._most_rows - len(self.rows)) // self.each
         used = self._taken * (rows if self._multiple else 1)
         n = math.ceil(rows * (self._most - used) / used) if used else _FIRST + rows
+        n += 0 if self._once else n // 4 + 2  # that are not handed out cost nothing
         return 0 if self.is_full else min(left, max(n // self.each, 1)) * self.each
 
     def looked_at(self, draw: Draw) -> tuple[Draw, Tensor, Tensor]:
@@ -193,12 +194,13 @@ def draw_within(wiring: Wiring, budget: TokenBudget, key: int) -> Draw:
         NoSampleable: there is none. ValueError: the first one has too many tokens. Nothing is drawn then.
         WriterStalled: rows moved at every try.
     """
-    source, retries, has_epochs = wiring.source, Retries(), wiring.of_sampler.has_epochs
+    source, retries = wiring.source, Retries()
     parts: list[Draw] = []
     logs: list[Tensor] = []
     try:
-        while (n := budget.likely) and not (parts and has_epochs and source.ran_out):
-            check_drawable((extent := wiring.storage.extent()).size)
+        while (n := budget.likely) and not (parts and wiring.of_sampler.has_epochs and source.ran_out):
+            if not parts:
+                check_drawable((extent := wiring.storage.extent()).size)
             draw, places = source.draw_within(extent, n, retries.key_of(key), budget.accept, budget.rows)
             if budget.too_long:
                 raise ValueError(f"sample: max_tokens: expected the tokens of {budget.too_long}. Nothing was drawn.")
