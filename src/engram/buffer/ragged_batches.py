@@ -228,28 +228,27 @@ def draw_within(wiring: Wiring, budget: TokenBudget, key: int) -> Draw:
     return Draw(torch.cat(rows), torch.cat(tickets), info)
 
 
-def read_within(wiring: Wiring, budget: TokenBudget, key: int) -> tuple[list[Tensor], Draw]:
-    """Draw rows until the tokens are used up, and read them. Those that are written over before they were read are left out.
+def read_within(wiring: Wiring, form: BatchForm, rows: int, key: int) -> tuple[list[Tensor], Draw]:
+    """Draw rows until the tokens are used up, ``rows`` at most, and read them. Those that are written over before they were read are
+    left out; where all were, others are drawn.
 
-    Raises as :func:`draw_within`.
+    Raises as :func:`draw_within`. KeyError: no such ragged field.
     """
-    source, retries, draw = wiring.source, Retries(), draw_within(wiring, budget, key)
-    try:
-        while True:
-            columns, moved = wiring.storage.read(draw.rows, draw.tickets)
-            if not moved:
-                break
-            retries.again(draw.rows, moved)
-            draw, units, _ = budget.looked_at(draw)
-            source.give_back(draw, whole := budget.positions(units))
-            draw = picked(draw, whole)
-            if not len(whole):
-                raise NoSampleable(
-                    "sample: all rows of the batch were written over before they were read. Sample again."
-                )
-    except BaseException:
-        source.give_back(draw, draw.rows[:0])
-        raise
-    if wiring.of_sampler.consumes:
-        source.were_read(draw)
-    return columns, draw
+    source, retries = wiring.source, Retries()
+    while True:
+        budget = TokenBudget(wiring, form, rows)
+        draw = draw_within(wiring, budget, retries.key_of(key))
+        try:
+            while len(draw.rows):
+                columns, moved = wiring.storage.read(draw.rows, draw.tickets)
+                if not moved:
+                    if wiring.of_sampler.consumes:
+                        source.were_read(draw)
+                    return columns, draw
+                retries.again(draw.rows, moved)
+                draw, units, _ = budget.looked_at(draw)
+                source.give_back(draw, whole := budget.positions(units))
+                draw = picked(draw, whole)
+        except BaseException:
+            source.give_back(draw, draw.rows[:0])
+            raise
