@@ -1,8 +1,8 @@
 """Claim: rows of any length cost what their bytes cost, in RAM and in a directory.
 
 Measured: 2,048 rows of 200 to 2,000 tokens, int32 and float32, 18 MB, in rings that were written once. ``extend`` of values and offsets
-beside a copy of the same bytes and TorchRL's ``LazyStackStorage``; ``sample(32)`` packed and jagged beside ``torch.cat`` of the same rows
-and TorchRL's samples; one row of 16 kB with a key by ``add``, and as a row that grows.
+beside a copy of the same bytes and TorchRL's ``LazyStackStorage``; ``sample(32)`` packed, jagged and padded, and as many rows as fit into
+as many tokens, beside ``torch.cat`` of the same rows and TorchRL's samples; one row of 16 kB with a key by ``add``, and as one that grows.
 """
 
 import tempfile
@@ -45,13 +45,15 @@ def run(libraries: rivals.Libraries, share: float) -> Iterator[Row]:
                 buffer.extend(answers.rows)
             return buffer
 
-        ram, directory, jagged = made("packed", folder=False), made("packed", folder=True), made("jagged", folder=False)
+        ram, directory = made("packed", folder=False), made("packed", folder=True)
         sides = [
             Side("copy", answers.copy),
             Side("directory", lambda: directory.extend(answers.rows)),
             Side("engram", lambda: ram.extend(answers.rows)),
         ]
-        reads = [Side("torch.cat", answers.gather), Side("jagged", jagged.sample), Side("engram", ram.sample)]
+        others = [Side(kind, lambda kind=kind: ram.sample(layout=kind)) for kind in ("jagged", "padded")]
+        tokens = Side("max_tokens", lambda: ram.sample(max_tokens=BATCH * 1_100))
+        reads = [Side("torch.cat", answers.gather), *others, tokens, Side("engram", ram.sample)]
         if torchrl is not None:
             theirs = torchrl.ReplayBuffer(storage=torchrl.LazyStackStorage(CAPACITY), batch_size=BATCH)
             single = [TensorDict({"tokens": t, "log_prob": p}) for t, p in answers.single]

@@ -38,6 +38,27 @@ TEST(every_row_comes_once_in_a_walk) {
   }
 }
 
+TEST(ranks_are_looked_at_before_they_are_taken) {
+  SharedEpoch shared;
+  RowEpoch epoch(shared.bytes());
+  for (std::uint64_t walk = 1; walk <= 3; ++walk) {
+    for (std::uint64_t at = 0; at < 10; at += 2) {
+      for (int again = 0; again < 2; ++again) {
+        const RowEpoch::Stretch seen = epoch.next(100 * walk + at, 10, 0, false);
+        EXPECT_EQ(seen.key, 100 * walk);  // the epoch that began first goes on
+        EXPECT_EQ(seen.start, at);
+        EXPECT_EQ(seen.count, 0u);
+        EXPECT(!seen.last);
+      }
+      EXPECT(!epoch.pass_over(100 * walk, at + 1, at + 2));  // from elsewhere
+      EXPECT(!epoch.pass_over(100 * walk + 1, at, at + 2));  // of another epoch
+      EXPECT(!epoch.pass_over(100 * walk, at, 11));
+      EXPECT(epoch.pass_over(100 * walk, at, at + 2));
+      EXPECT(!epoch.pass_over(100 * walk, at, at + 2));  // another call has taken them
+    }
+  }
+}
+
 TEST(threads_walk_together) {
   SharedEpoch shared;
   constexpr std::uint64_t kRows = 1000, kDraws = 2000;
@@ -78,6 +99,7 @@ TEST(what_is_no_pass_is_refused) {
   EXPECT_THROWS(std::invalid_argument, epoch.set({0, 3, 4}));
   EXPECT_THROWS(std::invalid_argument, epoch.next(0, 0, 1, false));
   EXPECT_THROWS(std::invalid_argument, epoch.next(0, 3, 4, true));
+  EXPECT_THROWS(std::invalid_argument, epoch.next(0, 3, 0, true));
   EXPECT(same(epoch.state(), {0, 0, 0}));
 }
 

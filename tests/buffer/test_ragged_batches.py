@@ -387,6 +387,20 @@ def test_rows_that_are_edited_while_they_are_drawn_are_neither_lost_nor_used(mon
     assert rb["policy_version"].tolist() == [1.0] * ROWS
 
 
+@pytest.mark.parametrize("sampler", [RandomSampler, SamplerWithoutReplacement, ConsumingSampler])
+def test_where_all_rows_are_written_over_others_are_drawn(sampler, monkeypatch):
+    storage = LazyTensorStorage(ROWS, ragged=FIELDS, ragged_bytes=1e6, layout="packed")
+    rb = ReplayBuffer(storage=storage, sampler=sampler())
+    rb.extend(rows())
+    between(rb, monkeypatch, "read", lambda: rb.extend(rows()), calls=2)
+    batch = rb.sample(max_tokens=100)
+    numbers = batch["number"].tolist()
+    assert unpacked(batch["tokens"]) == [expected("tokens", n) for n in numbers]
+    assert 0 < sum(COSTS[n] for n in numbers) <= 100
+    if sampler is ConsumingSampler:
+        assert len(rb) == ROWS - len(numbers)
+
+
 @pytest.mark.parametrize("name", ["read_spans", "read"])
 def test_rows_that_are_written_over_while_they_are_drawn_are_left_out(name, monkeypatch):
     storage = LazyTensorStorage(ROWS, ragged=FIELDS, ragged_bytes=1e6, layout="packed")

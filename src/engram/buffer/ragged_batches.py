@@ -123,6 +123,7 @@ class TokenBudget:
         rows, left = len(self.rows), (self._most_rows - len(self.rows)) // self.each
         used = self._taken * (rows if self._multiple else 1)
         n = math.ceil(rows * (self._most - used) / used) if used else _FIRST + rows
+        n += 0 if self._once else n // 4 + 2  # that are not handed out cost nothing
         return 0 if self.is_full else min(left, max(n // self.each, 1)) * self.each
 
     def looked_at(self, draw: Draw) -> tuple[Draw, Tensor, Tensor]:
@@ -195,12 +196,13 @@ def draw_within(wiring: Wiring, budget: TokenBudget, key: int) -> Draw:
         NoSampleable: there is none. ValueError: the first one has too many tokens. Nothing is drawn then.
         WriterStalled: rows moved at every try.
     """
-    source, retries, has_epochs = wiring.source, Retries(), wiring.of_sampler.has_epochs
+    source, retries = wiring.source, Retries()
     parts: list[Draw] = []
     logs: list[Tensor] = []
     try:
-        while (n := budget.likely) and not (parts and has_epochs and source.ran_out):
-            check_drawable((extent := wiring.storage.extent()).size)
+        while (n := budget.likely) and not (parts and wiring.of_sampler.has_epochs and source.ran_out):
+            if not parts:
+                check_drawable((extent := wiring.storage.extent()).size)
             draw, places = source.draw_within(extent, n, retries.key_of(key), budget.accept, budget.rows)
             if budget.too_long:
                 raise ValueError(f"sample: max_tokens: expected the tokens of {budget.too_long}. Nothing was drawn.")
@@ -228,28 +230,27 @@ def draw_within(wiring: Wiring, budget: TokenBudget, key: int) -> Draw:
     return Draw(torch.cat(rows), torch.cat(tickets), info)
 
 
-def read_within(wiring: Wiring, budget: TokenBudget, key: int) -> tuple[list[Tensor], Draw]:
-    """Draw rows until the tokens are used up, and read them. Those that are written over before they were read are left out.
+def read_within(wiring: Wiring, form: BatchForm, rows: int, key: int) -> tuple[list[Tensor], Draw]:
+    """Draw rows until the tokens are used up, ``rows`` at most, and read them. Those that are written over before they were read are
+    left out; where all were, others are drawn.
 
-    Raises as :func:`draw_within`.
+    Raises as :func:`draw_within`. KeyError: no such ragged field.
     """
-    source, retries, draw = wiring.source, Retries(), draw_within(wiring, budget, key)
-    try:
-        while True:
-            columns, moved = wiring.storage.read(draw.rows, draw.tickets)
-            if not moved:
-                break
-            retries.again(draw.rows, moved)
-            draw, units, _ = budget.looked_at(draw)
-            source.give_back(draw, whole := budget.positions(units))
-            draw = picked(draw, whole)
-            if not len(whole):
-                raise NoSampleable(
-                    "sample: all rows of the batch were written over before they were read. Sample again."
-                )
-    except BaseException:
-        source.give_back(draw, draw.rows[:0])
-        raise
-    if wiring.of_sampler.consumes:
-        source.were_read(draw)
-    return columns, draw
+    source, retries = wiring.source, Retries()
+    while True:
+        budget = TokenBudget(wiring, form, rows)
+        draw = draw_within(wiring, budget, retries.key_of(key))
+        try:
+            while len(draw.rows):
+                columns, moved = wiring.storage.read(draw.rows, draw.tickets)
+                if not moved:
+                    if wiring.of_sampler.consumes:
+                        source.were_read(draw)
+                    return columns, draw
+                retries.again(draw.rows, moved)
+                draw, units, _ = budget.looked_at(draw)
+                source.give_back(draw, whole := budget.positions(units))
+                draw = picked(draw, whole)
+        except BaseException:
+            source.give_back(draw, draw.rows[:0])
+            raise

@@ -17,7 +17,7 @@ from engram._support import words
 from engram._support.field_paths import WINDOW_ENDS
 from engram._support.retries import Retries
 from engram._support.tensordicts import add_fields, is_lazy_stack
-from engram.buffer.ragged_batches import TokenBudget, read_within
+from engram.buffer.ragged_batches import read_within
 from engram.buffer.window_marks import WindowMarks
 from engram.buffer.write_path import map_dimensioned
 from engram.errors import NoSampleable
@@ -77,7 +77,7 @@ class ReadPath:
         """A batch of as many rows as there are tokens for, ``rows`` at most; 0: of any number."""
         wiring, start = self._wiring, perf_counter_ns()
         samplers.check_drawable(len(wiring.storage))
-        columns, draw = read_within(wiring, TokenBudget(wiring, form, rows), key.value)
+        columns, draw = read_within(wiring, form, rows, key.value)
         info = dict(draw.info)
         if wiring.numbers:
             info["index_generation"] = wiring.storage.writes_of(draw.rows, draw.tickets)
