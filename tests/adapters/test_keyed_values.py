@@ -272,6 +272,38 @@ def test_a_tick_of_a_checkpointer_is_what_another_machine_goes_on_with(values, t
     assert other.get(["0@a"])[0].tolist() == [0, 1, 2]
 
 
+REPLACE = """
+    import torch
+    from engram.adapters.keyed_values import KeyedValues
+
+    values = KeyedValues(folder, max_keys=64, max_bytes=16_000)
+    for step in range(10**6):
+        n = step * 7 % 80 + 1
+        values.put(["tensor", f"{step % 3}", "text"], [torch.full((n,), n), step, "x" * n])
+        if step == 50:
+            print("begun")
+"""
+
+
+def test_readers_of_other_processes_always_find_one_whole_value(tmp_path):
+    values = KeyedValues(tmp_path, max_keys=64, max_bytes=16_000)
+    values.put(["for ever", "tensor", "text"], [torch.arange(50), torch.ones(1, dtype=torch.int64), "x"])
+    writers = [fresh.start(REPLACE, folder=str(tmp_path)).until("begun") for _ in range(2)]
+    seen = set()
+    for _ in range(stress.size(600, 50_000)):
+        tensor, for_ever, text = values.get(["tensor", "for ever", "text"])
+        assert tensor.tolist() == [len(tensor)] * len(tensor) != []
+        assert for_ever.tolist() == list(range(50))
+        assert set(text) == {"x"}
+        seen.add(len(tensor))
+    assert len(seen) > 5
+    for writer in writers:
+        assert writer.poll() is None
+        writer.kill()
+    assert evicted(values) == 0
+    assert len(values.keys()) == 6
+
+
 WORK = """
     import random, sys
     import torch
