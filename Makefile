@@ -207,7 +207,7 @@ test-tensordict: $(VENV)/.engram-dev $(NEWEST)/.installed
 test-ray: $(VENV)/.engram-dev $(VENV)/.ray
 	@$(PYTEST) tests/cluster $(ARGS)
 
-# Not of CI: TransferQueue needs Ray.
+# Not of CI: TransferQueue needs Ray, and its tests and tutorial take seven minutes.
 $(VENV)/.transfer-queue: $(VENV)/.torch
 	@echo "==> Installing TransferQueue"
 	@$(PIP) install -c $(VENV)/constraints.txt 'transferqueue>=0.1.11,<0.2'

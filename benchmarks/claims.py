@@ -68,6 +68,7 @@ FLOORS: dict[tuple[str, str], Floor] = {
     ("sample/memmap-to-tensor", "LazyTensor"): Floor("share", 1.1),
     **_every((f"everyday/extend-{n}{lane}" for n in (1, 8) for lane in _LANES), "cpprb", Floor("times", 1)),
     ("everyday/add", "SB3"): Floor("times", 2 / 3),
+    ("transfer_queue/client", "SimpleStorage"): Floor("times", 5),
     ("units/sequence/written", "TorchRL"): Floor("times", 10),
     **_every(("cleanrl/dqn", "cleanrl/sac"), "SB3", Floor("times", 1, within_iqr=True)),
     **_every(("cleanrl/dqn/buffer", "cleanrl/sac/buffer"), "SB3", Floor("times", 1.5)),

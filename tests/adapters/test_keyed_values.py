@@ -137,6 +137,42 @@ def test_a_value_that_is_never_cleared_moves_along(values):
     assert evicted(values) == 0
 
 
+def test_space_that_killed_processes_wasted_costs_no_value(tmp_path):
+    """Rows that are appended and removed again stand for those that a process had reserved when it was killed, while it moved values."""
+    refused = 0
+    for seed in range(stress.size(12, 500)):
+        chance = stress.chance("wasted space", seed)
+        values = KeyedValues(tmp_path / str(seed), max_keys=64, max_bytes=16_000)
+        known = {f"{n}@a": torch.full((chance.randrange(200, 230),), n) for n in range(chance.randrange(6, 9))}
+        for key, value in known.items():
+            values.put([key], [value[:125]])
+        known = {key: value[:125] for key, value in known.items()}
+        buffer = values.buffer
+        store = buffer.storage.store
+        for step in range(60):
+            free = values._free(store)
+            wasted = chance.randrange(1, 1_000)
+            if chance.random() < 0.5 and free[0] > 2 and wasted * 2 < free[1]:  # what would be overwritten is not
+                _waste(buffer, wasted)
+            try:
+                values.put([f"{step}@b"], [b"x" * chance.randrange(900)])
+                values.clear([f"{step}@b"])
+            except RateLimited as error:
+                refused += "processes were killed" in str(error)
+            assert all(map(same, known.values(), values.get(list(known)))), (seed, step)
+        assert evicted(values) == 0
+        values.clear(list(known))
+        values.put(["again"], [torch.zeros(100)])
+        values.close()
+    assert refused > 0
+
+
+def _waste(buffer, nbytes):
+    key = torch.full((1, 128), 7, dtype=torch.uint8)
+    row = {"form": torch.zeros(1, 8, dtype=torch.int32), "key": key, "value": [torch.zeros(nbytes, dtype=torch.uint8)]}
+    buffer.remove(buffer.extend(row))
+
+
 def test_threads_put_get_and_clear_at_once(values):
     failures = []
 
@@ -270,6 +306,38 @@ def test_a_tick_of_a_checkpointer_is_what_another_machine_goes_on_with(values, t
     Checkpointer(tmp_path / "shared", other.buffer).restore()
     assert other.keys() == ["0@a"]
     assert other.get(["0@a"])[0].tolist() == [0, 1, 2]
+
+
+REPLACE = """
+    import torch
+    from engram.adapters.keyed_values import KeyedValues
+
+    values = KeyedValues(folder, max_keys=64, max_bytes=16_000)
+    for step in range(10**6):
+        n = step * 7 % 80 + 1
+        values.put(["tensor", f"{step % 3}", "text"], [torch.full((n,), n), step, "x" * n])
+        if step == 50:
+            print("begun")
+"""
+
+
+def test_readers_of_other_processes_always_find_one_whole_value(tmp_path):
+    values = KeyedValues(tmp_path, max_keys=64, max_bytes=16_000)
+    values.put(["for ever", "tensor", "text"], [torch.arange(50), torch.ones(1, dtype=torch.int64), "x"])
+    writers = [fresh.start(REPLACE, folder=str(tmp_path)).until("begun") for _ in range(2)]
+    seen = set()
+    for _ in range(stress.size(600, 50_000)):
+        tensor, for_ever, text = values.get(["tensor", "for ever", "text"])
+        assert tensor.tolist() == [len(tensor)] * len(tensor) != []
+        assert for_ever.tolist() == list(range(50))
+        assert set(text) == {"x"}
+        seen.add(len(tensor))
+    assert len(seen) > 5
+    for writer in writers:
+        assert writer.poll() is None
+        writer.kill()
+    assert evicted(values) == 0
+    assert len(values.keys()) == 6
 
 
 WORK = """

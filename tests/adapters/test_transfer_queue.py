@@ -56,13 +56,13 @@ def test_a_client_puts_gets_and_clears(client, config):
 @pytest.mark.parametrize("given", [None, {}, {"pth": "x"}, {"path": "x", "pth": "x"}])
 def test_unknown_and_missing_entries_are_refused(given):
     with pytest.raises(
-        ValueError, match=r"Engram: expected the entries \['path', .*'storage_process'\], .* got (no path|\['pth'\])"
+        ValueError, match=r"Engram: expected \['path', .*'storage_process'\], .* got (no path|\['pth'\])"
     ):
         adapter.EngramClient(given)
 
 
 def test_a_store_on_another_machine_needs_a_storage_process(config):
-    with pytest.raises(RuntimeError, match=r"a process on elsewhere, .* Set backend\.Engram\.storage_process"):
+    with pytest.raises(RuntimeError, match=r"a process on elsewhere, .* Set Engram\.storage_process"):
         adapter.EngramClient({**config, "machine": "elsewhere"})
 
 

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 #: Bytes of a key in UTF-8.
 MAX_KEY_BYTES = 128
-#: Rows that are looked at together, and bytes that are moved together.
-_ROWS, _MOVED_BYTES = 8_192, 1 << 26
+#: Rows that are looked at together.
+_ROWS = 8_192
 _WAIT_S = 60.0
 #: The fields of a row, in the order of the schema.
 _FIELDS = ("form", "key", "value")
@@ -272,12 +272,19 @@ class KeyedValues:
         return live, live_bytes
 
     def _move_oldest(self, buffer: ReplayBuffer[object], rows_free: int, bytes_free: int) -> None:
-        """Append some of the oldest values again, and remove them where they were."""
+        """Append some of the oldest values again, and remove them where they were.
+
+        A process that is killed meanwhile may leave the space unused until the ring comes round. Raises ``RateLimited``: there is no
+        more.
+        """
         store = _stored(buffer)[0]
         rows, tickets = next(self._live(store))
         ends = _spans(store, rows, tickets).lengths.cumsum(0)
-        n = int((ends <= min(bytes_free - self._longest, _MOVED_BYTES)).sum())
-        rows, tickets = (it[: max(1, min(n, rows_free))] for it in (rows, tickets))
+        n = min(int((ends <= min(bytes_free - self._longest, self._longest)).sum()), rows_free)
+        if n < 1:
+            got = f"{rows_free:,} rows and {bytes_free:,} bytes: processes were killed while they moved values"
+            raise RateLimited(f"put: expected room to move the oldest values, got {got}. Clear keys.")
+        rows, tickets = rows[:n], tickets[:n]
         buffer.extend(dict(zip(_FIELDS, store.read(rows, expected=tickets)[0], strict=True)))
         buffer.storage.remove(rows, store.writes_of(rows, tickets))
 

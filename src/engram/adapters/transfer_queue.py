@@ -56,16 +56,12 @@ class EngramClient(StorageKVClient):  # type: ignore[misc] # it ships no types
         super().__init__(dict(config or {}))
         odd = sorted(map(str, self.config.keys() - _ENTRIES)) or "no path"
         if odd != "no path" or "path" not in self.config:
-            raise ValueError(
-                f"{BACKEND}: expected the entries {[*_OF_VALUES, 'storage_process']}, at least path, got {odd}."
-            )
+            raise ValueError(f"{BACKEND}: expected {[*_OF_VALUES, 'storage_process']}, at least path, got {odd}.")
         here, machine = socket.gethostname(), self.config.get("machine")
         self._values = KeyedValues(**_of_values(self.config)) if machine in (None, here) else None  # type: ignore[arg-type]
         if self._values is None and "process" not in self.config:
             expected = f"a process on {machine}, where the store is, or a storage process there"
-            raise RuntimeError(
-                f"{BACKEND}: expected {expected}, got one on {here}. Set backend.{BACKEND}.storage_process."
-            )
+            raise RuntimeError(f"{BACKEND}: expected {expected}, got one on {here}. Set {BACKEND}.storage_process.")
         self._process = None if self._values else ray.get_actor(self.config["process"], namespace=_NAMESPACE)
 
     def put(self, keys: list[str], values: list[object]) -> None:
@@ -79,13 +75,12 @@ class EngramClient(StorageKVClient):  # type: ignore[misc] # it ships no types
             StorageKeyNotFoundError: keys without values, such as others cleared since.
         """
         try:
-            found = cast("list[object]", self.call("get", keys))
+            return cast("list[object]", self.call("get", keys))
         except KeyError as error:
             cause = error.args[0]  # Ray hands an error on as that of another one
             missing = cause.args[0] if isinstance(cause, KeyError) else cause
             got = f"{len(missing)} of {len(keys)} without, such as {missing[0]!r}"
             raise StorageKeyNotFoundError(f"get: expected keys with values, got {got}. Were they cleared?") from None
-        return found
 
     def clear(self, keys: list[str], *_: object, **__: object) -> None:
         """As :meth:`KeyedValues.clear <engram.adapters.keyed_values.KeyedValues.clear>`."""
