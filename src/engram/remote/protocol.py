@@ -149,7 +149,7 @@ def check_fits(what: str, rows: int, row_bytes: int) -> None:
     >>> from engram.remote.protocol import check_fits
     >>> check_fits("extend", 100, 8)
     """
-    if held_bytes(rows, row_bytes) > MAX_MESSAGE:
+    if rows * (row_bytes + BESIDE_ROW) > MAX_MESSAGE:
         raise ValueError(
             f"{what}: expected at most {MAX_MESSAGE} bytes at once over a connection, got {rows} rows of {row_bytes} bytes and "
             f"{BESIDE_ROW} beside them. Take fewer."
