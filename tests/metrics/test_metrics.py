@@ -32,7 +32,7 @@ from engram import (
 )
 from engram._support import http as _http
 from engram.inspect import metrics as http_server
-from engram.inspect.catalog import METRICS
+from engram.inspect.metrics import METRICS
 from tests.fresh import start
 from tests.ranks.processes import wait_for
 

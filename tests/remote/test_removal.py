@@ -194,7 +194,10 @@ def test_bad_arguments_change_nothing(served, arguments, error, text):
 def test_more_rows_than_a_message_takes_are_refused(served, monkeypatch):
     rb, address = served
     monkeypatch.setattr("engram.remote.protocol.MAX_MESSAGE", 100)
-    with ReplayBuffer.connect(address) as remote, pytest.raises(ValueError, match="remove: expected at most 100 bytes.*Take fewer"):
+    with (
+        ReplayBuffer.connect(address) as remote,
+        pytest.raises(ValueError, match="remove: expected at most 100 bytes.*Take fewer"),
+    ):
         remote.remove([0, 1, 2])
     assert len(rb) == ROWS
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from engram.cli.reshard import Resharding
-    from engram.inspect.catalog import HasStats
+    from engram.inspect.metrics import HasStats
 
 __all__ = ["main"]
 

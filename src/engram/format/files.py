@@ -19,8 +19,6 @@ from engram.errors import CorruptStore
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from typing_extensions import Buffer
-
 _ZEROES = bytes(1 << 20)
 _libc = ctypes.CDLL(None, use_errno=True)  # once, not with every file
 
@@ -50,18 +48,6 @@ class Descriptor(int):
 
     def __enter__(self) -> Self:
         return self
-
-
-def as_bytes(data: Buffer) -> memoryview:
-    """Its bytes, also of an array without any, whose memory cannot be cast. ``data``: C-contiguous.
-
-    >>> import numpy as np
-    >>> from engram.format.files import as_bytes
-    >>> len(as_bytes(np.zeros((2, 3)))), len(as_bytes(np.zeros((2, 0))))
-    (48, 0)
-    """
-    view = memoryview(data)
-    return view.cast("B") if view.nbytes else memoryview(b"")
 
 
 def reserve(path: Path, nbytes: int) -> None:

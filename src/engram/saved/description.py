@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, Type
 import msgspec
 import xxhash
 
-from engram.format import files, layout, strict
+from engram.format import layout, strict
 from engram.format.schema import DTYPES, MAX_DIMS, Field, Node, PartField, Schema, validate_fields, validate_geometry
 from engram.saved import documents
 
@@ -83,7 +83,10 @@ class Summing:
 
     def update(self, data: Buffer) -> None:
         """Add bytes. ``data``: C-contiguous."""
-        view = files.as_bytes(data)
+        view = memoryview(data)
+        if not view.nbytes:
+            return
+        view = view.cast("B")
         at = self._complete(view)
         while len(view) - at >= BLOCK:
             self._sums.append(xxhash.xxh3_64_intdigest(view[at : at + BLOCK]))
@@ -128,7 +131,10 @@ def first_wrong(data: Buffer, sums: Sums, first: int) -> int | None:
         sums: of all blocks of the file.
         first: number of a block.
     """
-    view = files.as_bytes(data)
+    view = memoryview(data)
+    if not view.nbytes:
+        return None
+    view = view.cast("B")
     for i in range(blocks_of(len(view))):
         if xxhash.xxh3_64_intdigest(view[i * BLOCK : (i + 1) * BLOCK]) != sums[first + i]:
             return first + i

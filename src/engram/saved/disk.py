@@ -104,7 +104,11 @@ def create(path: StrPath, nbytes: int, *, sparse: bool = False) -> files.Descrip
 
 def write(fd: int, data: Buffer, offset: int) -> None:
     """Write all bytes at ``offset``, in as many calls as it takes."""
-    view, done = files.as_bytes(data), 0
+    view = memoryview(data)
+    if not view.nbytes:
+        return
+    view = view.cast("B")
+    done = 0
     while done < len(view):
         count = os.pwrite(fd, view[done:], offset + done)
         if count == 0:

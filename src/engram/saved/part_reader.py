@@ -312,11 +312,6 @@ class PartReader(Closes):
     # -- what there is --
 
     @property
-    def sha256(self) -> str:
-        """Of ``part.json``."""
-        return self.listing.sha256
-
-    @property
     def files(self) -> dict[str, int]:
         """Bytes of every file that has sums, by its path in the folder."""
         return {name: file.bytes for name, file in self.listing.files.items()}

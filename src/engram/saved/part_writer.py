@@ -112,7 +112,10 @@ class FileWriter:
 
     def write(self, data: Buffer) -> None:
         """Append bytes. ``data``: C-contiguous; must not change during the call. Raises ``OSError``; ``ValueError`` beyond the size."""
-        view = files.as_bytes(data)
+        view = memoryview(data)
+        if not view.nbytes:
+            return
+        view = view.cast("B")
         self._append(len(view), partial(self._write, view))
 
     def skip(self, nbytes: int) -> None:
