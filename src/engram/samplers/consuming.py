@@ -464,7 +464,7 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler):
     # ---- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, object]:
-        """``sampler``, its state; with ``max_uses`` the ``uses``, with versions ``consumer_version``.
+        """That of :attr:`sampler`, and ``filter``: with ``max_uses`` the ``uses``, with versions ``consumer_version``.
 
         >>> import torch
         >>> from engram import FilteredSampler, LazyTensorStorage, RandomSampler, ReplayBuffer
@@ -473,15 +473,14 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler):
         >>> _ = rb.extend(torch.arange(2))
         >>> _ = rb.sample()
         >>> sampler.state_dict()
-        {'uses': tensor([1, 1], dtype=torch.int32), 'sampler': {}}
+        {'filter': {'uses': tensor([1, 1], dtype=torch.int32)}}
         """
-        return {**super().state_dict(), "sampler": self._source.state_dict()}
+        return {**self._source.state_dict(), "filter": super().state_dict()}
 
     def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
-        rest = dict(state_dict)
-        inner = typed(rest, "sampler", dict, "FilteredSampler")
-        del rest["sampler"]
-        return Loads((self._source.prepare_load(inner, capacity), super().prepare_load(rest, capacity)))
+        own = typed({"filter": None, **state_dict}, "filter", dict, "FilteredSampler")
+        inner = {name: value for name, value in state_dict.items() if name != "filter"}
+        return Loads((self._source.prepare_load(inner, capacity), super().prepare_load(own, capacity)))
 
     def config(self) -> dict[str, object]:
         return {**self._inner_config(), **self._rules_config(), "index": self.index_name}
