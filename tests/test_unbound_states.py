@@ -6,6 +6,7 @@ import torch
 from engram import (
     CompressedListStorage,
     ConsumingSampler,
+    FilteredSampler,
     ImmutableDatasetWriter,
     IncompatibleCheckpoint,
     LazyMemmapStorage,
@@ -49,6 +50,7 @@ SAMPLERS = [
     lambda: SliceSamplerWithoutReplacement(num_slices=2),
     lambda: PrioritizedSliceSampler(10, alpha=0.6, beta=0.4, num_slices=2),
     lambda: ConsumingSampler(2),
+    lambda: FilteredSampler(PrioritizedSampler(alpha=0.6, beta=0.4), max_uses=2, max_staleness=1),
     StalenessAwareSampler,
     lambda: PromptGroupSampler(num_groups=2),
     lambda: NStep(PrioritizedSampler(alpha=0.6, beta=0.4), n=2, gamma=0.9),

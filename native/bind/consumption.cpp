@@ -77,13 +77,13 @@ nb::dict totals(const BoundConsumption& self) {
   return said;
 }
 
-nb::object admit(BoundConsumption& self, Numbers rows, Numbers numbers) {
+nb::object admit(BoundConsumption& self, Numbers rows, Numbers numbers, std::uint64_t most) {
   std::uint64_t taken;
   OutputBuffers buffers;
   {
     const WithoutInterpreter running(rows.size <= kBrief);
     buffers.add(kNumbers, static_cast<std::int64_t>(rows.size));
-    taken = self.admit(rows.data, numbers.of(rows.size), rows.size, buffers.at<std::int64_t>(0));
+    taken = self.admit(rows.data, numbers.of(rows.size), rows.size, most, buffers.at<std::int64_t>(0));
   }
   return std::move(buffers).tensors(static_cast<std::int64_t>(taken))[0];
 }
@@ -167,7 +167,8 @@ void bind_claims(nb::class_<BoundConsumption, Index>& type) {
             self.take_back(rows.data, numbers.of(rows.size), rows.size);
           },
           "rows"_a, "numbers"_a, "What claim returned was not read: it counts as drawn once less.")
-      .def("admit", &admit, "rows"_a, "numbers"_a, "Of rows that someone else has drawn: at which places are those that are taken, and counted.")
+      .def("admit", &admit, "rows"_a, "numbers"_a, "most"_a,
+           "Of rows that someone else has drawn: at which places are those that are taken, so many at most, and counted.")
       .def("drawable_rows", &drawable_rows, "Rows that can be drawn, ascending.")
       .def("set_floor", &BoundConsumption::set_floor, "floor"_a, nb::call_guard<nb::gil_scoped_release>(), "The oldest version from now on.")
       .def("count_starved", &BoundConsumption::count_starved, "A draw found no row.")

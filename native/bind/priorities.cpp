@@ -172,12 +172,15 @@ void bind_draws(nb::class_<BoundPriorities, Index>& type) {
       .def(
           "draw",
           [](const BoundPriorities& self, std::uint64_t key, Column<std::int64_t> rows, Column<std::int64_t> numbers, Column<double> weights,
-             bool leaves) {
-            const WithoutInterpreter running(Priorities::brief(rows.size));
+             bool leaves, std::optional<Numbers> among) {
+            std::vector<std::int64_t> some;
+            if (among) some.assign(among->data, among->data + among->size);
+            const WithoutInterpreter running(Priorities::brief(rows.size + some.size()));
             self.draw(key, 0, rows.size, rows.data, numbers.of(rows.size), weights.of(rows.size), masses_of_block(),
-                      leaves ? Priorities::Over::leaves : Priorities::Over::store);
+                      leaves ? Priorities::Over::leaves : Priorities::Over::store, among ? &some : nullptr);
           },
-          "key"_a, "rows"_a, "numbers"_a, "weights"_a, "leaves"_a = false, "Draws as many rows. `leaves`: in place of weights.")
+          "key"_a, "rows"_a, "numbers"_a, "weights"_a, "leaves"_a = false, "among"_a = nb::none(),
+          "Draws as many rows, all or `among` some. `leaves`: in place of weights.")
       .def(
           "weigh",
           [](const BoundPriorities& self, Numbers rows, Column<double> weights) {

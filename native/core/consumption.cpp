@@ -274,12 +274,13 @@ void Consumption::count(std::uint64_t row) {
   if (rules_.any() && count_of(row) >= most_) header_->used_up.fetch_add(1, std::memory_order_relaxed);
 }
 
-std::uint64_t Consumption::admit(const std::int64_t* rows, const std::int64_t* numbers, std::uint64_t n, std::int64_t* places) {
+std::uint64_t Consumption::admit(const std::int64_t* rows, const std::int64_t* numbers, std::uint64_t n, std::uint64_t most,
+                                 std::int64_t* places) {
   const OwnRows own(rows, n, rows_);
   const RedoLock guard = lock();
   Change change(*this);
   std::uint64_t taken = 0;
-  for (std::uint64_t i = 0; i < n; ++i) {
+  for (std::uint64_t i = 0; i < n && taken < most; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
     const std::uint64_t word = word_of(row);
     if (!drawable_.has(row) || !is_known(row, word) || static_cast<std::int64_t>(number_of(word)) != copied(numbers[i])) continue;

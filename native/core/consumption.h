@@ -92,9 +92,9 @@ class Consumption : public Index {
   /// just being written are passed over. A pure function of the key and of which rows can be drawn. O(n log rows).
   std::uint64_t claim(std::uint64_t key, std::uint64_t n, std::int64_t* rows, std::int64_t* numbers);
 
-  /// Of n rows that someone else has drawn, under these ticket numbers: takes those that can be drawn, one after another, and counts them
-  /// as claim() does. Puts their places; returns how many.
-  std::uint64_t admit(const std::int64_t* rows, const std::int64_t* numbers, std::uint64_t n, std::int64_t* places);
+  /// Of n rows that someone else has drawn, under these ticket numbers: takes the first `most` that can be drawn, one after another, and
+  /// counts them as claim() does. Puts their places; returns how many.
+  std::uint64_t admit(const std::int64_t* rows, const std::int64_t* numbers, std::uint64_t n, std::uint64_t most, std::int64_t* places);
   /// The rows that can be drawn, ascending. O(rows / 64).
   std::vector<std::int64_t> drawable_rows();
 

@@ -469,7 +469,7 @@ std::uint64_t Priorities::update_all(const std::int64_t* rows, const Real* prior
 }
 
 void Priorities::draw(std::uint64_t key, std::uint64_t attempt, std::uint64_t n, std::int64_t* rows,
-                      std::int64_t* numbers, double* weights, Masses* masses, Over over) const {
+                      std::int64_t* numbers, double* weights, Masses* masses, Over over, const std::vector<std::int64_t>* among) const {
   const Random random(key);
   std::vector<double> u(n);
   std::vector<std::int64_t> found(n);
@@ -479,7 +479,7 @@ void Priorities::draw(std::uint64_t key, std::uint64_t attempt, std::uint64_t n,
     if (tickets_ != nullptr && tickets_->size() == 0) throw NothingLive(kEmptyStore);
     throw NothingLive("sample: every priority is zero", "Add data, or give rows a priority above zero");
   }
-  tree_.find(u.data(), n, found.data());
+  among == nullptr ? tree_.find(u.data(), n, found.data()) : find_among(u, *among, found.data());
   std::copy(found.begin(), found.end(), rows);
   if (masses != nullptr) *masses = masses_locked();
   if (weights != nullptr) weigh_locked(found.data(), n, weights, masses, over);
@@ -487,6 +487,25 @@ void Priorities::draw(std::uint64_t key, std::uint64_t attempt, std::uint64_t n,
     const auto row = static_cast<std::uint64_t>(found[i]);
     const std::uint64_t word = tickets_ == nullptr ? 0 : tickets_->word(row).load(std::memory_order_acquire);
     numbers[i] = is_committed(word) ? static_cast<std::int64_t>(number_of(word)) : -1;
+  }
+}
+
+// As find() of the tree, with the leaves of some rows.
+void Priorities::find_among(const std::vector<double>& u, const std::vector<std::int64_t>& among, std::int64_t* found) const {
+  check_rows(among.data(), among.size(), tree_.leaves());
+  std::vector<double> sums;
+  std::vector<std::int64_t> drawable;  // of which each sum is
+  double total = 0;
+  for (const std::int64_t row : among) {
+    const double leaf = std::abs(leaf_now(static_cast<std::uint64_t>(row)));
+    if (leaf == 0) continue;
+    sums.push_back(total += leaf);
+    drawable.push_back(row);
+  }
+  if (drawable.empty()) throw NothingLive("sample: every priority is zero", "Add data, or give rows a priority above zero");
+  for (std::size_t i = 0; i < u.size(); ++i) {
+    const auto at = std::upper_bound(sums.begin(), sums.end(), u[i] * total) - sums.begin();
+    found[i] = drawable[std::min(static_cast<std::size_t>(at), drawable.size() - 1)];  // where u * total is rounded up
   }
 }
 

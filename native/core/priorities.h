@@ -148,9 +148,9 @@ class Priorities : public Index {
 
   /// Draws n rows, with replacement, with their ticket numbers (-1: just being rewritten) and weights; numbers and weights
   /// may be null. A pure function of (key, attempt, leaves). `masses`, if not null: of the same moment; but for Over::store their
-  /// `least` is that of the rows drawn. Throws NothingLive: all are zero.
-  void draw(std::uint64_t key, std::uint64_t attempt, std::uint64_t n, std::int64_t* rows, std::int64_t* numbers,
-            double* weights, Masses* masses = nullptr, Over over = Over::store) const;
+  /// `least` is that of the rows drawn. `among`: draws these rows only, in O(rows among). Throws NothingLive: all are zero.
+  void draw(std::uint64_t key, std::uint64_t attempt, std::uint64_t n, std::int64_t* rows, std::int64_t* numbers, double* weights,
+            Masses* masses = nullptr, Over over = Over::store, const std::vector<std::int64_t>* among = nullptr) const;
 
   /// The weights that draws of these rows would have; 0 for those that cannot be drawn. `masses` as for draw().
   void weigh(const std::int64_t* rows, std::uint64_t n, double* weights, Masses* masses = nullptr, Over over = Over::store) const;
@@ -187,6 +187,7 @@ class Priorities : public Index {
   double beta_now() const;
   double highest_now() const;
   double leaf_now(std::uint64_t row) const;
+  void find_among(const std::vector<double>& u, const std::vector<std::int64_t>& among, std::int64_t* found) const;
 
   PriorityHeader* header_;
   const RedoWords redo_;

@@ -60,12 +60,12 @@ struct Consumer {
     return value;
   }
   /// Offers rows that someone else has drawn. Those that were taken.
-  std::vector<std::int64_t> admit(const std::vector<std::int64_t>& rows) {
+  std::vector<std::int64_t> admit(const std::vector<std::int64_t>& rows, std::uint64_t most = ~std::uint64_t{0}) {
     std::vector<std::int64_t> numbers, places(rows.size()), taken;
     for (const std::int64_t row : rows) {
       numbers.push_back(static_cast<std::int64_t>(engram::number_of(control.word(static_cast<std::uint64_t>(row)).load())));
     }
-    places.resize(index.admit(rows.data(), numbers.data(), rows.size(), places.data()));
+    places.resize(index.admit(rows.data(), numbers.data(), rows.size(), most, places.data()));
     for (const std::int64_t place : places) taken.push_back(rows[static_cast<std::size_t>(place)]);
     return taken;
   }

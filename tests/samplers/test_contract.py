@@ -9,6 +9,7 @@ import torch
 from engram import (
     ConsumingSampler,
     Draw,
+    FilteredSampler,
     FrameStack,
     NStep,
     PrioritizedSampler,
@@ -44,6 +45,18 @@ class TestConsumingSampler(Contract):
 
     def make(self, capacity):
         return ConsumingSampler(50)
+
+
+class TestFilteredSampler(Contract):
+    def make(self, capacity):
+        return FilteredSampler(RandomSampler(), max_staleness=10**6, policy_version="episode")
+
+
+class TestFilteredPriorities(Contract):
+    ends_epochs = True
+
+    def make(self, capacity):
+        return FilteredSampler(PrioritizedSampler(capacity, alpha=0.6, beta=0.4), max_uses=50)
 
 
 class TestStalenessAwareSampler(Contract):

@@ -106,7 +106,7 @@ def test_uses_and_priorities_are_those_of_draws_one_after_another():
     for _ in range(3_000):
         counts[tuple(sorted(rb.sample()["x"].tolist()))] += 1
         state = rb.sampler.state_dict()
-        rb.sampler.load_state_dict({**state, "uses": torch.zeros(0, dtype=torch.int32)})
+        rb.sampler.load_state_dict({**state, "filter": {"uses": torch.zeros(0, dtype=torch.int32)}})
 
     def pair(i, j):
         return weights[i] / total * weights[j] / (total - weights[i])

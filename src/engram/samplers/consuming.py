@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from engram.store.sampled import SampledStorage
 
 _MAX_SAMPLE_COUNT = MAX_USES
+#: Rows that are offered at once, unless a batch has more.
+_MAX_OFFERED = 1 << 16
 #: Draws in place of rows that were refused, before they are drawn among those that are not.
 _FEW = 8
 
@@ -393,13 +395,13 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler):
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
-    def _admits(self, rows: Tensor, tickets: Tensor) -> Tensor:
-        """Which rows are drawn, bool ``[n]``: they count from now on. Raises ``NoSampleable``: none is left that may be."""
+    def _admits(self, rows: Tensor, tickets: Tensor, most: int = 1 << 62) -> Tensor:
+        """Which rows are drawn, the first ``most``, bool ``[n]``: they count from now on. Raises ``NoSampleable``: none is left."""
         index = self._attached()
         if index is None or not index.core.drawable:
             raise self._starved(index)
         admitted = torch.zeros(len(rows), dtype=torch.bool, device="cpu")
-        admitted[index.core.admit(rows.contiguous(), tickets.contiguous())] = True
+        admitted[index.core.admit(rows.contiguous(), tickets.contiguous(), most)] = True
         return admitted
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
@@ -410,7 +412,7 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler):
         while need and tries.count < MAX_DRAWS and not (once and (parts or self.ran_out)):
             try:
                 drawn = self._offered(extent, need, tries, key)
-                good = self._admits(drawn.rows, cast("Tensor", drawn.tickets)).nonzero().flatten()
+                good = self._admits(drawn.rows, cast("Tensor", drawn.tickets), need).nonzero().flatten()
             except NoSampleable:  # the others have no priority, or are used up
                 if self.max_uses is None or not parts:
                     raise
@@ -426,12 +428,18 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler):
         return Draw(rows, tickets, info)
 
     def _offered(self, extent: Extent, n: int, tries: Retries, key: int) -> Draw:
-        """Rows of the other sampler, with tickets. Where few of them are admitted it draws among those that can be, if it can."""
-        index, drawn = self._attached(), None
+        """Rows of the other sampler, with tickets: as many as it may take, where draws are independent; else ``n``.
+
+        Where few can be drawn, it draws among these, if it can.
+        """
+        index, drawn, of = self._attached(), None, self._source.traits
         left = 0 if index is None else index.core.drawable
         if index is not None and left and (tries.count >= _FEW or n * extent.size > left * left):
             drawn = self._source.draw_among(index.core.drawable_rows(), n, tries.key_of(key))
-        drawn = self._source.draw(extent, n, tries.key_of(key)) if drawn is None else drawn
+        if drawn is None:
+            independent = left and (of.draws_uniformly or of.prioritized)
+            most = min(n * extent.size // left, _MAX_OFFERED) if independent else n
+            drawn = self._source.draw(extent, max(n, most), tries.key_of(key))
         assert self._storage is not None  # it has rows
         return drawn if drawn.tickets is not None else drawn._replace(tickets=self._storage.tickets_of(drawn.rows))
 
@@ -465,7 +473,7 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler):
     # ---- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, object]:
-        """``sampler``, its state; with ``max_uses`` the ``uses``, with versions ``consumer_version``.
+        """That of :attr:`sampler`, and ``filter``: with ``max_uses`` the ``uses``, with versions ``consumer_version``.
 
         >>> import torch
         >>> from engram import FilteredSampler, LazyTensorStorage, RandomSampler, ReplayBuffer
@@ -474,15 +482,14 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler):
         >>> _ = rb.extend(torch.arange(2))
         >>> _ = rb.sample()
         >>> sampler.state_dict()
-        {'uses': tensor([1, 1], dtype=torch.int32), 'sampler': {}}
+        {'filter': {'uses': tensor([1, 1], dtype=torch.int32)}}
         """
-        return {**super().state_dict(), "sampler": self._source.state_dict()}
+        return {**self._source.state_dict(), "filter": super().state_dict()}
 
     def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
-        rest = dict(state_dict)
-        inner = typed(rest, "sampler", dict, "FilteredSampler")
-        del rest["sampler"]
-        return Loads((self._source.prepare_load(inner, capacity), super().prepare_load(rest, capacity)))
+        own = typed({"filter": None, **state_dict}, "filter", dict, "FilteredSampler")
+        inner = {name: value for name, value in state_dict.items() if name != "filter"}
+        return Loads((self._source.prepare_load(inner, capacity), super().prepare_load(own, capacity)))
 
     def config(self) -> dict[str, object]:
         return {**self._inner_config(), **self._rules_config(), "index": self.index_name}

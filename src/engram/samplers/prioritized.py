@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram._support import native
 from engram._support.checks import as_numbers, check_count, check_number
 from engram._support.devices import named_device
 from engram._support.state import Change, check_keys, tensor_in
@@ -285,21 +284,13 @@ class PrioritizedSampler(NativeSampler):
             return DrawOverBatch.of(rows, numbers, writes, weights.log().mul_(-index.core.beta), self.dtype)
         return Draw(rows, numbers, {"priority_weight": weights.to(self.dtype), "index_generation": writes})
 
-    def draw_among(self, rows: Tensor, n: int, key: int) -> Draw:
-        index, storage, bits = self.priorities(), cast("SampledStorage", self._storage), native.empty_rows(n)
-        masses = index.leaves_of(rows).cumsum(0)
-        if not masses[-1] > 0:
-            raise NoSampleable("sample: every priority is zero. Add data, or give rows a priority above zero.")
-        native.uniform(key, 1 << 53, bits)
-        places = torch.searchsorted(masses, bits.double() / (1 << 53) * masses[-1], right=True)
-        drawn = rows[
-            places.clamp(max=int(torch.searchsorted(masses, masses[-1])))
-        ]  # the last above zero, where that rounds up
+    def draw_among(self, rows: Tensor, n: int, key: int) -> Draw | None:
+        index, storage = self.priorities(), cast("SampledStorage", self._storage)
+        if not isinstance(index, PriorityIndex):  # it is on a device
+            return None
+        drawn, _, weights = index.draw(key, n, among=rows)
         numbers = storage.tickets_of(drawn)
-        said = {
-            "priority_weight": index.weights(drawn).to(self.dtype),
-            "index_generation": storage.writes_of(drawn, numbers),
-        }
+        said = {"priority_weight": weights.to(self.dtype), "index_generation": storage.writes_of(drawn, numbers)}
         return Draw(drawn, numbers, said)
 
     def sample_natively(

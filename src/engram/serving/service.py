@@ -304,8 +304,8 @@ class Service:
 
     def _version(self, command: protocol.Version) -> int:
         sampler = self._rb.sampler
-        ignores = isinstance(sampler, RuledSampler) and sampler.max_staleness < 0
-        if not isinstance(sampler, VersionedSampler) or ignores:
+        undated = isinstance(sampler, RuledSampler) and sampler.max_staleness < 0
+        if undated or not isinstance(sampler, VersionedSampler):
             raise TypeError(
                 "consumer_version: expected a store that a StalenessAwareSampler draws from, or a PromptGroupSampler or a "
                 f"FilteredSampler with max_staleness, got {sampler!r}."

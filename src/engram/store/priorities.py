@@ -143,15 +143,19 @@ class PriorityIndex(TicketIndex[native.Priorities]):
         """Priorities in private memory, of rows that are in no store."""
         return cls.alone(native.priority_bytes(rows, config.within_buffer), rows, *config)
 
-    def draw(self, key: int, n: int, *, leaves: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    def draw(
+        self, key: int, n: int, *, leaves: bool = False, among: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """``n`` rows by priority, with replacement: int64 rows, int64 ticket numbers, float64 weights, or ``leaves`` in place of these.
+
+        ``among``: of these rows only, int64 ``[m]``.
 
         Raises:
             NoSampleable: all priorities are zero, or there are no rows.
         """
         rows, numbers = native.empty_rows(n), native.empty_rows(n)
         weights = torch.empty(n, dtype=torch.float64, device="cpu")
-        self.core.draw(key, rows, numbers, weights, leaves)
+        self.core.draw(key, rows, numbers, weights, leaves, among)
         return rows, numbers, weights
 
     def sample(self, store: Store, key: Key, n: int, single_precision: bool, over_batch: bool) -> list[Tensor]:
