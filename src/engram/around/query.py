@@ -12,14 +12,7 @@ from engram._support.field_paths import FieldPath, as_path, public
 from engram._support.nested import find_field, is_tensordict
 from engram._support.tensordicts import is_tensorclass, tensordict_type
 from engram._support.words import warn
-from engram.around.episodes import (
-    NAMED,
-    Episodes,
-    TrajectoryKeys,
-    find_start_stop_traj,
-    numbers_by_path,
-    step_type_bytes,
-)
+from engram.around import episodes
 from engram.around.predicates import Segments, TrajectoryPredicate, holds, missing, reject
 from engram.format.schema import Field
 from engram.store import DTYPE_NAMES, Store
@@ -107,7 +100,7 @@ def boundaries_of(fields: Sequence[Field], numbers: dict[FieldPath, int], given:
     if path is not None and path not in numbers:
         raise KeyError(f"{call}: trajectory_key: expected a stored field, one of {known}, got {public(path)!r}.")
     try:
-        found = TrajectoryKeys(path, None, None).boundaries(fields, numbers, call)
+        found = episodes.TrajectoryKeys(path, None, None).boundaries(fields, numbers, call)
     except RuntimeError:
         raise KeyError(
             f"{call}: expected trajectory ids, such as ('collector', 'traj_ids') or 'episode', or end flags such as ('next', 'done'), "
@@ -133,12 +126,12 @@ def _parts(data: TensorDictBase, trajectory_key: object, call: str) -> tuple[lis
         signal = columns[fields[number].key].reshape(len(data), -1).cpu()
         if number in found.ids:
             ends[:-1] |= (signal[1:] != signal[:-1]).any(1)
-        elif step_type_bytes(fields[number]):
+        elif episodes.step_type_bytes(fields[number]):
             ends |= (signal == _LAST).any(1)
             ends[:-1] |= (signal[1:] == _FIRST).any(1)
         else:
             ends |= (signal != 0).any(1)
-    start, stop, _ = find_start_stop_traj(end=ends, at_capacity=False)
+    start, stop, _ = episodes.find_start_stop_traj(end=ends, at_capacity=False)
     return start[:, 0].tolist(), stop[:, 0].tolist()
 
 
@@ -203,7 +196,7 @@ class Query:
         if not storage.traits.has_fields:
             return self._of_list(storage, predicate, trajectory_key)
         memory = storage.memory
-        if memory is None or memory.schema.structure.kind not in NAMED or memory.schema.structure.batch:
+        if memory is None or memory.schema.structure.kind not in episodes.NAMED or memory.schema.structure.batch:
             raise TypeError(
                 f"query: expected rows with fields, of one step each, got those of a {type(storage).__name__} with "
                 f"{'rows elsewhere' if memory is None else memory.schema.structure.kind}."
@@ -267,10 +260,10 @@ class Stored:
 
     def __init__(self, storage: Storage, memory: Store, trajectory_key: object) -> None:
         self._storage, self._memory = storage, memory
-        self._numbers = numbers_by_path(memory)
+        self._numbers = episodes.numbers_by_path(memory)
         boundaries = boundaries_of(memory.schema.fields, self._numbers, trajectory_key, "query")
         name = "-".join(["query", "id" if boundaries.ids else "end", *map(str, boundaries.which)])
-        runs = torch.from_numpy(Episodes(memory, boundaries, name).table().runs().reshape(-1, 3))
+        runs = torch.from_numpy(episodes.Episodes(memory, boundaries, name).table().runs().reshape(-1, 3))
         self._lengths = runs[:, 2]
         self._rows = self._rows_of(runs)
         self._tickets = storage.tickets_of(self._rows)

@@ -21,16 +21,8 @@ from engram.format import layout
 from engram.reshard.driver import Reshard, format_counts, seed_of
 from engram.reshard.driver import convert as converted_for
 from engram.reshard.plan import open_shard
-from engram.saved import disk
+from engram.saved import checkpointers, disk
 from engram.saved import parts as saved_parts
-from engram.saved.checkpointers import (
-    for_torchrl,
-    foreign_format,
-    foreign_state,
-    is_laid_out,
-    prepare_dumped,
-    prepared_snapshot,
-)
 from engram.saved.checkpoints import Checkpoint, finish_dump, replacing, standing
 from engram.saved.parts import Parts, SavedPart, check_blocks
 from engram.saved.snapshot import Snapshot, StoragePreparation, StorageSnapshot
@@ -125,7 +117,7 @@ class Saving:
         self._settle()
 
         def prepare() -> StoragePreparation:
-            return prepared_snapshot(self._wiring.storage, self._own_indexes())  # type: ignore[return-value] # or a layout
+            return checkpointers.prepared_snapshot(self._wiring.storage, self._own_indexes())  # type: ignore[return-value] # or a layout
 
         def parts() -> Parts:
             return self._parts((), drop_prefetched=prefetch == "drop")
@@ -230,7 +222,7 @@ class Saving:
 
     def _load(self, path: str | os.PathLike[str], work: Work, *, convert: bool, default_rng: bool) -> None:
         folder = standing(Path(path))
-        foreign = foreign_format(folder)
+        foreign = checkpointers.foreign_format(folder)
         if foreign is not None:
             if convert:
                 raise IncompatibleCheckpoint(
@@ -261,7 +253,7 @@ class Saving:
     def prepare_state(self, state: Any, *, default_rng: bool) -> PreparedLoad:
         """Check a :meth:`state_dict`."""
         kind = self._settings.kind
-        foreign = foreign_state(state, self._wiring.storage.ndim)
+        foreign = checkpointers.foreign_state(state, self._wiring.storage.ndim)
         if foreign is not None:
             return self.prepare_foreign(foreign)
         check_keys(state, _ENTRIES, kind)
@@ -300,10 +292,10 @@ class Saving:
             own = self._of_the_sampler(states) if convert else []
             if saved_parts.INDEX in states["sampler"]:
                 states["sampler"] = saved_parts.index_state(reader, states["sampler"])
-            if resize and not is_laid_out(reader):
+            if resize and not checkpointers.is_laid_out(reader):
                 rows = self._prepare_conversion(reader, states)
             else:
-                rows = prepare_dumped(self._wiring.storage, reader, close_open=close_open, without=own)
+                rows = checkpointers.prepare_dumped(self._wiring.storage, reader, close_open=close_open, without=own)
             made = self._converted(states, found, where, convert=convert)
             return self._prepare(self._state_of_parts(made.states, where), rows, made, default_rng=default_rng)
 
@@ -524,7 +516,7 @@ class Dump(NamedTuple):
         with Work("saving", self.rows.nbytes, progress) as work:
             rows = self.rows.save(folder / saved_parts.STORAGE, work)
             infos = [rows.info, *saved_parts.write_parts(folder, self.parts)]
-            for_torchrl(folder, self.rows, self.parts.states["buffer"]["batch_size"])
+            checkpointers.for_torchrl(folder, self.rows, self.parts.states["buffer"]["batch_size"])
         finish_dump(folder, infos, rows.shard)
 
 

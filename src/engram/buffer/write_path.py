@@ -17,18 +17,9 @@ import torch
 from torch import Tensor
 
 from engram import storages
-from engram._support import fork
+from engram._support import fork, nested
 from engram._support.checks import as_numbers
 from engram._support.native import NotAdmitted
-from engram._support.nested import (
-    NoRows,
-    first_leaf,
-    has_dimensions,
-    is_numbers,
-    is_tensordict,
-    map_leaves,
-    map_with_paths,
-)
 from engram._support.overrides import doing, overrides
 from engram._support.tensordicts import is_tensor_collection
 from engram.buffer.lanes import BATCHES, Lane, Lanes, Layout
@@ -109,7 +100,7 @@ class WritePath:
         if not transform.writes:
             return TransformedRows(data, batched=False, rows=rows_of(data, at))
         self._wiring.storage.check_writable()
-        batch = transform.inv(map_with_paths(data, self._in_batch))
+        batch = transform.inv(nested.map_with_paths(data, self._in_batch))
         n = 0 if batch is None else _size_of_dim(batch, at)
         if n == 0:
             return None
@@ -121,8 +112,8 @@ class WritePath:
 
     def _in_batch(self, leaf: object, path: Path) -> object:
         """A leaf of a row as a leaf of a batch of one: numbers, too, where they become a field."""
-        leaf = self._wiring.storage.number(leaf, path) if is_numbers(leaf) else leaf
-        return _with_dim(leaf, self._wiring.storage.ndim - 1) if has_dimensions(leaf) else leaf
+        leaf = self._wiring.storage.number(leaf, path) if nested.is_numbers(leaf) else leaf
+        return _with_dim(leaf, self._wiring.storage.ndim - 1) if nested.has_dimensions(leaf) else leaf
 
     def write_transformed(self, transformed: TransformedRows, lane: int | None, timeout: float) -> Any:
         """Write what the transforms made."""
@@ -208,7 +199,7 @@ class WritePath:
             if timeout is None:
                 raise
             return wiring.gate.written(partial(self.write_rows, data, lane), storage.memory, refused, timeout)
-        except NoRows:
+        except nested.NoRows:
             return wiring.no_index().squeeze(1)
         return wiring.user_index(write.survivors if wiring.of_writer.rejects else write.rows)
 
@@ -295,7 +286,7 @@ class WritePath:
                 if not batched
                 else data[i]
                 if isinstance(data, list)
-                else map_leaves(data, cast("Any", operator.itemgetter(i)))
+                else nested.map_leaves(data, cast("Any", operator.itemgetter(i)))
             )
             at = writer.get_insert_index(row)
             if at is not None:
@@ -346,12 +337,12 @@ class WritePath:
 
 def map_dimensioned(data: object, change: Callable[[Any], object]) -> object:
     """Nested data with ``change`` of every tensor, array or TensorDict, in new containers."""
-    return map_leaves(data, lambda leaf: change(leaf) if has_dimensions(leaf) else leaf)
+    return nested.map_leaves(data, lambda leaf: change(leaf) if nested.has_dimensions(leaf) else leaf)
 
 
 def new_containers(data: object) -> object:
     """The same tensors in containers that a transform may change: the caller's stay as they are."""
-    return map_leaves(data, lambda leaf: leaf.copy() if is_tensordict(leaf) else leaf)
+    return nested.map_leaves(data, lambda leaf: leaf.copy() if nested.is_tensordict(leaf) else leaf)
 
 
 def rows_of(data: object, dims: int = 1) -> int | None:
@@ -360,8 +351,8 @@ def rows_of(data: object, dims: int = 1) -> int | None:
         return 0
     if isinstance(data, list):
         return len(data)
-    leaf = first_leaf(data)
-    if not has_dimensions(leaf):
+    leaf = nested.first_leaf(data)
+    if not nested.has_dimensions(leaf):
         return len(data) if isinstance(data, tuple) else None
     shape = leaf.batch_size if is_tensor_collection(leaf) else leaf.shape
     return math.prod(shape[:dims]) if len(shape) >= dims else None
@@ -376,8 +367,8 @@ def _with_dim(x: Any, at: int) -> object:
 
 def _size_of_dim(batch: object, at: int) -> int:
     """Rows in what a transform made of a batch of one."""
-    leaf = first_leaf(batch)
-    if not has_dimensions(leaf):
+    leaf = nested.first_leaf(batch)
+    if not nested.has_dimensions(leaf):
         return 1
     if is_tensor_collection(leaf):
         return int(leaf.batch_size[-1]) if leaf.batch_size else 1
@@ -471,7 +462,7 @@ def _set(
         data = (
             [data[i] for i in kept]
             if isinstance(data, list)
-            else map_leaves(data, lambda x: cast("Any", x)[kept] if has_dimensions(x) else x)
+            else nested.map_leaves(data, lambda x: cast("Any", x)[kept] if nested.has_dimensions(x) else x)
         )
 
     def own(cursor: object, data: object) -> None:
@@ -501,7 +492,7 @@ def _steps(data: object, storage: Storage, call: str) -> int:
     """How many steps a batch has, of each column."""
     if isinstance(data, list):
         return len(data)
-    leaf: Any = first_leaf(data)
+    leaf: Any = nested.first_leaf(data)
     shape = getattr(leaf, "batch_size" if is_tensor_collection(leaf) else "shape", ())
     return int(shape[storage.dim_extend]) if len(shape) >= storage.ndim else leading_size(data, call)
 

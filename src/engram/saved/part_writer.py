@@ -14,16 +14,6 @@ from msgspec import UNSET
 from engram.format import files, layout
 from engram.format.schema import DTYPES, MAX_DIMS, PartField
 from engram.saved import description, disk
-from engram.saved.description import (
-    ArrayInfo,
-    Geometry,
-    ItemsPiece,
-    Part,
-    Segment,
-    TableName,
-    pack_pieces,
-    pack_segments,
-)
 from engram.saved.part_reader import Listing, PartReader, SummedFile
 
 if TYPE_CHECKING:
@@ -40,7 +30,7 @@ _CHUNK = 1 << 20
 #: Bytes of a file after which the disk is told to begin with them, while the next ones are copied.
 _START = 16 << 20
 
-R = TypeVar("R", Segment, ItemsPiece)
+R = TypeVar("R", description.Segment, description.ItemsPiece)
 
 
 def _bytes_of(files: Sequence[_Written], more: int) -> tuple[int, int]:
@@ -316,11 +306,11 @@ class PartWriter:
         self,
         state: Mapping[str, object],
         *,
-        geometry: Geometry | None = None,
+        geometry: description.Geometry | None = None,
         schema: Sequence[PartField] | None = None,
         segment_rows: int | None = None,
-        segments: Sequence[Segment] = (),
-        pieces: Sequence[ItemsPiece] | None = None,
+        segments: Sequence[description.Segment] = (),
+        pieces: Sequence[description.ItemsPiece] | None = None,
     ) -> PartInfo:
         """Write sums and ``part.json``, and wait until every name is on disk. The part is complete when this returns.
 
@@ -339,22 +329,24 @@ class PartWriter:
             OSError: no space, or an I/O error.
         """
         segments, its_pieces = sorted(segments), sorted(pieces or ())
-        later: dict[TableName, int] = {} if segment_rows is None else {"segments": len(segments)}
+        later: dict[description.TableName, int] = {} if segment_rows is None else {"segments": len(segments)}
         later |= {} if pieces is None else {"items": len(its_pieces)}
         placed = self._placed(schema or (), segments, its_pieces, later)
-        records = [] if segment_rows is None else self._write_records("segments", segments, placed, pack_segments)
-        of_items = [] if pieces is None else self._write_records("items", its_pieces, placed, pack_pieces)
+        records = (
+            [] if segment_rows is None else self._write_records("segments", segments, placed, description.pack_segments)
+        )
+        of_items = [] if pieces is None else self._write_records("items", its_pieces, placed, description.pack_pieces)
         written = [self._complete(name) for name in placed]
         raw_sums = b"".join([description.pack_sums(file.sums) for file in written])
         part, type_, name = self._names
-        document = Part(
+        document = description.Part(
             version=_version_of(part, state, pieces),
             part=part,
             type=type_,
             name=name,
             state=dict(state),
             arrays=tuple(
-                ArrayInfo(dtype, shape, *placed[description.array_name(self._prefix, i)])
+                description.ArrayInfo(dtype, shape, *placed[description.array_name(self._prefix, i)])
                 for i, (dtype, shape) in enumerate(self._arrays)
             ),
             sums=description.SumsEntry(len(raw_sums), hashlib.sha256(raw_sums).hexdigest()),
@@ -372,7 +364,7 @@ class PartWriter:
         sizes = {name: file.bytes for name, file in placed.items()}
         sizes |= {f"{self._prefix}{description.PART}": len(raw), f"{self._prefix}{description.SUMS}": len(raw_sums)}
         listing = Listing(
-            msgspec.json.decode(raw, type=Part),
+            msgspec.json.decode(raw, type=description.Part),
             sha256,
             sizes,
             placed,
@@ -382,7 +374,7 @@ class PartWriter:
         )
         return PartInfo(self.folder, len(raw), sha256, new, linked, listing)
 
-    def _put(self, document: Part, raw_sums: bytes) -> tuple[bytes, str]:
+    def _put(self, document: description.Part, raw_sums: bytes) -> tuple[bytes, str]:
         """Write the description, and wait for all names. Its text and sha256."""
         raw = document.encode()
         disk.put(self._path(f"{self._prefix}{description.SUMS}"), raw_sums)
@@ -392,7 +384,11 @@ class PartWriter:
         return raw, hashlib.sha256(raw).hexdigest()
 
     def _write_records(
-        self, table: TableName, records: Sequence[R], placed: Mapping[str, SummedFile], pack: Callable[[list[R]], bytes]
+        self,
+        table: description.TableName,
+        records: Sequence[R],
+        placed: Mapping[str, SummedFile],
+        pack: Callable[[list[R]], bytes],
     ) -> list[R]:
         """Write the table of some files, whose sizes and sums are known by now."""
         made = []
@@ -408,9 +404,9 @@ class PartWriter:
     def _placed(
         self,
         schema: Sequence[PartField],
-        segments: Sequence[Segment],
-        pieces: Sequence[ItemsPiece],
-        later: Mapping[TableName, int],
+        segments: Sequence[description.Segment],
+        pieces: Sequence[description.ItemsPiece],
+        later: Mapping[description.TableName, int],
     ) -> dict[str, SummedFile]:
         """Size and number of the first sum of every file, in the order of their sums.
 

@@ -21,23 +21,7 @@ from engram._support import native, nested, tensordicts
 from engram._support.field_paths import public
 from engram.format.layout import SINGLE
 from engram.format.schema import DTYPES, Field, Kind, Node, Schema, key_differences, name_of, validate_key
-from engram.storages._types import (
-    NO_DTYPES,
-    NOTHING_ADDED,
-    Added,
-    as_tensor,
-    at,
-    by_name,
-    cast,
-    check_stored,
-    find_types,
-    is_leaf,
-    no_tensor,
-    of_users,
-    taken_by_key,
-    takes_rows_of,
-    type_name,
-)
+from engram.storages import _types
 from engram.store import DTYPE_NAMES, DTYPE_OF, dlpack_specs
 
 if TYPE_CHECKING:
@@ -70,8 +54,8 @@ class Structure:
         fields: Sequence[Field],
         root: Node,
         types: Mapping[str, type[object]] | None = None,
-        dtypes: Dtypes = NO_DTYPES,
-        added: Added = NOTHING_ADDED,
+        dtypes: Dtypes = _types.NO_DTYPES,
+        added: _types.Added = _types.NOTHING_ADDED,
         names: Mapping[tuple[str, ...], tuple[str | None, ...]] | None = None,
     ) -> None:
         self.fields = tuple(fields)
@@ -99,7 +83,7 @@ class Structure:
     @property
     def is_described(self) -> bool:
         """Whether a schema says all of it: it has no types of the user's own."""
-        return not of_users(self._types)
+        return not _types.of_users(self._types)
 
     @cached_property
     def intake(self) -> native.Intake | None:
@@ -121,7 +105,7 @@ class Structure:
 
     def __getstate__(self) -> dict[str, object]:
         state = {key: value for key, value in self.__dict__.items() if key not in ("_layout", "intake")}
-        return {**state, "_types": of_users(self._types)}
+        return {**state, "_types": _types.of_users(self._types)}
 
     def __deepcopy__(self, _: object) -> Structure:
         """With the same classes: pickles know those of other processes only by their names."""
@@ -131,13 +115,13 @@ class Structure:
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
-        find_types(self.root, self._types)
+        _types.find_types(self.root, self._types)
         self._layout = native.Layout(dlpack_specs(self.fields))
 
     # ---- from the first data -----------------------------------------------------------------------------------------
 
     @classmethod
-    def of(cls, data: object, *, batched: bool, call: str, dtypes: Dtypes = NO_DTYPES) -> Structure:
+    def of(cls, data: object, *, batched: bool, call: str, dtypes: Dtypes = _types.NO_DTYPES) -> Structure:
         """The structure of a first row, or of a first batch of rows. ``dtypes``: of some fields, in place of the data's.
 
         Raises:
@@ -155,7 +139,7 @@ class Structure:
         return cls(builder.fields, root, builder.types, dtypes, names=builder.names)
 
     @classmethod
-    def from_schema(cls, schema: Schema, dtypes: Dtypes = NO_DTYPES) -> Structure:
+    def from_schema(cls, schema: Schema, dtypes: Dtypes = _types.NO_DTYPES) -> Structure:
         """The structure of a stored schema. ``dtypes``: those of fields to which values of others are cast.
 
         Raises:
@@ -163,14 +147,16 @@ class Structure:
             IncompatibleStore: other ``dtypes`` than it has.
         """
         types: dict[str, type[object]] = {}
-        find_types(schema.structure, types)
+        _types.find_types(schema.structure, types)
         if dtypes:
-            check_stored(schema.fields, dtypes)
-        return cls(schema.fields, schema.structure, types, dtypes, Added.of(schema))
+            _types.check_stored(schema.fields, dtypes)
+        return cls(schema.fields, schema.structure, types, dtypes, _types.Added.of(schema))
 
     def grown(self, schema: Schema) -> Structure:
         """The structure of rows with more fields."""
-        grown = type(self)(schema.fields, schema.structure, self._types, self.dtypes, Added.of(schema), self.names)
+        grown = type(self)(
+            schema.fields, schema.structure, self._types, self.dtypes, _types.Added.of(schema), self.names
+        )
         grown.on_host, grown._before, grown.whose = self.on_host, self, self.whose
         return grown
 
@@ -216,7 +202,7 @@ class Structure:
 
         ``loose``: rows may be in other dimensions, in the same order, and dimensions of size 1 be missing or elsewhere.
         """
-        shape, value = self._specs[i][1], as_tensor(value, self.fields[i].key, call, self._specs[i][0])
+        shape, value = self._specs[i][1], _types.as_tensor(value, self.fields[i].key, call, self._specs[i][0])
         expected = torch.Size((*batch, *shape))
         given, own = ([size for size in dims if size != 1] for dims in (value.shape, shape))
         fits = given[len(given) - len(own) :] == own if loose else value.shape == shape
@@ -244,16 +230,16 @@ class Structure:
         for i, field in enumerate(self.fields):
             if field.key == (path or (SINGLE,)):
                 return self._value(i, value, "add")
-        return as_tensor(value, path, "add")
+        return _types.as_tensor(value, path, "add")
 
     def _value(self, i: int, given: object, call: str) -> Tensor:
         """What is given for a field; numbers as its dtype, if that can hold them."""
         dtype = self._specs[i][0]
-        value = as_tensor(given, self.fields[i].key, call, dtype)
+        value = _types.as_tensor(given, self.fields[i].key, call, dtype)
         same_kind = (value.dtype is torch.bool) == (dtype is torch.bool)
         if value.dtype is dtype or not (same_kind and isinstance(given, np.generic | list)):
             return value
-        return value if (number := cast(value, dtype)) is None else number
+        return value if (number := _types.cast(value, dtype)) is None else number
 
     def _leaf(self, i: int, value: object, expected: torch.Size, call: str) -> Tensor:
         dtype, _, is_float = self._specs[i]
@@ -263,7 +249,7 @@ class Structure:
         if value.dtype is not dtype or value.shape != expected:
             raise RuntimeError(self._mismatch(i, value, expected, call, given))
         if value.is_meta:
-            raise TypeError(f"{call}: {at(self.fields[i].key)}: {_NO_DATA}")
+            raise TypeError(f"{call}: {_types.at(self.fields[i].key)}: {_NO_DATA}")
         if not value.is_cpu and self.on_host:
             value = value.cpu()
         if value._is_zerotensor():  # made by autograd: it has no memory
@@ -274,7 +260,7 @@ class Structure:
 
     def _cast(self, i: int, value: Tensor, call: str) -> Tensor:
         """Values of another dtype as the one that the user has said."""
-        made = cast(value, self._specs[i][0])
+        made = _types.cast(value, self._specs[i][0])
         if made is None:
             field, was = self.fields[i], str(value.dtype).removeprefix("torch.")
             raise RuntimeError(
@@ -321,7 +307,7 @@ class Structure:
             found[node.field] = self._leaf(node.field, value, expected, call)
             return
         given, source = _opened(value, of_numbers=node.kind == "list")
-        if given != node.kind or (node.type and not takes_rows_of(type(value), node, self._types, vars(self))):
+        if given != node.kind or (node.type and not _types.takes_rows_of(type(value), node, self._types, vars(self))):
             check_tensor(value, path, call)
             kind = f"{node.kind} {node.type.partition(':')[2]}".rstrip().replace("tensordict", "TensorDict")
             remedy = (
@@ -330,8 +316,8 @@ class Structure:
                 else ""
             )
             got = f"{nested.describe(value)}.{remedy}"
-            raise TypeError(f"{call}: {at(path)}: expected a {kind} as in the first row, got {got}{self.whose}")
-        named = by_name(source.items(), path, call) if node.integers else source
+            raise TypeError(f"{call}: {_types.at(path)}: expected a {kind} as in the first row, got {got}{self.whose}")
+        named = _types.by_name(source.items(), path, call) if node.integers else source
         children = self._expected(node, named)
         keys: Iterable[object] = map(node.key_of, children) if node.integers else children
         differs = key_differences(keys, (key for key in source if key in node.children or key not in ignored))
@@ -339,8 +325,8 @@ class Structure:
             for key, child in source.items():
                 check_tensor(child, (*path, str(key)), call)
             raise KeyError(
-                f"{call}: {at(path)}: expected the fields of the first row, got others: {differs}. Write the same fields in every row; "
-                f"rb.add_field(key, example) adds one to all rows.{self.whose}"
+                f"{call}: {_types.at(path)}: expected the fields of the first row, got others: {differs}. Write the same fields in every "
+                f"row; rb.add_field(key, example) adds one to all rows.{self.whose}"
             )
         for key, child in children.items():
             self._walk(child, named[key], batch, found, call, (*path, key), frozenset())
@@ -458,7 +444,7 @@ class _Builder:
         self.names: dict[tuple[str, ...], tuple[str | None, ...]] = {}
 
     def node(self, value: object, path: tuple[str, ...]) -> Node:
-        if is_leaf(value):
+        if _types.is_leaf(value):
             return self._leaf(value, path)
         kind, source = _contained(value, path, self.call)
         batch: tuple[int, ...] = ()
@@ -467,26 +453,26 @@ class _Builder:
             if batch and any(names := tuple(value.names[self.batched :])):
                 self.names[path] = names
         children = {}
-        for key, child in by_name(source.items(), path, self.call).items():
+        for key, child in _types.by_name(source.items(), path, self.call).items():
             validate_key((*path, key))
             children[key] = self.node(child, (*path, key))
         name = ""
         if kind in ("tensorclass", "namedtuple"):
-            name = type_name(type(value))
+            name = _types.type_name(type(value))
             self.types[name] = type(value)
         integers = tuple(name for name, key in zip(children, source, strict=True) if name != key)
         return Node(kind=kind, children=children, type=name, batch=batch, integers=integers)
 
     def _leaf(self, value: object, path: tuple[str, ...]) -> Node:
-        value = as_tensor(value, key := path or (SINGLE,), self.call)
+        value = _types.as_tensor(value, key := path or (SINGLE,), self.call)
         if value.dtype not in DTYPE_NAMES:
             raise TypeError(
-                f"{self.call}: {at(path)}: dtype {value.dtype} cannot be stored. Possible: {', '.join(DTYPES)}."
+                f"{self.call}: {_types.at(path)}: dtype {value.dtype} cannot be stored. Possible: {', '.join(DTYPES)}."
             )
         if value.is_meta:
-            raise TypeError(f"{self.call}: {at(path)}: {_NO_DATA}")
+            raise TypeError(f"{self.call}: {_types.at(path)}: {_NO_DATA}")
         if value.layout is not torch.strided or value.is_nested:
-            raise TypeError(f"{self.call}: {at(path)}: expected a dense tensor, got a {value.layout} one.")
+            raise TypeError(f"{self.call}: {_types.at(path)}: expected a dense tensor, got a {value.layout} one.")
         shape = tuple(value.shape[1:] if self.batched else value.shape)
         self.fields.append(Field(key=key, dtype=DTYPE_NAMES[value.dtype], shape=shape))
         return Node(kind="leaf", field=len(self.fields) - 1)
@@ -526,7 +512,7 @@ def _collect(node: Node, data: Any, leaves: list[Any]) -> bool:
     if len(entries) != len(node.children):
         return False
     if node.integers:
-        entries = taken_by_key(node, data)
+        entries = _types.taken_by_key(node, data)
     for name, child in node.children.items():
         value = entries.get(name)
         if child.kind == "leaf":
@@ -553,7 +539,7 @@ def _opened(value: object, *, of_numbers: bool = False) -> tuple[Kind | None, Ma
     # One kind: classes with named fields.
     if (isinstance(value, tuple) and hasattr(value, "_asdict")) or nested.is_dataclass(value):
         return "namedtuple", nested.attributes(value)
-    if isinstance(value, tuple | list) and (of_numbers or not is_leaf(value)):
+    if isinstance(value, tuple | list) and (of_numbers or not _types.is_leaf(value)):
         kind: Kind = "tuple" if isinstance(value, tuple) else "list"
         return kind, {str(i): child for i, child in enumerate(value)}
     return None, {}
@@ -563,15 +549,15 @@ def _contained(value: object, path: tuple[str, ...], call: str) -> tuple[Kind, M
     """Kind and entries of a container. Raises ``TypeError`` for other values, and for lists of strings, numbers or other objects."""
     kind, entries = _opened(value)
     listed = kind in ("list", "tuple") and entries
-    if kind is None or (listed and not any(is_leaf(item) or _opened(item)[0] for item in entries.values())):
-        raise no_tensor(value, path, call)
+    if kind is None or (listed and not any(_types.is_leaf(item) or _opened(item)[0] for item in entries.values())):
+        raise _types.no_tensor(value, path, call)
     return kind, entries
 
 
 def check_tensor(value: object, key: tuple[str, ...], call: str) -> None:
     """Raise ``TypeError`` where a TensorDict holds strings or other objects, in the entry or below it."""
     if tensordicts.is_non_tensor(value):
-        raise no_tensor(value, key, call)
+        raise _types.no_tensor(value, key, call)
     if tensordicts.is_tensor_collection(value):
         for name, child in tensordicts.children(value, whole=True).items():
             check_tensor(child, (*key, name), call)
@@ -631,7 +617,7 @@ def leading_size(data: object, call: str, least: int = 1, ragged: CountsRows | N
     else:
         _note_sizes(data, (), sizes, call, ragged)
     if len(sizes) > 1:
-        listed = ", ".join(f"{at(path)} has {size}" for size, path in sizes.items())
+        listed = ", ".join(f"{_types.at(path)} has {size}" for size, path in sizes.items())
         raise RuntimeError(f"{call}: expected the same number of rows in every leaf, but {listed}.")
     if not sizes and data not in ([], ()):
         raise TypeError(f"{call}: expected at least one tensor, got {nested.describe(data)}.")
@@ -650,8 +636,8 @@ def _note_sizes(
         return
     if tensordicts.is_tensor_collection(data) and not tensordicts.is_non_tensor(data):
         shape = data.batch_size
-    elif is_leaf(data):
-        shape = as_tensor(data, path, call).shape
+    elif _types.is_leaf(data):
+        shape = _types.as_tensor(data, path, call).shape
     else:
         for key, child in _contained(data, path, call)[1].items():
             _note_sizes(child, (*path, str(key)), sizes, call, ragged)
@@ -659,5 +645,5 @@ def _note_sizes(
     if not shape:
         collection = tensordicts.is_tensor_collection(data)
         got = f"{nested.describe(data)}: one row. {_ONE_ROW}" if collection else "a scalar without dimensions"
-        raise TypeError(f"{call}: {at(path)}: expected a batch of rows, got {got}. Did you mean add()?")
+        raise TypeError(f"{call}: {_types.at(path)}: expected a batch of rows, got {got}. Did you mean add()?")
     sizes.setdefault(int(shape[0]), path)

@@ -10,17 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engram._support import tensordicts
 from engram._support.checks import check_count
 from engram._support.copies import deflated, inflated, raw_bytes, zstd
 from engram._support.nested import map_leaves
-from engram._support.tensordicts import (
-    children,
-    copies,
-    is_plain_tensordict,
-    is_tensor_collection,
-    lazy_stack,
-    tensordict_type,
-)
 from engram.storages.items import ItemGroups
 from engram.storages.list import ListStorage
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
@@ -84,7 +77,7 @@ class LazyStackStorage(ListStorage):
         if not items:
             raise RuntimeError("LazyStackStorage: expected rows to stack, got none.")
         kinds = {type(item): item for item in items}  # each is looked at once
-        odd = next((item for item in kinds.values() if not is_tensor_collection(item)), None)
+        odd = next((item for item in kinds.values() if not tensordicts.is_tensor_collection(item)), None)
         if odd is not None:
             raise TypeError(
                 f"LazyStackStorage: expected TensorDicts, got {type(odd).__name__}. Use a ListStorage, or a collate_fn of your own."
@@ -101,7 +94,7 @@ class LazyStackStorage(ListStorage):
                 f"LazyStackStorage: stack_dim: expected one in [{-dims}, {dims}), as batches have {dims} dimensions, got {self.stack_dim}."
             )
         # Entries of the batch are no entries of what is stored.
-        return lazy_stack(copies(rows), self.stack_dim % dims)
+        return tensordicts.lazy_stack(tensordicts.copies(rows), self.stack_dim % dims)
 
     def groups(
         self, name: str, key: FieldPath, reward: FieldPath | None, rules: GroupRules = ALL_ROWS
@@ -175,8 +168,8 @@ class _CompressedItems(ListStorage):
                 raw = deflated(_bytes_of(plain), self.compression_level)
                 data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
             return _Leaf(data, leaf.shape, leaf.dtype)
-        if is_plain_tensordict(leaf):
-            entries = {key: self._compressed(value) for key, value in children(leaf).items()}
+        if tensordicts.is_plain_tensordict(leaf):
+            entries = {key: self._compressed(value) for key, value in tensordicts.children(leaf).items()}
             return _Entries(entries, leaf.batch_size, leaf.device, leaf.names if any(leaf.names) else None)
         return leaf
 
@@ -187,7 +180,7 @@ class _CompressedItems(ListStorage):
         if isinstance(leaf, _Entries):
             entries = {key: self._whole(value) for key, value in leaf.entries.items()}
             device = self._device if leaf.device else None
-            return tensordict_type()(entries, batch_size=leaf.batch_size, device=device, names=leaf.names)
+            return tensordicts.tensordict_type()(entries, batch_size=leaf.batch_size, device=device, names=leaf.names)
         return self._tensor(leaf) if isinstance(leaf, _Leaf) else leaf
 
     def _tensor(self, leaf: _Leaf) -> Tensor:

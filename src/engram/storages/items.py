@@ -11,19 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram._support import native
+from engram._support import native, nested
 from engram._support.copies import raw_bytes
 from engram._support.field_paths import FieldPath, public
-from engram._support.nested import (
-    describe,
-    find,
-    find_field,
-    flatten,
-    has_entries,
-    is_named_tuple,
-    is_tensordict,
-    map_with_paths,
-)
 from engram._support.state import check_keys, tensor_in, typed
 from engram._support.tensordicts import (
     children,
@@ -233,12 +223,12 @@ def _numbers(value: object, expected: str) -> Tensor:
 
 
 def _entry(item: object, path: FieldPath) -> object:
-    found: object = find(item, path)
+    found: object = nested.find(item, path)
     return found.data if is_non_tensor(found) else found  # type: ignore[attr-defined] # tensordict's
 
 
 def _keys_of(item: object) -> list[FieldPath]:
-    return sorted(path for path, _ in flatten(item)) if has_entries(item) else []
+    return sorted(path for path, _ in nested.flatten(item)) if nested.has_entries(item) else []
 
 
 _MAX_DEPTH = 16
@@ -461,7 +451,7 @@ def stack(items: list[Any], path: Path = ()) -> object:
     if isinstance(first, tuple | list):
         _check_kind(items, lambda item: type(item) is type(first) and len(item) == len(first))
         columns: Any = [stack([*column], (*path, str(i))) for i, column in enumerate(zip(*items, strict=True))]
-        return type(first)(*columns) if is_named_tuple(first) else type(first)(columns)
+        return type(first)(*columns) if nested.is_named_tuple(first) else type(first)(columns)
     if is_plain_tensordict(first):
         dense = _stack_flat(items)
         if dense is not None:
@@ -476,7 +466,8 @@ def stack(items: list[Any], path: Path = ()) -> object:
             odd = next((found for item in items if (found := _odd(first, item, path))), (path, first, items[-1]))
             raise RuntimeError(
                 f"sample: {f'field {public(odd[0])!r}: ' if odd[0] else ''}expected entries of one kind and number of dimensions to stack, "
-                f"got {describe(odd[1])} and {describe(odd[2])}. Write rows of one form, or pass collate_fn= (collate_fn=list)."
+                f"got {nested.describe(odd[1])} and {nested.describe(odd[2])}. Write rows of one form, or pass collate_fn= "
+                "(collate_fn=list)."
             ) from error
     advice = "Pass collate_fn= to the buffer (collate_fn=list returns them as they are)."
     if isinstance(first, np.ndarray | np.generic | bool | int | float):
@@ -520,7 +511,7 @@ def join(batches: Sequence[Batch], owners: Sequence[str], how: Callable[[list[Te
                     f"sample: field {public(key)!r}: expected one dtype in both buffers, got {leaf.dtype} {owners[0]} and "
                     f"{other.dtype} {owner}. Cast one with DTypeCastTransform."
                 )
-    joined: Batch = map_with_paths(batches[0], lambda _, path: how([_at(batch, path) for batch in batches]))
+    joined: Batch = nested.map_with_paths(batches[0], lambda _, path: how([_at(batch, path) for batch in batches]))
     return joined
 
 
@@ -529,12 +520,12 @@ def _leaves(batch: object) -> dict[Path, object]:
     found: dict[Path, object] = {}
 
     def note(leaf: object, path: Path) -> None:
-        if is_tensordict(leaf):
+        if nested.is_tensordict(leaf):
             found.update({(*path, *_path(key)): value for key, value in leaf.items(True, True)})
         else:
             found[path] = leaf
 
-    map_with_paths(batch, note)
+    nested.map_with_paths(batch, note)
     return found
 
 
@@ -545,7 +536,7 @@ def _path(key: object) -> Path:
 def _at(batch: object, path: Path) -> Tensor:
     """The leaf of a batch under a path of names and places."""
     for name in path:
-        batch = batch[int(name)] if isinstance(batch, list) else find_field(batch, (name,))
+        batch = batch[int(name)] if isinstance(batch, list) else nested.find_field(batch, (name,))
     return cast("Tensor", batch)
 
 
@@ -577,9 +568,9 @@ def _check_kind(items: Sequence[object], fits: Callable[[object], bool]) -> None
 
 def _odd(one: object, other: Any, path: Path) -> tuple[Path, object, object] | None:
     """Where two items differ in kind or in dimensions, and what lies there."""
-    if not issubclass(type(other), type(one)) or (is_tensordict(one) and one.ndim != other.ndim):
+    if not issubclass(type(other), type(one)) or (nested.is_tensordict(one) and one.ndim != other.ndim):
         return path, one, other
-    entries = children(one) if is_tensordict(one) else {}
+    entries = children(one) if nested.is_tensordict(one) else {}
     pairs = ((key, value, other.get(key, None)) for key, value in entries.items())
     return next((odd for key, a, b in pairs if b is not None and (odd := _odd(a, b, (*path, key)))), None)
 

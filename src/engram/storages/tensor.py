@@ -16,33 +16,13 @@ from engram._support.words import count
 from engram.errors import EngramError, RowError
 from engram.saved.parts import check_blocks
 from engram.saved.rows import SavedRowsSource, read_rows_state
+from engram.storages import _columns, tensor_state
 from engram.storages._base import Count, Rows, Storage, WrongCount, check_plan
-from engram.storages._columns import (
-    check_even,
-    rows_of_coordinates,
-    rows_of_selection,
-    rows_of_stored,
-    rows_of_written,
-    selected_rows,
-)
 from engram.storages._geometry import OF_DATA, Geometry, LaterArguments, positions_of, take_later
 from engram.storages._home import Home, share_in_place
 from engram.storages._ragged_structure import structure_in
 from engram.storages._structure import Structure, device_of, leading_size
 from engram.storages._types import as_tensor
-from engram.storages.tensor_state import (
-    ENTRIES,
-    HEADS,
-    OPTIONAL,
-    KeptRows,
-    RowsLoad,
-    RowsState,
-    SnapshotPreparation,
-    describe_store,
-    fill_with_zeros,
-    unwritten,
-    with_numbers,
-)
 from engram.store import DeviceStore, Store, reattach
 from engram.store.priorities import Priorities, PriorityConfig, PriorityIndex, priorities_of
 from engram.store.ragged import RaggedStore
@@ -123,7 +103,7 @@ class TensorStorage(Storage):
         take_later(self, later)
         if storage is None:
             raise ValueError("TensorStorage: expected data, got None. LazyTensorStorage(max_size) allocates its own.")
-        rows, columns = (storage, ()) if ndim == 1 else rows_of_stored(storage, ndim, "TensorStorage")
+        rows, columns = (storage, ()) if ndim == 1 else _columns.rows_of_stored(storage, ndim, "TensorStorage")
         slots, capacity = (leading_size(data, "TensorStorage") for data in (storage, rows))
         if max_size is not None and max_size not in (slots, capacity):
             raise ValueError(f"TensorStorage: max_size: expected {slots}, the size of the data, got {max_size}.")
@@ -378,7 +358,7 @@ class TensorStorage(Storage):
         given, dtypes = data, self._geometry.dtypes
         known = self.structure if self.memory is not None and self.ndim == 1 else None
         try:
-            data, n, columns = rows_of_written(
+            data, n, columns = _columns.rows_of_written(
                 data, self, call, dtypes, batched=batched, count=count, known=known, ignored=ignored
             )
             if self.memory is None:
@@ -387,7 +367,7 @@ class TensorStorage(Storage):
                         self._initialize(data, n, columns, call)
             return self.written().flatten(data, n, call, ignored), n or 1
         except (KeyError, RuntimeError, TypeError) as error:
-            check_even(given, call)
+            _columns.check_even(given, call)
             if isinstance(error, NoRows | WrongCount) or not self._forget_fake_rows(
                 given, call, batched=batched, error=error
             ):
@@ -468,7 +448,7 @@ class TensorStorage(Storage):
             data = form.unflatten(values, lead)
         if where.shape is None:
             return super().prepare_at(where, data, call, ignored=ignored)  # type: ignore[no-any-return]
-        rows = rows_of_selection(data, where.shape, call, self.written())
+        rows = _columns.rows_of_selection(data, where.shape, call, self.written())
         return self.written().flatten(rows, len(where.rows), call, ignored)
 
     def edit_fields(self, where: Rows, entries: Mapping[tuple[str, ...], object], call: str) -> Write:
@@ -601,7 +581,7 @@ class TensorStorage(Storage):
             return where._replace(view=slice(*where.span))
         slots = len(self) // math.prod(self.columns)
         try:
-            rows = selected_rows(index, slots, self.columns, self.dim_extend)
+            rows = _columns.selected_rows(index, slots, self.columns, self.dim_extend)
         except IndexError as error:
             raise RowError(f"rb[index]: {error}.") from error
         view = slice(None) if index is Ellipsis else index if isinstance(index, slice) else None
@@ -628,7 +608,7 @@ class TensorStorage(Storage):
         """
         if self.memory is None:
             return torch.full(coordinates.shape[:-1], -1)
-        return rows_of_coordinates(coordinates, (self._capacity // math.prod(self.columns), *self.columns))
+        return _columns.rows_of_coordinates(coordinates, (self._capacity // math.prod(self.columns), *self.columns))
 
     def tickets_of(self, rows: Tensor) -> Tensor:
         return torch.full_like(rows, -1) if self.memory is None else self.memory.tickets_of(rows)
@@ -706,9 +686,9 @@ class TensorStorage(Storage):
             state = self.state_without_rows(without=without)
             numbers = state["numbers"]
             rows = [] if state["schema"] is None else self._first_rows(len(numbers))
-            if state.pop(HEADS, None) is not None and isinstance(self.store, RaggedStore):
+            if state.pop(tensor_state.HEADS, None) is not None and isinstance(self.store, RaggedStore):
                 state["items"] = self.store.packed(rows, numbers != 0)
-        fill_with_zeros(rows, numbers == 0)
+        tensor_state.fill_with_zeros(rows, numbers == 0)
         return {**state, "rows": rows}
 
     def _first_rows(self, n: int) -> list[Tensor]:
@@ -734,28 +714,30 @@ class TensorStorage(Storage):
         """
         store = self.memory
         if store is None:
-            return unwritten()
-        return with_numbers(store, describe_store(store, store.indexes.refreshed(), without))
+            return tensor_state.unwritten()
+        return tensor_state.with_numbers(store, tensor_state.describe_store(store, store.indexes.refreshed(), without))
 
     def prepare_load(self, state_dict: dict[str, Any]) -> StorageLoad:
         where = type(self).__name__
-        check_keys(state_dict, (*ENTRIES, "rows"), where, optional=(*OPTIONAL, "items"))
+        check_keys(state_dict, (*tensor_state.ENTRIES, "rows"), where, optional=(*tensor_state.OPTIONAL, "items"))
         head = {name: value for name, value in state_dict.items() if name not in ("rows", "items")}
-        rows = KeptRows.unread()
+        rows = tensor_state.KeptRows.unread()
         load = self.prepare_rows(head, rows)
         rows.take(state_dict, load.schema, where)
         return load
 
-    def prepare_rows(self, state: dict[str, Any], source: RowsSource) -> RowsLoad:
+    def prepare_rows(self, state: dict[str, Any], source: RowsSource) -> tensor_state.RowsLoad:
         where = type(self).__name__
-        check_keys(state, ENTRIES, where, optional=OPTIONAL)
+        check_keys(state, tensor_state.ENTRIES, where, optional=tensor_state.OPTIONAL)
         if typed(state, "schema", (str, type(None)), where) is None:
             if any(len(state.get(name, ())) for name in ("lanes", "numbers", "priorities", "passes", "windows")):
                 raise ValueError(f"{where}: expected nothing else in the state of a storage that was never written.")
-            return RowsLoad(self, source)
+            return tensor_state.RowsLoad(self, source)
         store = self.memory
         schema = self._geometry.same(state["schema"], None if store is None else store.schema, f"{where}: schema")
-        return RowsLoad.checked(self, source, schema, RowsState.checked(state, schema, store, where), where)
+        return tensor_state.RowsLoad.checked(
+            self, source, schema, tensor_state.RowsState.checked(state, schema, store, where), where
+        )
 
     _loads = ("TensorStorage", "LazyTensorStorage", "LazyMemmapStorage", "OwnStorage")
 
@@ -772,7 +754,7 @@ class TensorStorage(Storage):
         return None if store is None or index is None else index.state(store.rows_in_use(store.lane_states()))
 
     def prepare_snapshot(self, *, without: Collection[tuple[str, str]] = (), whole: bool = True) -> StoragePreparation:
-        return SnapshotPreparation(self, without, whole=whole)
+        return tensor_state.SnapshotPreparation(self, without, whole=whole)
 
     def lineage(self) -> object:
         return None if self.memory is None else (weakref.ref(self.memory), self.memory.replaced)

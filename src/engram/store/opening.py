@@ -22,22 +22,10 @@ from engram.format import files, layout
 from engram.format import files as controls
 from engram.format import schema as schemas
 from engram.format.sizes import resident_bytes
+from engram.store import lifetime
 from engram.store.adding import put_in_order
 from engram.store.device import DeviceStore
 from engram.store.indexes import INDEX_KINDS, Host, Indexes
-from engram.store.lifetime import (
-    AliveFile,
-    Attachment,
-    check_store,
-    exclusive,
-    maker_of,
-    occupied,
-    opened,
-    register,
-    remove_store,
-    remove_unfinished,
-    temporary_note,
-)
 from engram.store.memory import (
     Block,
     column_field,
@@ -235,9 +223,9 @@ def create_store(
     note = None
     if adopted is not None:
         note, paths, metas = _adopting(adopted, paths, metas)
-    with _attaching, files.Creation() as made, exclusive(directory, made):
-        remove_unfinished(directory)
-        if maker and maker_of(directory) == maker:
+    with _attaching, files.Creation() as made, lifetime.exclusive(directory, made):
+        lifetime.remove_unfinished(directory)
+        if maker and lifetime.maker_of(directory) == maker:
             store = _opened_or_attached(directory, "refuse")
             if store.schema != schema:
                 raise IncompatibleStore(
@@ -246,12 +234,12 @@ def create_store(
                 )
             return store
         if replace:
-            remove_store(directory)
+            lifetime.remove_store(directory)
             for path in (*paths, *metas):
                 path.unlink(missing_ok=True)
         existing = [path for path in (directory / layout.FOLDER, *paths, *metas) if path.exists()]
         if existing:
-            raise RuntimeError(occupied(directory, existing[0]))
+            raise RuntimeError(lifetime.occupied(directory, existing[0]))
         made.folder(hidden)
         if note is not None:  # first: if this process dies, the files that existed before stay
             made.text(hidden / layout.ADOPTED, note)
@@ -273,9 +261,9 @@ def open_store(directory: Path, *, unclean: str = "refuse") -> Store:
         IncompatibleStore, CorruptStore, UncleanStore: it cannot be read as it is; nothing was changed.
     """
     directory = directory.absolute()
-    check_store(directory)
-    with _attaching, exclusive(directory):
-        check_store(directory)
+    lifetime.check_store(directory)
+    with _attaching, lifetime.exclusive(directory):
+        lifetime.check_store(directory)
         return _opened_or_attached(directory, unclean)
 
 
@@ -285,13 +273,13 @@ def open_readonly(directory: Path, *, unclean: str = "refuse") -> Store:
     Every call returns another object. Raises: as :func:`open_store`, but for ``StoreInUse``.
     """
     directory = directory.absolute()
-    check_store(directory)
+    lifetime.check_store(directory)
     folder = directory / layout.FOLDER
     with _attaching:  # no thread of this process takes the lock of `alive`, which closing that file drops
         schema, fingerprints, earlier = _described(directory)
         control, tickets = _read_control(folder, schema, earlier=earlier)
         with _naming(folder):
-            in_use = opened(directory) is not None or anyone_has_open(directory, control, tickets)
+            in_use = lifetime.opened(directory) is not None or anyone_has_open(directory, control, tickets)
             kind = RaggedReaderStore if schema.ragged else ReaderStore
             store = kind(schema, directory, control, tickets, segments_in(folder), abandoned=not in_use)
     try:
@@ -314,8 +302,8 @@ def holds_store(directory: Path, call: str) -> bool:
     """
     if not directory.is_dir():
         return False
-    with _attaching, exclusive(directory):
-        remove_unfinished(directory)
+    with _attaching, lifetime.exclusive(directory):
+        lifetime.remove_unfinished(directory)
         if layout.is_store(directory):
             return True
         other = next(directory.iterdir(), None)
@@ -428,7 +416,7 @@ def _make_control(
     made.text(folder / layout.ALIVE, b"")
     made.text(folder / layout.MAKER, maker.encode())
     if guest_of is not None:
-        made.text(folder / layout.TEMPORARY, temporary_note(guest_of))
+        made.text(folder / layout.TEMPORARY, lifetime.temporary_note(guest_of))
     made.text(folder / layout.BUFFER, layout.NO_RECORD)
     control = file_block(folder / layout.CONTROL, native.control_bytes(schema.lanes))
     tickets = file_block(folder / layout.TICKETS, layout.tickets_bytes(schema.capacity))
@@ -441,7 +429,7 @@ def _make_control(
 
 
 def _opened_or_attached(directory: Path, unclean: str) -> Store:
-    known: Store | None = opened(directory)
+    known: Store | None = lifetime.opened(directory)
     if known is not None:
         return known
     schema, fingerprints, earlier = _described(directory)
@@ -522,7 +510,7 @@ def _check_description(store: Store, folder: Path, fingerprints: Sequence[int]) 
 def _attach(schema: Schema, directory: Path, fingerprints: Sequence[int], *, unclean: str) -> Store:
     """The store in a folder whose description was read. The folder is locked."""
     folder = directory / layout.FOLDER
-    alive, store = AliveFile(directory), None
+    alive, store = lifetime.AliveFile(directory), None
     put_in_order(directory, schema)
     try:
         control = file_block(folder / layout.CONTROL, native.control_bytes(schema.lanes))
@@ -532,7 +520,7 @@ def _attach(schema: Schema, directory: Path, fingerprints: Sequence[int], *, unc
             tensors = fields_in(directory, schema, column_field, lambda path, nbytes: file_block(path, nbytes).tensor)
         else:
             tensors = segment_fields(folder, schema, segments, control)
-        attachment = Attachment(directory, alive, control, tickets, has_files=segments is None)
+        attachment = lifetime.Attachment(directory, alive, control, tickets, has_files=segments is None)
         with _naming(folder):
             rings = rings_in(directory, schema, file_block)
             store = _kind_of(schema)(schema, tensors, control, tickets, attachment, rings=rings)
@@ -547,7 +535,7 @@ def _attach(schema: Schema, directory: Path, fingerprints: Sequence[int], *, unc
         else:
             _attach_first(store, directory, unclean)
         store.core.knows_fields(store.core.fields_epoch)
-        register(directory, store)
+        lifetime.register(directory, store)
     except BaseException:
         if store is not None:
             store.close()

@@ -13,16 +13,7 @@ import torch
 from engram._support.field_paths import DEFAULT_DONE_KEYS
 from engram._support.tensordicts import is_tensor_collection, tensordict_type
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from engram.saved.checkpointers import (
-    Ring,
-    StorageCheckpointerBase,
-    TensorStorageCheckpointer,
-    check_storage,
-    prepare_rows_of,
-    ring_of,
-    slots_of,
-    store_of_columns,
-)
+from engram.saved import checkpointers
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
 from engram.torchrl.layouts import FULL, SHAPE, SHIFT, Keys, LayoutDump, LayoutLeaf, RowsWriter, Steps, Write, as_key
 from engram.torchrl.parts import Layout
@@ -126,7 +117,7 @@ class TED2Flat(_Hook):
         slots, columns = data.batch_size[0], tuple(data.batch_size[1:])
         if not 0 <= self.shift <= slots:
             raise ValueError(f"{who}: shift: expected 0 to {slots}, got {self.shift}.")
-        ring = Ring(slots, columns, self.shift or slots, bool(self.is_full))
+        ring = checkpointers.Ring(slots, columns, self.shift or slots, bool(self.is_full))
         fields = {}
         for key, value in data.items(True, True):
             whole = value.reshape(slots, ring.width, *value.shape[data.ndim :])
@@ -245,7 +236,7 @@ class _TensorDictSink:
         self._path = path
         self.out = tensordict_type()()
 
-    def begin(self, ring: Ring, steps: Steps, keys: Keys) -> None:
+    def begin(self, ring: checkpointers.Ring, steps: Steps, keys: Keys) -> None:
         self._ring, self._steps = ring, steps
         self.out.set_non_tensor(keys.full, ring.full)
         self.out.set_non_tensor(keys.shift, ring.shift)
@@ -278,7 +269,7 @@ class _TensorDictLeaves:
         shape = (int(shape),) if isinstance(shape, int) else tuple(map(int, shape or ()))
         if not shape or min(shape) < 1 or shift is None or full is None or not 1 <= int(shift) <= shape[0]:
             raise CorruptCheckpoint(f"{who}: expected the entries {keys.reserved} of a layout, got {noted}.")
-        self.ring = Ring(shape[0], shape[1:], int(shift), bool(full))
+        self.ring = checkpointers.Ring(shape[0], shape[1:], int(shift), bool(full))
         self.length = self.ring.live * self.ring.width
         self._values: dict[Key, Tensor] = {}
         self.leaves: dict[Key, LayoutLeaf] = {}
@@ -303,7 +294,7 @@ class _TensorDictLeaves:
                 )
 
 
-class FlatStorageCheckpointer(TensorStorageCheckpointer):
+class FlatStorageCheckpointer(checkpointers.TensorStorageCheckpointer):
     """Saves steps in TorchRL's format with each observation once, a file per field.
 
     An observation is saved at its step; the next observation only of the last step of each trajectory. That takes nearly half the bytes
@@ -424,7 +415,7 @@ class _Slots:
         self._storage = data
 
 
-class H5StorageCheckpointer(StorageCheckpointerBase):
+class H5StorageCheckpointer(checkpointers.StorageCheckpointerBase):
     """TorchRL's checkpointer of that name: it saves a storage as one HDF5 file with a group per trajectory.
 
     TorchRL and h5py must be installed. TorchRL does not check that nothing is lost, and keeps no sums; :class:`FlatStorageCheckpointer`
@@ -465,12 +456,13 @@ class H5StorageCheckpointer(StorageCheckpointerBase):
         >>> H5StorageCheckpointer().dumps(rb.storage, "rows.h5")  # doctest: +SKIP
         """
         who = type(self).__name__
-        check_storage(storage, f"{who}: dumps")
+        checkpointers.check_storage(storage, f"{who}: dumps")
         with storage.paused:
-            store = store_of_columns(storage, who)
-            ring = ring_of(store, who)
+            store = checkpointers.store_of_columns(storage, who)
+            ring = checkpointers.ring_of(store, who)
             self._theirs.dumps(
-                _Slots(slots_of(store, ring), ring.live * ring.width, ring.shift, full=ring.full), Path(path)
+                _Slots(checkpointers.slots_of(store, ring), ring.live * ring.width, ring.shift, full=ring.full),
+                Path(path),
             )
 
     def loads(self, storage: Storage, path: str | os.PathLike[str]) -> None:
@@ -478,20 +470,20 @@ class H5StorageCheckpointer(StorageCheckpointerBase):
 
         >>> H5StorageCheckpointer().loads(rb.storage, "rows.h5")  # doctest: +SKIP
         """
-        check_storage(storage, f"{type(self).__name__}: loads")
+        checkpointers.check_storage(storage, f"{type(self).__name__}: loads")
         found = _Slots()
         self._theirs.loads(found, Path(path))
         data = cast("TensorDict", found._storage)  # noqa: SLF001 - as TorchRL names it
         shift, full = self._moment
         if full:
             data = data[(torch.arange(len(data)) + shift) % len(data)]
-        prepare_rows_of(storage, data, int(found._len), str(path)).commit()  # noqa: SLF001
+        checkpointers.prepare_rows_of(storage, data, int(found._len), str(path)).commit()  # noqa: SLF001
         storage.notify(None, None)
 
 
 def checkpointer(theirs: object) -> H5StorageCheckpointer:
     """A checkpointer of TorchRL's."""
     made = object.__new__(H5StorageCheckpointer)
-    StorageCheckpointerBase.__init__(made)
+    checkpointers.StorageCheckpointerBase.__init__(made)
     made._take(cast("_Theirs", theirs))
     return made

@@ -16,18 +16,7 @@ from engram.format.layout import SINGLE, encode_key
 from engram.format.schema import DTYPES, MAX_DEPTH, MAX_FIELDS, Field, Node
 from engram.saved.checkpointers import DumpedPriorities
 from engram.saved.folder import Folder, convert
-from engram.torchrl.layouts import (
-    MAX_ROWS,
-    TENSORDICT,
-    Count,
-    Keys,
-    Leaf,
-    Parts,
-    Shape,
-    check_key,
-    known_dtype,
-    read_tensor,
-)
+from engram.torchrl import layouts
 from engram.torchrl.parts import open_layout
 
 if TYPE_CHECKING:
@@ -41,14 +30,14 @@ _CLASS = re.compile(r"<class '([\w.<>]+)'>")
 
 class _Description(msgspec.Struct):
     is_pytree: bool
-    len: Count
-    metadata: dict[str, Leaf] = {}
+    len: layouts.Count
+    metadata: dict[str, layouts.Leaf] = {}
 
 
 class DumpedStorage:
     """Goes through ``storage/``, or what ``parts`` names, and notes fields, files and structure."""
 
-    def __init__(self, folder: Folder, parts: Parts, ndim: int) -> None:
+    def __init__(self, folder: Folder, parts: layouts.Parts, ndim: int) -> None:
         self.folder = folder
         self.parts = parts
         self.ndim = ndim
@@ -71,7 +60,7 @@ class DumpedStorage:
         return self.lead[1:]
 
     def read(self) -> None:
-        self.layout = open_layout(self.folder, self.parts, Keys())
+        self.layout = open_layout(self.folder, self.parts, layouts.Keys())
         if self.layout is not None:
             self._take(self.layout)
             return
@@ -104,11 +93,11 @@ class DumpedStorage:
             )
         self.length = slots * width
 
-    def _leaf(self, leaf: Leaf, key: tuple[str, ...], parts: tuple[str, ...] | None, name: str) -> Node:
+    def _leaf(self, leaf: layouts.Leaf, key: tuple[str, ...], parts: tuple[str, ...] | None, name: str) -> Node:
         """Note a field. ``parts``: of its file, None if it has none. ``name``: of the file that describes it."""
         if leaf.is_nested:
             raise IncompatibleCheckpoint(f"{name}: field {key}: nested tensors cannot be read.")
-        dtype = known_dtype(leaf.dtype, f"{name}: field {key}")
+        dtype = layouts.known_dtype(leaf.dtype, f"{name}: field {key}")
         if len(self.fields) == MAX_FIELDS:
             raise IncompatibleCheckpoint(f"{name}: more than {MAX_FIELDS} fields are not possible.")
         self._check_lead(leaf.shape, f"{name}: field {key}")
@@ -135,7 +124,7 @@ class DumpedStorage:
         name = self.folder.name((*parts, "meta.json"))
         meta = self.folder.json((*parts, "meta.json"))
         kind = convert(meta.get("_type"), str, name)
-        if kind == TENSORDICT:
+        if kind == layouts.TENSORDICT:
             return self._tensordict(meta, parts, key)
         match = _CLASS.fullmatch(kind)
         if match is None or not self.folder.is_folder((*parts, "_tensordict")):
@@ -149,14 +138,14 @@ class DumpedStorage:
             self.left_out.append(f"{'/'.join(parts)}: what is no tensor in {match[1]} ({', '.join(others)})")
         inside = (*parts, "_tensordict")
         meta = self.folder.json((*inside, "meta.json"))
-        if meta.get("_type") != TENSORDICT:
+        if meta.get("_type") != layouts.TENSORDICT:
             raise CorruptCheckpoint(f"{self.folder.name((*inside, 'meta.json'))}: expected a TensorDict.")
         inner = self._tensordict(meta, inside, key)
         return Node("tensorclass", children=inner.children, type=_class_name(match[1]), batch=inner.batch)
 
     def _tensordict(self, meta: dict[str, object], parts: tuple[str, ...], key: tuple[str, ...]) -> Node:
         name = self.folder.name((*parts, "meta.json"))
-        shape = convert(meta.get("shape"), Shape, name)
+        shape = convert(meta.get("shape"), layouts.Shape, name)
         self._check_lead(shape, name)
         children: dict[str, Node] = {}
         for entry, value in meta.items():
@@ -166,14 +155,14 @@ class DumpedStorage:
         return Node("tensordict", children=children, batch=shape[self.ndim :])
 
     def _entry(self, value: dict[str, object], parts: tuple[str, ...], key: tuple[str, ...], name: str) -> Node | None:
-        check_key(key, name)
+        layouts.check_key(key, name)
         kind = value.get("type")
         if kind in _NOT_TENSORS:
             folder = "/".join((*parts, encode_key(key[-1])))
             self.left_out.append(f"{folder}: field {key[0] if len(key) == 1 else key}, which is no tensor")
             return None
         if kind is None:
-            leaf = convert(value, Leaf, f"{name}: field {key}")
+            leaf = convert(value, layouts.Leaf, f"{name}: field {key}")
             file = self._named(parts, key[-1], ".memmap")
             has_file = 0 not in leaf.shape or file[-1] in self.folder.names(parts)
             return self._leaf(leaf, key, file if has_file else None, name)
@@ -191,7 +180,7 @@ class DumpedStorage:
 
     # ---- pytrees ---------------------------------------------------------------------------------------------------------
 
-    def _read_pytree(self, leaves: dict[str, Leaf], name: str) -> None:
+    def _read_pytree(self, leaves: dict[str, layouts.Leaf], name: str) -> None:
         if set(leaves) == {SINGLE}:
             self.structure = self._leaf(leaves[SINGLE], (SINGLE,), (*self.parts, SINGLE + ".memmap"), name)
             return
@@ -203,7 +192,7 @@ class DumpedStorage:
                 raise CorruptCheckpoint(f"{name}: field {dotted!r}: expected a file for it, found none.")
             file = None if key is None else (*self.parts, *key[:-1], key[-1] + ".memmap")
             key = key or tuple(dotted.split("."))
-            check_key(key, name)
+            layouts.check_key(key, name)
             node = self._leaf(leaf, key, file, name)
             _put(tree, key, node, name)
         self.structure = _containers(tree)
@@ -261,9 +250,9 @@ def _containers(tree: dict[str, Any]) -> Node:
 class Places(NamedTuple):
     """Folders of the components of a buffer, below that of a dump."""
 
-    storage: Parts = ("storage",)
-    sampler: Parts = ("sampler",)
-    writer: Parts = ("writer",)
+    storage: layouts.Parts = ("storage",)
+    sampler: layouts.Parts = ("sampler",)
+    writer: layouts.Parts = ("writer",)
 
     @classmethod
     def of_member(cls, number: int) -> Self:
@@ -288,11 +277,11 @@ class Buffer(msgspec.Struct):
 class WriterState(msgspec.Struct):
     """What a writer saves."""
 
-    cursor: Count
-    write_count: Count | None = None
+    cursor: layouts.Count
+    write_count: layouts.Count | None = None
     rank_key: str | tuple[str, ...] | None = None
     dtype: str = ""
-    shape: Shape = ()
+    shape: layouts.Shape = ()
 
 
 class _Priorities(msgspec.Struct):
@@ -300,20 +289,20 @@ class _Priorities(msgspec.Struct):
     beta: _Parameter = msgspec.field(name="_beta")
     eps: _Parameter = msgspec.field(name="_eps")
     max_priority: tuple[_Parameter | None, float | None] = msgspec.field(name="_max_priority")
-    max_capacity: Annotated[float, msgspec.Meta(ge=1, lt=MAX_ROWS)] = msgspec.field(name="_max_capacity")
-    schema_version: Count = msgspec.field(name="_schema_version", default=0)
+    max_capacity: Annotated[float, msgspec.Meta(ge=1, lt=layouts.MAX_ROWS)] = msgspec.field(name="_max_capacity")
+    schema_version: layouts.Count = msgspec.field(name="_schema_version", default=0)
 
 
 # ---- writer --------------------------------------------------------------------------------------------------------------
 
 
-def described_writer(folder: Folder, parts: Parts) -> WriterState | None:
+def described_writer(folder: Folder, parts: layouts.Parts) -> WriterState | None:
     """What a writer saved; None: one that cannot write, which saves nothing."""
     file = (*parts, "metadata.json")
     return folder.described(WriterState, file) if file[-1] in folder.names(parts) else None
 
 
-def read_writer(folder: Folder, place: Parts, storage: DumpedStorage) -> tuple[int, int]:
+def read_writer(folder: Folder, place: layouts.Parts, storage: DumpedStorage) -> tuple[int, int]:
     """Position and rows ever written."""
     width = math.prod(storage.columns)
     live = storage.length // width
@@ -333,7 +322,7 @@ def read_writer(folder: Folder, place: Parts, storage: DumpedStorage) -> tuple[i
     return position * width, (position if writer.write_count is None else count) * width
 
 
-def _check_ranks(folder: Folder, place: Parts, writer: WriterState, storage: DumpedStorage) -> None:
+def _check_ranks(folder: Folder, place: layouts.Parts, writer: WriterState, storage: DumpedStorage) -> None:
     """Of a max-value writer. They follow from the rows; but what is damaged is not loaded."""
     name = folder.name((*place, "metadata.json"))
     dtype = writer.dtype.removeprefix("torch.")
@@ -345,7 +334,7 @@ def _check_ranks(folder: Folder, place: Parts, writer: WriterState, storage: Dum
         )
     if writer.shape[0]:
         file = (*place, "current_top_values.memmap")
-        rows = read_tensor(folder, file, Leaf(writer.dtype, writer.shape)).to(torch.float64)[:, 1]
+        rows = layouts.read_tensor(folder, file, layouts.Leaf(writer.dtype, writer.shape)).to(torch.float64)[:, 1]
         if not bool(((rows == rows.floor()) & (rows >= 0) & (rows < storage.slots)).all()):
             raise CorruptCheckpoint(f"{folder.name(file)}: expected rows of [0, {storage.slots}), got others.")
 
@@ -353,7 +342,7 @@ def _check_ranks(folder: Folder, place: Parts, writer: WriterState, storage: Dum
 # ---- sampler, generator, pickles -----------------------------------------------------------------------------------------
 
 
-def read_sampler(folder: Folder, parts: Parts, length: int, left_out: list[str]) -> DumpedPriorities | None:
+def read_sampler(folder: Folder, parts: layouts.Parts, length: int, left_out: list[str]) -> DumpedPriorities | None:
     """What a prioritized sampler saved; None: another one. Notes what is not read."""
     names = folder.names(parts)
     if "sampler_metadata.json" in names:
@@ -370,18 +359,20 @@ def read_sampler(folder: Folder, parts: Parts, length: int, left_out: list[str])
     return None
 
 
-def _entry_of(folder: Folder, parts: Parts, meta: dict[str, object], entry: str, dtype: str, limit: int) -> Tensor:
+def _entry_of(
+    folder: Folder, parts: layouts.Parts, meta: dict[str, object], entry: str, dtype: str, limit: int
+) -> Tensor:
     """A small tensor of a component's own TensorDict."""
     name = folder.name((*parts, "meta.json"))
-    leaf = convert(meta.get(entry), Leaf, f"{name}: {entry}")
+    leaf = convert(meta.get(entry), layouts.Leaf, f"{name}: {entry}")
     if leaf.dtype != f"torch.{dtype}" or not 1 <= math.prod(leaf.shape) <= limit:
         raise CorruptCheckpoint(
             f"{name}: {entry}: expected 1 to {limit} elements of {dtype}, got shape {list(leaf.shape)} {leaf.dtype!r}."
         )
-    return read_tensor(folder, (*parts, f"{entry}.memmap"), leaf)
+    return layouts.read_tensor(folder, (*parts, f"{entry}.memmap"), leaf)
 
 
-def _read_priorities(folder: Folder, parts: Parts, length: int) -> DumpedPriorities:
+def _read_priorities(folder: Folder, parts: layouts.Parts, length: int) -> DumpedPriorities:
     described = (*parts, "sampler_metadata.json")
     state = folder.described(_Priorities, described)
     size = int(state.max_capacity)
@@ -390,8 +381,8 @@ def _read_priorities(folder: Folder, parts: Parts, length: int) -> DumpedPriorit
             f"{folder.name(described)}: expected room for {length} priorities, got _max_capacity={state.max_capacity}."
         )
     sums, mins = (*parts, "sumtree.memmap"), (*parts, "mintree.memmap")
-    tree = Leaf("torch.float64", (size,))
-    leaves, smallest = read_tensor(folder, sums, tree, length), read_tensor(folder, mins, tree, length)
+    tree = layouts.Leaf("torch.float64", (size,))
+    leaves, smallest = layouts.read_tensor(folder, sums, tree, length), layouts.read_tensor(folder, mins, tree, length)
     bad = ~(leaves.isfinite() & (leaves >= 0))
     if bool(bad.any()):
         i = int(bad.int().argmax())
@@ -439,7 +430,7 @@ _LOST = {
 }
 
 
-def find_pickles(folder: Folder, places: Iterable[Parts]) -> list[str]:
+def find_pickles(folder: Folder, places: Iterable[layouts.Parts]) -> list[str]:
     """Pickles that lie in some folders, and what they hold."""
     return [
         f"{'/'.join((*parts, entry))} ({_lost(entry)})"

@@ -33,17 +33,8 @@ from engram.format.schema import Field, Node, Schema
 from engram.saved.checkpointers import DumpedPriorities, tensordicts_of
 from engram.saved.folder import Folder
 from engram.store.memory import DTYPE_NAMES
+from engram.torchrl import components
 from engram.torchrl.checkpointers import checkpointer
-from engram.torchrl.components import (
-    Buffer,
-    DumpedStorage,
-    Places,
-    described_writer,
-    find_pickles,
-    read_rng,
-    read_sampler,
-    read_writer,
-)
 from engram.torchrl.items import CompressedItems, TorchRLDump, TorchRLItems, TorchRLSteps, is_compressed, validate
 from engram.torchrl.layouts import Count, Keys
 from engram.torchrl.parts import Layout, prepare_layout
@@ -130,14 +121,14 @@ def read(path: str | os.PathLike[str], *, ndim: int = 1, max_bytes: int | None =
     Cost: O(fields), and O(length) for priorities, ranks and descriptions of items; no rows are read.
     """
     folder = Folder(Path(path))
-    buffer = folder.described(Buffer, (_MARK,))
+    buffer = folder.described(components.Buffer, (_MARK,))
     if _is_ensemble(folder):
         raise IncompatibleCheckpoint(
             f"{folder.name(('storage',))}: expected the rows of one buffer, got those of an ensemble. Load the dump into a "
             "ReplayBufferEnsemble of as many buffers."
         )
-    left_out = find_pickles(folder, ((), ("sampler",), ("writer",)))
-    dump = _read_buffer(folder, Places(), ndim, max_bytes, buffer, left_out)
+    left_out = components.find_pickles(folder, ((), ("sampler",), ("writer",)))
+    dump = _read_buffer(folder, components.Places(), ndim, max_bytes, buffer, left_out)
     _tell(path, left_out)
     return dump
 
@@ -155,7 +146,7 @@ def read_ensemble(
     Raises: as :func:`read`. IncompatibleCheckpoint, too: of one buffer, or of another number of them.
     """
     folder = Folder(Path(path))
-    buffer = folder.described(Buffer, (_MARK,))
+    buffer = folder.described(components.Buffer, (_MARK,))
     if not _is_ensemble(folder):
         raise IncompatibleCheckpoint(
             f"{folder.name(('storage',))}: expected the rows of an ensemble, got those of one buffer. Load the dump into a "
@@ -163,13 +154,13 @@ def read_ensemble(
         )
     numbers = range(len(ndims))
     empty = _empty_members(folder, len(ndims))
-    left_out = find_pickles(folder, ((), ("storage",)))
+    left_out = components.find_pickles(folder, ((), ("storage",)))
     members: list[TorchRLDump | TorchRLItems | EmptyMember] = []
     for number, ndim in zip(numbers, ndims, strict=True):
-        places = Places.of_member(number)
-        left_out += find_pickles(folder, places[1:])
+        places = components.Places.of_member(number)
+        left_out += components.find_pickles(folder, places[1:])
         if number in empty:
-            members.append(EmptyMember(folder.path, read_sampler(folder, places.sampler, 0, left_out)))
+            members.append(EmptyMember(folder.path, components.read_sampler(folder, places.sampler, 0, left_out)))
             continue
         if _is_ensemble(folder, places.storage):
             raise IncompatibleCheckpoint(
@@ -179,7 +170,7 @@ def read_ensemble(
         left = None if max_bytes is None else max(0, max_bytes - sum(one.nbytes for one in members))
         members.append(_read_buffer(folder, places, ndim, left, None, left_out))
     _tell(path, left_out)
-    return TorchRLEnsemble(folder.path, buffer.batch_size, read_rng(folder), tuple(members), tuple(left_out))
+    return TorchRLEnsemble(folder.path, buffer.batch_size, components.read_rng(folder), tuple(members), tuple(left_out))
 
 
 def _tell(path: str | os.PathLike[str], left_out: Sequence[str]) -> None:
@@ -191,11 +182,16 @@ def _tell(path: str | os.PathLike[str], left_out: Sequence[str]) -> None:
 
 
 def _read_buffer(
-    folder: Folder, places: Places, ndim: int, max_bytes: int | None, buffer: Buffer | None, left_out: list[str]
+    folder: Folder,
+    places: components.Places,
+    ndim: int,
+    max_bytes: int | None,
+    buffer: components.Buffer | None,
+    left_out: list[str],
 ) -> TorchRLDump | TorchRLItems:
     """One buffer, or one of an ensemble, without ``buffer``. Notes what is left out."""
     batch_size = None if buffer is None else buffer.batch_size
-    rng_state = None if buffer is None else read_rng(folder)
+    rng_state = None if buffer is None else components.read_rng(folder)
     if is_compressed(folder, places.storage):
         return _read_items(folder, places, max_bytes, left_out)._replace(batch_size=batch_size, rng_state=rng_state)
     if ndim > 2:
@@ -203,7 +199,7 @@ def _read_buffer(
             f"{folder.path}: expected a storage with ndim of 1 or 2, got {ndim}: a dump does not say in which order the dimensions "
             "are. Load it with TorchRL and extend the buffer with its rows."
         )
-    storage = DumpedStorage(folder, places.storage, ndim)
+    storage = components.DumpedStorage(folder, places.storage, ndim)
     storage.read()
     fields = tuple(storage.fields)
     whole = Schema(storage.slots * math.prod(storage.columns), 1, storage.columns, fields, storage.structure)
@@ -212,8 +208,8 @@ def _read_buffer(
         raise IncompatibleCheckpoint(
             f"{folder.path}: expected at most {max_bytes} bytes, got {whole.capacity} rows of {whole.row_bytes} bytes. Raise max_bytes."
         )
-    position, count = read_writer(folder, places.writer, storage)
-    priorities = read_sampler(folder, places.sampler, storage.length, storage.left_out)
+    position, count = components.read_writer(folder, places.writer, storage)
+    priorities = components.read_sampler(folder, places.sampler, storage.length, storage.left_out)
     left_out += storage.left_out
     found = {} if storage.layout is None else {"_layout": storage.layout}
     return (TorchRLDump if storage.layout is None else TorchRLSteps)(
@@ -234,17 +230,17 @@ def _read_buffer(
     )
 
 
-def _read_items(folder: Folder, places: Places, max_bytes: int | None, left_out: list[str]) -> TorchRLItems:
+def _read_items(folder: Folder, places: components.Places, max_bytes: int | None, left_out: list[str]) -> TorchRLItems:
     items = CompressedItems(folder, places.storage, max_bytes)
     left_out += items.left_out
-    writer = described_writer(folder, places.writer)
+    writer = components.described_writer(folder, places.writer)
     cursor, count = (len(items), None) if writer is None else (writer.cursor, writer.write_count)
     if cursor > len(items):
         name = folder.name((*places.writer, "metadata.json"))
         raise CorruptCheckpoint(
             f"{name}: expected a cursor of at most {len(items)}, as many as are live, got {cursor}."
         )
-    priorities = read_sampler(folder, places.sampler, len(items), left_out)
+    priorities = components.read_sampler(folder, places.sampler, len(items), left_out)
     return TorchRLItems(folder.path, items, cursor, count, None, priorities, None, tuple(left_out))
 
 

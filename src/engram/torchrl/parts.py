@@ -25,22 +25,7 @@ from engram.saved.part_writer import PartWriter
 from engram.saved.parts import read_state
 from engram.saved.snapshot import bytes_of
 from engram.store.memory import DTYPE_OF
-from engram.torchrl.layouts import (
-    FULL,
-    MAX_ROWS,
-    SHAPE,
-    SHIFT,
-    TENSORDICT,
-    Count,
-    Keys,
-    LayoutDump,
-    LayoutLeaf,
-    Leaf,
-    RowsWriter,
-    Shape,
-    check_key,
-    known_dtype,
-)
+from engram.torchrl import layouts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -50,7 +35,7 @@ if TYPE_CHECKING:
     from engram.saved.checkpointers import Key, SavedStorage
     from engram.saved.part_reader import PartReader
     from engram.saved.snapshot import SavedRows
-    from engram.torchrl.layouts import Keys, Steps, Write
+    from engram.torchrl.layouts import Steps, Write
     from engram.types import StorageLoad
 
 _NON_TENSOR = "<class 'tensordict.tensorclass.NonTensorData'>"
@@ -77,11 +62,11 @@ class FolderSink:
         self._lengths: tuple[Tensor, Tensor] = (torch.zeros(0), torch.zeros(0))
         self.files: list[str] = []
 
-    def begin(self, ring: Ring, steps: Steps, keys: Keys) -> None:
+    def begin(self, ring: Ring, steps: Steps, keys: layouts.Keys) -> None:
         self._ring, self._steps = ring, steps
         if self._nested:
             self._lengths = steps.trajectories()
-        noted = {keys.full: ring.full, keys.shift: ring.shift, SHAPE: [ring.slots, *ring.columns]}
+        noted = {keys.full: ring.full, keys.shift: ring.shift, layouts.SHAPE: [ring.slots, *ring.columns]}
         for name, data in noted.items():
             self._tree[name] = _Described(type="NonTensorData")
             said = {"_type": _NON_TENSOR, "data": data, "_is_non_tensor": True, "_metadata": None}
@@ -142,7 +127,7 @@ class FolderSink:
                 self._put_node((*path, key), below)
                 meta[key] = {"type": "TensorDict"}
         meta["shape"] = [len(self._lengths[0])] if self._nested else []
-        meta |= {"device": "cpu", "_type": TENSORDICT}
+        meta |= {"device": "cpu", "_type": layouts.TENSORDICT}
         self._put("/".join([*map(layout.encode_key, path), "meta.json"]), meta)
 
     def _made(self, name: str) -> Path:
@@ -162,7 +147,7 @@ def _shape_name(name: str) -> str:
 
 
 class _Description(msgspec.Struct):
-    len: Count
+    len: layouts.Count
     is_pytree: bool = False
 
 
@@ -178,28 +163,30 @@ class FolderLeaves:
         CorruptCheckpoint: it is damaged. IncompatibleCheckpoint: it is no such layout, or holds something else than tensors.
     """
 
-    def __init__(self, folder: Folder, parts: tuple[str, ...], names: tuple[str, str] = (FULL, SHIFT)) -> None:
+    def __init__(
+        self, folder: Folder, parts: tuple[str, ...], names: tuple[str, str] = (layouts.FULL, layouts.SHIFT)
+    ) -> None:
         self._folder, self._parts = folder, parts
         self.name = folder.name(parts)
         full, shift = names
-        self._reserved = {full, shift, SHAPE}
+        self._reserved = {full, shift, layouts.SHAPE}
         description: _Description = folder.described(_Description, (*parts, METADATA))
         self.length = description.len
-        shape: int | tuple[int, ...] = convert(*self._noted(SHAPE, int | Shape))
+        shape: int | tuple[int, ...] = convert(*self._noted(layouts.SHAPE, int | layouts.Shape))
         shape = (shape,) if isinstance(shape, int) else shape
-        if not shape or 0 in shape or math.prod(shape) >= MAX_ROWS:
-            raise CorruptCheckpoint(f"{self.name}: {SHAPE}: expected sizes of at least 1, got {list(shape)}.")
+        if not shape or 0 in shape or math.prod(shape) >= layouts.MAX_ROWS:
+            raise CorruptCheckpoint(f"{self.name}: {layouts.SHAPE}: expected sizes of at least 1, got {list(shape)}.")
         self.ring = Ring(shape[0], shape[1:], convert(*self._noted(shift, int)), convert(*self._noted(full, bool)))
         if not 1 <= self.ring.shift <= shape[0]:
             raise CorruptCheckpoint(f"{self.name}: {shift}: expected 1 to {shape[0]}, got {self.ring.shift}.")
-        self.leaves: dict[Key, LayoutLeaf] = {}
+        self.leaves: dict[Key, layouts.LayoutLeaf] = {}
         self._files: dict[Key, tuple[tuple[str, ...], int]] = {}
         self._read_node(parts, ())
 
     @staticmethod
     def recognised(folder: Folder, parts: tuple[str, ...]) -> bool:
         """Whether a folder looks like such a layout."""
-        return folder.is_folder((*parts, SHAPE)) and "meta.json" in folder.names((*parts, SHAPE))
+        return folder.is_folder((*parts, layouts.SHAPE)) and "meta.json" in folder.names((*parts, layouts.SHAPE))
 
     def read(self, key: Key, first: int, n: int) -> Tensor:
         leaf, (parts, nbytes) = self.leaves[key], self._files[key]
@@ -232,24 +219,24 @@ class FolderLeaves:
     def _read_node(self, parts: tuple[str, ...], key: Key) -> None:
         name = self._folder.name((*parts, "meta.json"))
         meta = self._folder.json((*parts, "meta.json"))
-        if meta.get("_type") != TENSORDICT:
+        if meta.get("_type") != layouts.TENSORDICT:
             raise IncompatibleCheckpoint(f"{name}: expected a TensorDict, got {meta.get('_type')!s:.100}.")
         for entry, value in meta.items():
             if not isinstance(value, dict) or (not key and entry in self._reserved):
                 continue
             own = (*key, entry)
-            check_key(own, name)
+            layouts.check_key(own, name)
             if value.get("type") == "TensorDict" and len(own) < MAX_DEPTH:
                 self._read_node((*parts, layout.encode_key(entry)), own)
             elif "type" in value:
                 raise IncompatibleCheckpoint(f"{name}: field {own}: expected a tensor, got {value['type']!s:.100}.")
             else:
-                self._read_leaf(parts, own, convert(value, Leaf, f"{name}: field {own}"))
+                self._read_leaf(parts, own, convert(value, layouts.Leaf, f"{name}: field {own}"))
 
-    def _read_leaf(self, parts: tuple[str, ...], key: Key, meta: Leaf) -> None:
+    def _read_leaf(self, parts: tuple[str, ...], key: Key, meta: layouts.Leaf) -> None:
         stem = layout.encode_key(key[-1])
         file = (*parts, stem + ".memmap")
-        dtype = known_dtype(meta.dtype, f"{self.name}: field {key}")
+        dtype = layouts.known_dtype(meta.dtype, f"{self.name}: field {key}")
         shape = meta.shape
         if meta.is_nested:
             shape = self._nested_shape((*parts, stem + ".shape.memmap"), meta.shape)
@@ -266,7 +253,7 @@ class FolderLeaves:
                 f"{self._folder.name(file)}: expected {rows * row} bytes, got {nbytes}. The file was truncated or replaced."
             )
         self._files[key] = file, nbytes
-        self.leaves[key] = LayoutLeaf(dtype, shape[1:], rows != self.ring.slots * self.ring.width)
+        self.leaves[key] = layouts.LayoutLeaf(dtype, shape[1:], rows != self.ring.slots * self.ring.width)
 
     def _nested_shape(self, parts: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of all values of a nested tensor: those of its rows, which differ in their length only."""
@@ -275,7 +262,7 @@ class FolderLeaves:
             raise CorruptCheckpoint(f"{name}: expected sizes of trajectories, got an array of shape {list(sizes)}.")
         table = np.empty(sizes, np.int64)
         self._folder.read_into(table.reshape(-1).view(np.uint8).data, parts, table.nbytes)
-        if (table < 0).any() or (table >= MAX_ROWS).any() or (table[:, 1:] != table[0, 1:]).any():
+        if (table < 0).any() or (table >= layouts.MAX_ROWS).any() or (table[:, 1:] != table[0, 1:]).any():
             raise CorruptCheckpoint(f"{name}: expected trajectories of steps of one shape.")
         return (int(table[:, 0].sum()), *map(int, table[0, 1:]))
 
@@ -285,7 +272,7 @@ class Layout(NamedTuple):
 
     kind: str
     """``flat`` or ``nested``."""
-    keys: Keys
+    keys: layouts.Keys
     who: str
     """What messages begin with."""
 
@@ -296,7 +283,7 @@ class Layout(NamedTuple):
 
     def write(self, folder: Path, fields: Mapping[Key, Tensor], ring: Ring) -> list[str]:
         """Write rows into a folder that exists. Returns the names of the files. Raises as :class:`RowsWriter`; ``OSError``."""
-        writer = RowsWriter(fields, ring, self.keys, f"{self.who}: dumps")
+        writer = layouts.RowsWriter(fields, ring, self.keys, f"{self.who}: dumps")
         sink = FolderSink(folder, f"{self.who}: dumps", nested=self.kind == "nested")
         writer.write(sink)
         sink.finish(ring.live * ring.width)
@@ -314,7 +301,7 @@ class Layout(NamedTuple):
             dump.verify()
         return storage.prepare_rows(dump.state(schema), dump.source(schema))
 
-    def open(self, folder: Path) -> LayoutDump:
+    def open(self, folder: Path) -> layouts.LayoutDump:
         """Describe and check the layout in a folder. Raises as :func:`open_layout`."""
         found = open_layout(Folder(folder), (), self.keys)
         if found is None:
@@ -328,7 +315,7 @@ _PART_OF = dict(zip(("flat", "nested", "hdf5"), LAYOUTS, strict=True))
 _KIND_OF = {part: kind for kind, part in _PART_OF.items()}
 
 
-def open_layout(folder: Folder, parts: tuple[str, ...], keys: Keys) -> LayoutDump | None:
+def open_layout(folder: Folder, parts: tuple[str, ...], keys: layouts.Keys) -> layouts.LayoutDump | None:
     """Describe and check the layout that lies in a folder, whichever it is; None: there is none.
 
     Args:
@@ -340,7 +327,7 @@ def open_layout(folder: Folder, parts: tuple[str, ...], keys: Keys) -> LayoutDum
         CorruptCheckpoint: damaged. IncompatibleCheckpoint: not of steps, or an HDF5 file.
     """
     if FolderLeaves.recognised(folder, parts):
-        return LayoutDump(FolderLeaves(folder, parts, (keys.full, keys.shift)), keys)
+        return layouts.LayoutDump(FolderLeaves(folder, parts, (keys.full, keys.shift)), keys)
     if any(name.endswith(".h5") for name in folder.names(parts)):
         raise _hdf5(folder.name(parts))
     return None
@@ -434,7 +421,7 @@ class _NotedKeys(msgspec.Struct):
     full: str
 
 
-def _noted(keys: Keys) -> dict[str, object]:
+def _noted(keys: layouts.Keys) -> dict[str, object]:
     """Keys, as a state has them."""
     lists = {
         "done": list(keys.done),
@@ -444,9 +431,9 @@ def _noted(keys: Keys) -> dict[str, object]:
     return {**lists, "shift": keys.shift, "full": keys.full}
 
 
-def _keys_of(noted: Mapping[str, object], root: str) -> Keys:
+def _keys_of(noted: Mapping[str, object], root: str) -> layouts.Keys:
     """The keys that a state notes. Raises ``CorruptCheckpoint``: it notes none."""
     found: _NotedKeys = convert(noted.get("keys"), _NotedKeys, root)
     if not found.done:
         raise CorruptCheckpoint(f"{root}: expected the key of the flag that ends trajectories, got none.")
-    return Keys(found.done, frozenset(found.flags), frozenset(found.rewards), found.shift, found.full)
+    return layouts.Keys(found.done, frozenset(found.flags), frozenset(found.rewards), found.shift, found.full)

@@ -8,19 +8,7 @@ import torch
 
 from engram._support.devices import existing_device
 from engram._support.nested import has_entries, is_tensordict
-from engram.transforms._base import (
-    KeyedTransform,
-    Keys,
-    Transform,
-    as_keys,
-    described,
-    find,
-    is_tensor,
-    keys_of,
-    map_tensors,
-    put,
-    shallow,
-)
+from engram.transforms import _base
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -29,7 +17,7 @@ if TYPE_CHECKING:
     from engram.transforms._base import Key
 
 
-class DTypeCastTransform(KeyedTransform):
+class DTypeCastTransform(_base.KeyedTransform):
     """Casts entries from ``dtype_in`` to ``dtype_out`` on reading, and back on writing.
 
     Args:
@@ -60,10 +48,10 @@ class DTypeCastTransform(KeyedTransform):
         self,
         dtype_in: torch.dtype,
         dtype_out: torch.dtype,
-        in_keys: Keys = None,
-        out_keys: Keys = None,
-        in_keys_inv: Keys = None,
-        out_keys_inv: Keys = None,
+        in_keys: _base.Keys = None,
+        out_keys: _base.Keys = None,
+        in_keys_inv: _base.Keys = None,
+        out_keys_inv: _base.Keys = None,
     ) -> None:
         name = type(self).__name__
         for argument, value in (("dtype_in", dtype_in), ("dtype_out", dtype_out)):
@@ -86,12 +74,12 @@ class DTypeCastTransform(KeyedTransform):
     def forward(self, data: object) -> object:
         if not self._all:
             return super().forward(data)
-        return map_tensors(data, lambda x: x.to(self.dtype_out) if x.dtype is self.dtype_in else x)
+        return _base.map_tensors(data, lambda x: x.to(self.dtype_out) if x.dtype is self.dtype_in else x)
 
     def inv(self, data: object) -> object:
         if not self._all_inv:
             return super().inv(data)
-        return map_tensors(data, lambda x: x.to(self.dtype_in) if x.dtype is self.dtype_out else x)
+        return _base.map_tensors(data, lambda x: x.to(self.dtype_in) if x.dtype is self.dtype_out else x)
 
 
 class DoubleToFloat(DTypeCastTransform):
@@ -106,12 +94,16 @@ class DoubleToFloat(DTypeCastTransform):
     shown = ("in_keys", "in_keys_inv")
 
     def __init__(
-        self, in_keys: Keys = None, out_keys: Keys = None, in_keys_inv: Keys = None, out_keys_inv: Keys = None
+        self,
+        in_keys: _base.Keys = None,
+        out_keys: _base.Keys = None,
+        in_keys_inv: _base.Keys = None,
+        out_keys_inv: _base.Keys = None,
     ) -> None:
         super().__init__(torch.float64, torch.float32, in_keys, out_keys, in_keys_inv, out_keys_inv)
 
 
-class DeviceCastTransform(KeyedTransform):
+class DeviceCastTransform(_base.KeyedTransform):
     """Moves batches to ``device``, and written rows to ``orig_device``.
 
     Args:
@@ -141,10 +133,10 @@ class DeviceCastTransform(KeyedTransform):
         device: torch.device | str | int,
         orig_device: torch.device | str | int | None = None,
         *,
-        in_keys: Keys = None,
-        out_keys: Keys = None,
-        in_keys_inv: Keys = None,
-        out_keys_inv: Keys = None,
+        in_keys: _base.Keys = None,
+        out_keys: _base.Keys = None,
+        in_keys_inv: _base.Keys = None,
+        out_keys_inv: _base.Keys = None,
     ) -> None:
         super().__init__(in_keys, out_keys, in_keys_inv, out_keys_inv)
         self.device = existing_device(device, "DeviceCastTransform: device")
@@ -179,17 +171,17 @@ def _moved(value: Tensor, device: torch.device) -> Tensor:
 def _everything(data: object, device: torch.device) -> object:
     if is_tensordict(data):
         return data.to(device, non_blocking=device.type != "cpu")  # without non_blocking=, it waits at the end
-    return map_tensors(data, lambda x: _moved(x, device))
+    return _base.map_tensors(data, lambda x: _moved(x, device))
 
 
 def _without_device(data: object) -> object:
     """A TensorDict that may hold entries of several devices."""
-    if is_tensor(data) or not is_tensordict(data) or data.device is None:
+    if _base.is_tensor(data) or not is_tensordict(data) or data.device is None:
         return data
-    return shallow(data, "DeviceCastTransform").clear_device_()
+    return _base.shallow(data, "DeviceCastTransform").clear_device_()
 
 
-class RenameTransform(KeyedTransform):
+class RenameTransform(_base.KeyedTransform):
     """Renames entries: ``in_keys`` become ``out_keys`` on reading, ``out_keys_inv`` become ``in_keys_inv`` on writing.
 
     Args:
@@ -210,10 +202,10 @@ class RenameTransform(KeyedTransform):
 
     def __init__(
         self,
-        in_keys: Keys,
-        out_keys: Keys,
-        in_keys_inv: Keys = None,
-        out_keys_inv: Keys = None,
+        in_keys: _base.Keys,
+        out_keys: _base.Keys,
+        in_keys_inv: _base.Keys = None,
+        out_keys_inv: _base.Keys = None,
         create_copy: bool = False,
     ) -> None:
         super().__init__(in_keys, [] if out_keys is None else out_keys, in_keys_inv, out_keys_inv)
@@ -229,19 +221,19 @@ class RenameTransform(KeyedTransform):
         return self._renamed(data, self.out_keys_inv, self.in_keys_inv)
 
     def _renamed(self, data: object, old: list[Key], new: list[Key]) -> object:
-        made = shallow(data, "RenameTransform")
+        made = _base.shallow(data, "RenameTransform")
         for source in old:
-            if find(data, source) is None:
-                raise KeyError(f"RenameTransform: expected the key {source!r}, got {described(data)}.")
+            if _base.find(data, source) is None:
+                raise KeyError(f"RenameTransform: expected the key {source!r}, got {_base.described(data)}.")
         if not self.create_copy:
             for source in old:
                 _remove(made, source)
         for source, target in zip(old, new, strict=True):
-            put(made, target, find(data, source))
+            _base.put(made, target, _base.find(data, source))
         return made
 
 
-class SelectTransform(Transform):
+class SelectTransform(_base.Transform):
     """Keeps only some entries of a batch.
 
     Args:
@@ -260,26 +252,30 @@ class SelectTransform(Transform):
     writes = False
 
     def __init__(self, *selected_keys: Key, keep_rewards: bool = True, keep_dones: bool = True) -> None:
-        self.selected_keys = as_keys(list(selected_keys), "SelectTransform: selected_keys")
+        self.selected_keys = _base.as_keys(list(selected_keys), "SelectTransform: selected_keys")
         self.keep_rewards, self.keep_dones = bool(keep_rewards), bool(keep_dones)
         self._kept = [*self.selected_keys, *["reward"] * self.keep_rewards, *["done"] * self.keep_dones]
 
     def forward(self, data: object) -> object:
         if is_tensordict(data):
             return data.select(*self._kept, strict=False)
-        shallow(data, "SelectTransform")  # rejects data without keys
+        _base.shallow(data, "SelectTransform")  # rejects data without keys
         selected: dict[str, object] = {}
         for key in self._kept:
-            value = find(data, key)
+            value = _base.find(data, key)
             if value is not None:
-                put(selected, keys_of(data, key), shallow(value, "SelectTransform") if has_entries(value) else value)
+                _base.put(
+                    selected,
+                    _base.keys_of(data, key),
+                    _base.shallow(value, "SelectTransform") if has_entries(value) else value,
+                )
         return selected
 
     def __repr__(self) -> str:
         return f"SelectTransform({', '.join(map(repr, self.selected_keys))})"
 
 
-class ExcludeTransform(Transform):
+class ExcludeTransform(_base.Transform):
     """Removes some entries of a batch, or of rows that are written.
 
     Args:
@@ -296,7 +292,7 @@ class ExcludeTransform(Transform):
     """
 
     def __init__(self, *excluded_keys: Key, inverse: bool = False) -> None:
-        self.excluded_keys = as_keys(list(excluded_keys), "ExcludeTransform: excluded_keys")
+        self.excluded_keys = _base.as_keys(list(excluded_keys), "ExcludeTransform: excluded_keys")
         self.inverse = bool(inverse)
         self.reads, self.writes = not self.inverse, self.inverse
 
@@ -309,9 +305,9 @@ class ExcludeTransform(Transform):
     def _without(self, data: object) -> object:
         if is_tensordict(data):
             return data.exclude(*self.excluded_keys)
-        made = shallow(data, "ExcludeTransform")
+        made = _base.shallow(data, "ExcludeTransform")
         for key in self.excluded_keys:
-            if find(made, key) is not None:
+            if _base.find(made, key) is not None:
                 _remove(made, key)
         return made
 
@@ -321,7 +317,7 @@ class ExcludeTransform(Transform):
 
 
 def _remove(data: dict[str, object] | TensorDictBase, key: Key) -> None:
-    *way, last = keys_of(data, key)
+    *way, last = _base.keys_of(data, key)
     for part in way:
         data = data.get(part)
     if isinstance(data, dict):
