@@ -280,10 +280,11 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler):
         index: samplers with other rules need other names. The consumer's version has the same name.
 
     Raises:
-        TypeError: no such sampler, or no ints; when a buffer takes it: a list, but for ``max_uses`` alone. When drawing: versions that
-            are no real numbers, a field of ``ready`` with integers, of which none is NaN, or rows on an accelerator.
-        ValueError: no rule, a number out of range, a sampler that uses rows up itself, ``max_uses`` with a slice sampler, or with weights
-            over those of each batch; when a buffer takes it: a list without a bound.
+        TypeError: no such sampler, or one that uses rows up itself, or no ints; when a buffer takes it: a list, but for ``max_uses``
+            alone. When drawing: versions that are no real numbers, a field of ``ready`` with integers, of which none is NaN, or rows on
+            an accelerator.
+        ValueError: no rule, a number out of range, ``max_uses`` with a slice sampler, or ``normalize="batch"`` of a
+            :class:`PrioritizedSampler`; when a buffer takes it: a list without a bound.
         KeyError (when drawing): no such field.
         IncompatibleStore (when drawing): the storage's index of that name has other rules.
         NoSampleable (when drawing): no row can be drawn, or 1,000 draws in a row found none that can (a ``RuntimeError``).
