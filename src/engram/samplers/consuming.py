@@ -264,7 +264,7 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler):
     with that name share it. With ``max_uses`` rows are used up as by a :class:`ConsumingSampler`: all threads and processes together hand
     a row out ``max_uses`` times and not more often, ``len(rb)`` is the number of rows that can still be drawn, a batch is short when they
     run out, and writers take the place of rows that are used up first. ``MaxInFlight`` then limits how many rows can be drawn; rows
-    that are not ready, or too old, do not count.
+    that are not ready, or too old, do not count. A buffer that only reads knows the rows that could be drawn when it was opened.
 
     Everything else is that of :attr:`sampler`: priorities, weights, marks, and attributes such as ``rb.sampler.beta``.
     ``rb.sample(timeout=)`` waits for rows. ``rb.stats()`` has ``drawable_rows``, ``starved_draws``, which found too few,
