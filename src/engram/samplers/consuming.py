@@ -265,7 +265,7 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler):
     with that name share it. With ``max_uses`` rows are used up as by a :class:`ConsumingSampler`: all threads and processes together hand
     a row out ``max_uses`` times and not more often, ``len(rb)`` is the number of rows that can still be drawn, a batch is short when they
     run out, and writers take the place of rows that are used up first. ``MaxInFlight`` then limits how many rows can be drawn; rows
-    that are not ready, or too old, do not count.
+    that are not ready, or too old, do not count. A buffer that only reads knows the rows that could be drawn when it was opened.
 
     Everything else is that of :attr:`sampler`: priorities, weights, marks, and attributes such as ``rb.sampler.beta``.
     ``rb.sample(timeout=)`` waits for rows. ``rb.stats()`` has ``drawable_rows``, ``starved_draws``, which found too few,
@@ -281,10 +281,11 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler):
         index: samplers with other rules need other names. The consumer's version has the same name.
 
     Raises:
-        TypeError: no such sampler, or no ints; when a buffer takes it: a list, but for ``max_uses`` alone. When drawing: versions that
-            are no real numbers, a field of ``ready`` with integers, of which none is NaN, or rows on an accelerator.
-        ValueError: no rule, a number out of range, a sampler that uses rows up itself, ``max_uses`` with a slice sampler, or with weights
-            over those of each batch; when a buffer takes it: a list without a bound.
+        TypeError: no such sampler, or one that uses rows up itself, or no ints; when a buffer takes it: a list, but for ``max_uses``
+            alone. When drawing: versions that are no real numbers, a field of ``ready`` with integers, of which none is NaN, or rows on
+            an accelerator.
+        ValueError: no rule, a number out of range, ``max_uses`` with a slice sampler, or ``normalize="batch"`` of a
+            :class:`PrioritizedSampler`; when a buffer takes it: a list without a bound.
         KeyError (when drawing): no such field.
         IncompatibleStore (when drawing): the storage's index of that name has other rules.
         NoSampleable (when drawing): no row can be drawn, or 1,000 draws in a row found none that can (a ``RuntimeError``).
