@@ -55,7 +55,6 @@ def test_a_dump(tmp_path):
         "both": 0,
         "mid": 0,
         "orphan": 0,
-        "lengths": {"edges": [7, 8], "counts": [1]},
     }
     priorities = shard["parts"]["sampler"]["priorities"]
     histogram = priorities.pop("histogram")

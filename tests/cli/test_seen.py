@@ -65,12 +65,12 @@ def test_without_values_there_are_no_bars():
     assert histogram({}) == {"edges": [], "counts": []}
 
 
-# ---- lengths ---------------------------------------------------------------------------------------------------------
+# ---- trajectories ---------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), lanes=st.integers(1, 3))
-def test_lengths_are_those_of_a_list_of_steps(data, lanes, tmp_path_factory):
+def test_whole_trajectories_are_those_of_a_list_of_steps(data, lanes, tmp_path_factory):
     """Beside a model that keeps the steps of each lane in a list and cuts off what its ring has lost."""
     length = data.draw(st.integers(3, 20))
     folder = tmp_path_factory.mktemp("lengths")
@@ -85,25 +85,17 @@ def test_lengths_are_those_of_a_list_of_steps(data, lanes, tmp_path_factory):
         rows = {"a": torch.zeros(len(ends), 9), "next": {"terminated": done[:, None], "truncated": truncated[:, None]}}
         rb.extend(rows, lane=[lane] * len(ends) if lanes > 1 else None)
         steps[lane] += [any(end) for end in ends]
-    expected = Counter()
+    expected = 0
     for of_lane in steps:
         kept = of_lane[-length:]
-        lost, run = len(of_lane) > length, 0
+        lost = len(of_lane) > length
         for end in kept:
-            run += 1
             if end:
-                expected[run] += not lost
-                lost, run = False, 0
+                expected += not lost
+                lost = False
     rb.dumps(folder / "dump")
     (shard,) = found("inspect", folder / "dump")["shards"]
-    assert shard["parts"]["storage"]["trajectories"]["lengths"] == histogram(+expected, whole=True)
-
-
-def test_rows_without_end_flags_have_no_lengths(tmp_path):
-    rb = ReplayBuffer(storage=LazyTensorStorage(5))
-    rb.extend({"a": torch.zeros(3)})
-    rb.dumps(tmp_path)
-    assert "lengths of" not in call("inspect", tmp_path).output
+    assert shard["parts"]["storage"]["trajectories"]["complete"] == expected
 
 
 # ---- inspect ---------------------------------------------------------------------------------------------------------
@@ -134,7 +126,6 @@ def test_inspect_is_short_unless_it_is_told_otherwise(run):
         assert "and 3 more: --all lists them" in short
         assert "field9" not in short
         assert "field9" in everything
-        assert ("lengths of 6 whole trajectories" in short) == (what == "dump")
         assert re.search(r"priorities.*alpha 1, beta 0.4, 65 rows can be drawn", short)
         assert re.search(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ, \d+ \w+ ago", short)
 
@@ -145,7 +136,7 @@ def test_histograms_and_times_are_in_the_json(run):
     assert sum(index["histogram"]["counts"]) == 65
     assert (index["histogram"]["edges"][0], index["histogram"]["edges"][-1]) == (1.0, 60.0)
     (shard,) = found("inspect", run / "dump")["shards"]
-    assert shard["parts"]["storage"]["trajectories"]["lengths"] == {"edges": [10, 11], "counts": [6]}
+    assert shard["parts"]["storage"]["trajectories"]["complete"] == 6
     assert store["age_s"] >= 0
     assert store["created"] <= store["written"]
     (newest, older) = found("inspect", run / "saved")["checkpoints"]

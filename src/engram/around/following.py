@@ -17,7 +17,7 @@ from engram._support.state import Stateful, check_keys, integer, typed
 from engram._support.tensordicts import is_tensor_collection, tensordict_type
 from engram._support.words import warn
 from engram.around.episodes import END_KEYS, numbers_by_path, usual_flags
-from engram.around.expander import Expander
+from engram.around.expander import Expander, TrajectoryArguments
 from engram.around.reading import MARK, Column, Expansion, Reading
 from engram.errors import ReadOnlyStore
 from engram.format.layout import is_store
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.around.expander import TrajectoryArguments
     from engram.format.schema import Field
     from engram.store.sampled import SampledStorage
 

@@ -13,13 +13,12 @@ from engram._support.checks import check_number
 from engram._support.field_paths import FieldPath, as_path, checked_path, public
 from engram._support.tensordicts import add_fields
 from engram._support.words import warn
-from engram.around.expander import Expander
+from engram.around.expander import Expander, TrajectoryArguments
 from engram.store import Store, dlpack_specs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from engram.around.expander import TrajectoryArguments
     from engram.around.reading import Reading
     from engram.storages import TensorStorage
     from engram.store.sampled import SampledStorage

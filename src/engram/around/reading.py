@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram._support import native as _native
     from engram.around.following import Following
     from engram.around.hindsight import Goals, Relabelling
     from engram.format.schema import Field

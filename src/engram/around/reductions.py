@@ -9,7 +9,7 @@ import torch
 from engram._support.checks import check_count, check_number
 from engram._support.field_paths import WINDOW_ENDS, FieldPath, as_path, as_paths, public
 from engram._support.nested import is_tensordict
-from engram.around.expander import Expander, check_discount, check_steps
+from engram.around.expander import Expander, TrajectoryArguments, check_discount, check_steps
 from engram.around.reading import TO_THE_END, Column, Reading, is_of_next_step, observed_before
 from engram.samplers import RandomSampler
 from engram.transforms import Compose, ExcludeTransform, Transform
@@ -19,7 +19,6 @@ from engram.transforms.windows import Windows, checked_dim, ends_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engram.around.expander import TrajectoryArguments
     from engram.types import Sampler
 
 

@@ -15,10 +15,10 @@ from engram._support.checks import check_path
 from engram._support.native import NotAdmitted
 from engram._support.progress import OnProgress, Work
 from engram._support.unsupported import BY_NUMBER, meant, refused, refusing
-from engram.buffer.configuration import READING_ARGUMENTS, ConnectArguments
+from engram.buffer.configuration import READING_ARGUMENTS, ConnectArguments, Settings
 from engram.buffer.recipe import kind_of, noted_settings, noted_unit
 from engram.buffer.row_access import RowAccess
-from engram.buffer.services import Service
+from engram.buffer.services import Facade, Service
 from engram.errors import NoSampleable
 from engram.remote.fleet import check_missing
 from engram.saved.checkpoints import replacing
@@ -29,11 +29,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.buffer.configuration import Settings
     from engram.buffer.prefetching import Prefetching
     from engram.buffer.read_path import ReadPath
     from engram.buffer.saving import Saving
-    from engram.buffer.services import Facade
     from engram.buffer.wiring import Wiring
     from engram.remote.fleet.members import Missing
     from engram.remote.protocol import Full

@@ -17,7 +17,7 @@ from engram._support import words
 from engram._support.field_paths import WINDOW_ENDS
 from engram._support.retries import Retries
 from engram._support.tensordicts import add_fields, is_lazy_stack
-from engram.buffer.ragged_batches import read_within
+from engram.buffer.ragged_batches import BatchForm, read_within
 from engram.buffer.window_marks import WindowMarks
 from engram.buffer.write_path import map_dimensioned
 from engram.errors import NoSampleable
@@ -29,7 +29,6 @@ from engram.types import Draw, Entry, Info, Shown
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from engram.buffer.ragged_batches import BatchForm
     from engram.buffer.wiring import Wiring
     from engram.storages.ragged import RaggedLayout
 

@@ -23,7 +23,7 @@ from engram.buffer.lanes import Lane, Lanes, Layout
 from engram.buffer.on_device import OnDevice
 from engram.buffer.output import Output, Source, View, moved, target_of
 from engram.buffer.prefetching import Prefetching
-from engram.buffer.ragged_batches import BatchForm
+from engram.buffer.ragged_batches import BatchForm, LayoutOfCall, SampleArguments, Tokens
 from engram.buffer.read_path import ReadPath
 from engram.buffer.recipe import Recipe, open_buffer, open_or_create, register
 from engram.buffer.row_access import RowAccess
@@ -36,18 +36,16 @@ from engram.env import record
 from engram.inspect.plots import Plots
 from engram.samplers._base import DeclaredSampler, refuse_batch
 from engram.store.limits import WAIT_S, Limit, checked_timeout
-from engram.types import Batch, Sampler, Write, Writer
+from engram.types import Batch, Device, Sampler, Size, StrPath, Told, Wait, Write, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from engram._support.progress import OnProgress
-    from engram.buffer.ragged_batches import LayoutOfCall, SampleArguments, Tokens
     from engram.env.recording import Names
     from engram.remote.shards import ShardSavers
     from engram.saved.rows import Roles
     from engram.storages import GivenStorage, Storage
-    from engram.types import Device, Size, StrPath, Told, Wait
 
 E = TypeVar("E")
 shows: Shows[ReplayBuffer[Any]] = Shows()

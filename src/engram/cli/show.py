@@ -25,13 +25,12 @@ from engram.format.schema import Field
 from engram.format.sizes import ShownField
 from engram.saved.description import KINDS
 from engram.saved.documents import Problem
-from engram.saved.inspection import Histogram, Report
+from engram.saved.inspection import Entries, Histogram, Report
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from engram.cli.doctor import Finding
-    from engram.saved.inspection import Entries
 
 REFUSED, MISUSED, INTERRUPTED, UNREAD = 1, 2, 130, 141
 #: A space that lines are not broken at.
@@ -484,11 +483,6 @@ def _checkpoint(found: Entries) -> Iterator[str]:
     for part in parts:
         for index in ([part["priorities"]] if "priorities" in part else []) + part.get("indexes", []):
             yield from _priorities(index, of)
-        lengths = part.get("trajectories", {}).get("lengths")
-        if lengths and lengths["counts"]:
-            yield ""
-            yield f"lengths of {count(sum(lengths['counts']), 'whole trajectory')}{of}"
-            yield from _bars(lengths, whole=True)
 
 
 def _fields(fields: Sequence[Entries]) -> Iterator[str]:
@@ -518,16 +512,12 @@ def _priorities(index: Entries, of: str = "") -> Iterator[str]:
     yield from _bars(index["histogram"])
 
 
-def _bars(histogram: Histogram, *, whole: bool = False) -> Iterator[str]:
+def _bars(histogram: Histogram) -> Iterator[str]:
     """A line for each bar of a histogram, as wide as the terminal has place."""
     edges, counts = histogram["edges"], histogram["counts"]
     if not counts:
         return
-    if whole:
-        ranges = [(low, high - 1) for low, high in itertools.pairwise(edges)]
-        labels = [f"{low:.0f}" if low == high else f"{low:.0f}–{high:.0f}" for low, high in ranges]
-    else:
-        labels = [f"{low:.3g} – {high:.3g}" for low, high in itertools.pairwise(edges)]
+    labels = [f"{low:.3g} – {high:.3g}" for low, high in itertools.pairwise(edges)]
     numbers = [f"{number:,}" for number in counts]
     aside = max(map(len, labels)) + max(map(len, numbers)) + 6
     longest = max(min(_BAR, shutil.get_terminal_size().columns - aside), 4)

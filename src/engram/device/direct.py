@@ -12,7 +12,7 @@ from engram._support import fork, native
 from engram.device.pinning import Block, Blocks
 from engram.errors import PriorityError, WriterStalled
 from engram.format.files import FIXED_BYTES
-from engram.store.device.chain import Batch, Chain, Kind, UpdateRing, columns_of, signed
+from engram.store.device.chain import Batch, Chain, Kind, ResidentRows, UpdateRing, columns_of, signed
 from engram.store.device.registry import REGISTRY, NotRegistered, Registry
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from engram.store import Store
     from engram.store.device.accelerator import Accelerator
-    from engram.store.device.chain import ResidentRows
     from engram.store.priorities import PriorityIndex
 
 #: How many bytes of rows go in one block.

@@ -8,7 +8,7 @@ program that drops its batches pays for pinning once per size.
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,15 +20,13 @@ from engram._support.nested import is_tensordict, map_tensors, map_with_paths, t
 from engram._support.tensordicts import children, is_plain_tensordict, tensordict_type
 from engram._support.words import warn
 from engram.store.blocks import ALIGNMENT
-from engram.store.device.accelerator import HostMemory
+from engram.store.device.accelerator import Accelerator, HostMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from contextlib import AbstractContextManager
 
     from tensordict import TensorDictBase
 
-    from engram.store.device.accelerator import Accelerator
     from engram.types import Entry
 
 

@@ -14,7 +14,7 @@ from engram._support.words import count, format_share
 from engram.samplers import PrioritizedSampler
 from engram.samplers._base import DeclaredSampler
 from engram.saved.rows import boundary_fields, roles_of
-from engram.store.priorities import PriorityIndex
+from engram.store.priorities import PriorityConfig, PriorityIndex
 from engram.store.row_indexes import ConsumptionIndex, UsageIndex
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from engram.format.schema import Field
     from engram.storages import Storage
-    from engram.store.priorities import PriorityConfig
     from engram.types import Extent
 
     Moment = tuple[float, dict[str, float]]

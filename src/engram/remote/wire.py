@@ -15,13 +15,11 @@ from torch import Tensor
 
 from engram._support.native import Layout, received
 from engram.format.schema import DTYPES, Field, Schema
-from engram.store.memory import DTYPE_NAMES, DTYPE_OF, dlpack_specs
+from engram.store.memory import DTYPE_NAMES, DTYPE_OF, DlpackSpec, dlpack_specs
 from engram.store.ragged_rows import Items, items_in, offsets_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    from engram.store.memory import DlpackSpec
 
 
 #: Names of columns that are no fields begin with it.

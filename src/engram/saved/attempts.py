@@ -13,7 +13,7 @@ import re
 import secrets
 from typing import TYPE_CHECKING, NamedTuple
 
-from engram.format import strict
+from engram.format import files, strict
 from engram.format.schema import field_differences
 from engram.saved import disk, documents
 from engram.saved.checkpoints import Checkpoint, Contents, Vote, manifest_of, read_shard, shard_of, sync_parts
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from engram.format import files
     from engram.saved.part_writer import PartInfo
 
 _NAME = re.compile(r"ckpt-([0-9]{12,18})-e([0-9]{4,9})-([0-9a-f]{8}|crash[0-9]{1,9})")

@@ -21,7 +21,7 @@ import msgspec
 
 from engram._support.closing import Closes
 from engram.errors import CorruptCheckpoint
-from engram.format import strict
+from engram.format import files, strict
 from engram.saved import disk, documents, folder
 from engram.saved.description import NO_SCHEMA
 from engram.saved.part_reader import Level, Listing, PartReader, is_part
@@ -29,7 +29,6 @@ from engram.saved.part_reader import Level, Listing, PartReader, is_part
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    from engram.format import files
     from engram.saved.part_writer import PartInfo
 
 # ---- writing ---------------------------------------------------------------------------------------------------------

@@ -297,24 +297,19 @@ class Histogram(TypedDict):
     counts: list[int]
 
 
-def histogram(values: Mapping[float, int], *, whole: bool = False) -> Histogram:
-    """How often values of which size come.
+def histogram(values: Mapping[float, int]) -> Histogram:
+    """How often values of which size come: at most 8 bars; without values there is none.
 
-    Args:
-        values: how often each value comes, none negative.
-        whole: values are whole numbers, and so are the edges.
-
-    Returns:
-        At most 8 bars. Without values there is none.
+    ``values``: how often each value comes, none negative.
 
     >>> from engram.saved.inspection import histogram
-    >>> histogram({1: 3, 2: 5, 3: 2}, whole=True)
-    {'edges': [1, 2, 3, 4], 'counts': [3, 5, 2]}
+    >>> histogram({1.0: 3, 1.5: 2, 9.0: 5})["counts"]
+    [5, 0, 0, 0, 0, 0, 0, 5]
     """
     if not values:
         return {"edges": [], "counts": []}
     low, high = min(values), max(values)
-    edges = _whole_edges(int(low), int(high)) if whole else _edges(low, high)
+    edges = _edges(low, high)
     counts = [0] * (len(edges) - 1)
     for value, number in values.items():
         counts[min(max(bisect.bisect_right(edges, value) - 1, 0), len(counts) - 1)] += number
@@ -329,13 +324,6 @@ def _edges(low: float, high: float) -> list[float]:
     else:
         inner = [low + (high - low) * bar / BARS for bar in range(1, BARS)]
     return [low, *dict.fromkeys(edge for edge in inner if low < edge < high), high]
-
-
-def _whole_edges(low: int, high: int) -> list[float]:
-    """The last one is one more than the largest value."""
-    if high + 1 - low <= BARS:
-        return [*range(low, high + 2)]
-    return [*dict.fromkeys([low, *(round(edge) for edge in _edges(low, high + 1)[1:-1]), high + 1])]
 
 
 #: Where a state keeps priorities: an array of float64, one per row.
@@ -500,8 +488,7 @@ def _priorities_of(part: PartReader, state: object) -> Entries | None:
 
 
 def _trajectories(every: Iterable[description.Trajectory], columns: int) -> Entries:
-    """How many, of how many steps, of which kinds, and how long those are that are complete. ``every``: by lane and position."""
-    lengths = Counter[float]()
+    """How many, of how many steps, and of which kinds. ``every``: by lane and position."""
     kinds = dict.fromkeys(description.KINDS, 0)
     count = shortest = longest = 0
     lane, seen = -1, set[int]()
@@ -515,15 +502,7 @@ def _trajectories(every: Iterable[description.Trajectory], columns: int) -> Entr
         kind = _kind(it.flags, oldest=it.first % columns not in seen)
         kinds[kind] += 1
         seen.add(it.first % columns)
-        if kind == "complete":
-            lengths[steps] += 1
-    return {
-        "count": count,
-        "shortest": shortest,
-        "longest": longest,
-        **kinds,
-        "lengths": histogram(lengths, whole=True),
-    }
+    return {"count": count, "shortest": shortest, "longest": longest, **kinds}
 
 
 def _kind(flags: int, *, oldest: bool) -> str:

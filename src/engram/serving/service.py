@@ -34,7 +34,7 @@ from engram.remote import protocol, wire
 from engram.samplers.staleness import RuledSampler, VersionedSampler
 from engram.store import DrawingPart, Masses, OutOfOrder, Requests, ThreadKey
 from engram.store.limits import Rules
-from engram.store.ragged_rows import items_in, joined
+from engram.store.ragged_rows import Items, items_in, joined
 from engram.store.requests import IN_DOUBT
 from engram.transforms import Compose
 from engram.types import WritePlan
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from engram.buffer import ReplayBuffer
     from engram.remote.wire import Column
     from engram.samplers import PrioritizedSampler
-    from engram.store.ragged_rows import Items
 
 
 #: Of answers that are made, or that clients have not read. Small ones are as many as streams, and are not counted.

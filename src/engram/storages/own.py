@@ -35,11 +35,10 @@ from engram.store import DeviceStore, ForeignStore, Mirror, Store, copy_rows, ho
 from engram.store.keys import key_field, key_of
 from engram.store.limits import Rules
 from engram.store.ragged import private_store
-from engram.types import Extent, RowsSource, RowStorage, Traits
+from engram.types import Extent, Form, RowsSource, RowStorage, StorageLoad, Traits
 
 if TYPE_CHECKING:
     from engram.saved.part_reader import PartReader
-    from engram.types import Form, StorageLoad
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence

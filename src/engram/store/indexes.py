@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
-from engram._support import fork, progress
+from engram._support import fork, native, progress
 from engram.errors import IncompatibleStore
 from engram.format import files, layout
 from engram.store.lifetime import exclusive
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram._support import native
 
 C = TypeVar("C", bound=fork.Forked)
 K = TypeVar("K", bound="Ordered")

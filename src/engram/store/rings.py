@@ -9,7 +9,7 @@ import torch
 
 from engram._support import native
 from engram.errors import CorruptStore
-from engram.format import layout
+from engram.format import files, layout
 from engram.format.sizes import ragged_control_bytes
 from engram.store.memory import Block, placed, private_block, torch_dtype
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram.format import files
     from engram.format.schema import Schema
 
 

@@ -30,7 +30,7 @@ from engram._support.words import warn
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format.layout import SINGLE
 from engram.format.schema import Field, Node, Schema
-from engram.saved.checkpointers import DumpedPriorities, tensordicts_of
+from engram.saved.checkpointers import DumpedPriorities, SavedStorage, tensordicts_of
 from engram.saved.folder import Folder
 from engram.store.memory import DTYPE_NAMES
 from engram.torchrl import components
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
     from tensordict import TensorDict
 
-    from engram.saved.checkpointers import SavedStorage
     from engram.types import Decompress, StorageLoad
 
 __all__ = ["checkpointer", "layout", "library", "prepare_layout", "read", "read_ensemble", "read_state", "recognises"]

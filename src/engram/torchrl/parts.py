@@ -23,7 +23,7 @@ from engram.saved.checkpointers import LAYOUTS, METADATA, Ring, SlotsSnapshot, c
 from engram.saved.folder import ENTRY, Folder, convert
 from engram.saved.part_writer import PartWriter
 from engram.saved.parts import read_state
-from engram.saved.snapshot import bytes_of
+from engram.saved.snapshot import SavedRows, bytes_of
 from engram.store.memory import DTYPE_OF
 from engram.torchrl import layouts
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from engram.saved.checkpointers import Key, SavedStorage
     from engram.saved.part_reader import PartReader
-    from engram.saved.snapshot import SavedRows
     from engram.torchrl.layouts import Steps, Write
     from engram.types import StorageLoad
 

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from engram.store.device.chain import Launcher, call, kernels_of, signed
-from engram.store.device.row_operations import Drawing, RowOperations
+from engram.store.device.row_operations import Drawing, Followed, Ring, RowOperations
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engram.store.device.priorities import DevicePriorities
-    from engram.store.device.row_operations import Followed, Ring
     from engram.store.device.rows import DeviceRows
 
 #: Children of a node of a sum tree.
