@@ -312,7 +312,7 @@ class RemoteStorage(ServedStorage):
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
     def ask_for(self, keys: Sequence[int], rows: int) -> None:
-        protocol.check_fits("sample: batch_size", rows, self._schema.row_bytes)
+        protocol.check_fits("sample: batch_size", rows, self._schema.row_bytes, "Draw")
         self.ask(protocol.Sample(rows, [key & (1 << 64) - 1 for key in keys]))
 
     def ask(self, command: protocol.Sample) -> None:
@@ -391,7 +391,7 @@ class RemoteStorage(ServedStorage):
     # ---- writing -------------------------------------------------------------------------------------------------------
 
     def write(self, plan: WritePlan, prepared: list[Tensor], n: int) -> Write:
-        protocol.check_fits("extend", n, self._schema.row_bytes)
+        protocol.check_fits("extend", n, self._schema.row_bytes, "Write")
         columns, lane = prepared, plan.lane
         if self.lanes > 1:
             columns = [*prepared, lane if isinstance(lane, Tensor) else torch.full((n,), lane or 0, device="cpu")]
@@ -447,7 +447,7 @@ class RemoteStorage(ServedStorage):
     def check_removal(self, rows: Tensor) -> None:
         """Raises, too: ``RuntimeError``: the server is read-only, or of an older engram. ``ValueError``: too many. ``ConnectionError``."""
         super().check_removal(rows)
-        protocol.check_fits("remove", len(rows), _EDIT_BYTES)
+        protocol.check_fits("remove", len(rows), _EDIT_BYTES, "Remove")
         self._arrive()
         try:
             self.connection.ask("can_remove", protocol.CanRemove(), dict)
