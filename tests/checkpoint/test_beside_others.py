@@ -19,7 +19,6 @@ from engram import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
-from engram.checkpoint import checkpointer as module
 from engram.checkpoint.checkpointer import Checkpointer
 from engram.checkpoint.save import Job
 from engram.saved import attempts, disk
@@ -462,7 +461,8 @@ def test_a_save_in_the_background_that_fails_is_told(ram, caplog, monkeypatch):
 
 
 def test_under_torch_distributed_without_ranks(ram, monkeypatch):
-    monkeypatch.setattr(module, "_world_of_torch", lambda: 4)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
     with pytest.warns(
         UserWarning, match=r"torch.distributed has 4 ranks, and ranks= was not given: .*from_torch"
     ) as said:

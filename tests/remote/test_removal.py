@@ -196,7 +196,7 @@ def test_more_rows_than_a_message_takes_are_refused(served, monkeypatch):
     monkeypatch.setattr("engram.remote.protocol.MAX_MESSAGE", 100)
     with (
         ReplayBuffer.connect(address) as remote,
-        pytest.raises(ValueError, match="remove: expected at most 100 bytes.*Take fewer"),
+        pytest.raises(ValueError, match="remove: expected at most 100 bytes.*Remove fewer at once"),
     ):
         remote.remove([0, 1, 2])
     assert len(rb) == ROWS

@@ -178,7 +178,7 @@ def test_another_reader_of_the_same_part_reads_on_when_the_first_is_closed(tmp_p
     with PartReader.open(tmp_path / "sampler") as first:
         second = first.again()
     with second:
-        assert second.sha256 == first.sha256
+        assert second.listing.sha256 == first.listing.sha256
         assert second.read_all(2) == b"abcde"
     with pytest.raises(OSError, match="Bad file descriptor"):
         second.again()

@@ -36,7 +36,7 @@ from engram.env import record
 from engram.inspect.plots import Plots
 from engram.samplers._base import DeclaredSampler, refuse_batch
 from engram.store.limits import WAIT_S, Limit, checked_timeout
-from engram.types import Batch, Device, Sampler, Size, StrPath, Told, Wait, Write, Writer
+from engram.types import Batch, Device, Sampler, Size, StrPath, Wait, Write, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from engram.remote.shards import ShardSavers
     from engram.saved.rows import Roles
     from engram.storages import GivenStorage, Storage
+    from engram.types import Told
 
 E = TypeVar("E")
 shows: Shows[ReplayBuffer[Any]] = Shows()

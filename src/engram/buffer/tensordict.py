@@ -31,7 +31,7 @@ from engram.buffer.window_marks import attach
 from engram.buffer.wiring import checked_size, component
 from engram.buffer.write_path import HELD_BACK, WritePath, rows_of
 from engram.store.limits import WAIT_S, checked_timeout
-from engram.types import Sampler, Size, Told
+from engram.types import Sampler, Size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from engram.buffer.configuration import BufferArguments
     from engram.buffer.lanes import Lane, Layout
     from engram.buffer.ragged_batches import SampleArguments
+    from engram.types import Told
 
     M = TypeVar("M", bound=Callable[..., object])
 

@@ -83,7 +83,8 @@ def doctor(directory: Path | None, load: bool, as_json: bool) -> None:
 def inspect(path: Path, everything: bool, as_json: bool) -> None:
     """Show what is at PATH: a checkpoint, a folder of checkpoints, a dump, a part of one, or a live store.
 
-    Says when it was written, how full it is, and its fields, and draws how priorities are distributed. Reads descriptions, tables and priorities, but no rows, and changes nothing. JSON has everything.
+    Says when it was written, how full it is, and its fields, and draws how priorities are distributed. Reads descriptions, tables and
+    priorities, but no rows, and changes nothing. JSON has everything.
 
     Exit code: 0, 1 if something is damaged, 2 if PATH holds nothing of engram's.
     """

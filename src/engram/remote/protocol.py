@@ -143,16 +143,16 @@ def held_bytes(rows: int, row_bytes: int) -> int:
     return rows * (row_bytes + BESIDE_ROW)
 
 
-def check_fits(what: str, rows: int, row_bytes: int) -> None:
-    """Raise ``ValueError``: so many rows are too much for one message.
+def check_fits(what: str, rows: int, row_bytes: int, verb: str) -> None:
+    """Raise ``ValueError``: so many rows are too much for one message. ``verb``: what to do with fewer.
 
     >>> from engram.remote.protocol import check_fits
-    >>> check_fits("extend", 100, 8)
+    >>> check_fits("extend", 100, 8, "Write")
     """
     if rows * (row_bytes + BESIDE_ROW) > MAX_MESSAGE:
         raise ValueError(
             f"{what}: expected at most {MAX_MESSAGE} bytes at once over a connection, got {rows} rows of {row_bytes} bytes and "
-            f"{BESIDE_ROW} beside them. Take fewer."
+            f"{BESIDE_ROW} beside them. {verb} fewer at once."
         )
 
 

@@ -313,7 +313,7 @@ class RemoteStorage(ServedStorage):
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
     def ask_for(self, keys: Sequence[int], rows: int) -> None:
-        protocol.check_fits("sample: batch_size", rows, self._usual_bytes)
+        protocol.check_fits("sample: batch_size", rows, self._usual_bytes, "Draw")
         self.ask(protocol.Sample(rows, [key & (1 << 64) - 1 for key in keys]))
 
     def ask(self, command: protocol.Sample) -> None:
@@ -393,7 +393,7 @@ class RemoteStorage(ServedStorage):
 
     def write(self, plan: WritePlan, prepared: list[Tensor], n: int) -> Write:
         items = sum(it.nbytes for column in prepared if (it := items_in(column)) is not None)
-        protocol.check_fits("extend", n, self._schema.row_bytes + -(-items // max(n, 1)))
+        protocol.check_fits("extend", n, self._schema.row_bytes + -(-items // max(n, 1)), "Write")
         columns, lane = prepared, plan.lane
         if self.lanes > 1:
             columns = [*prepared, lane if isinstance(lane, Tensor) else torch.full((n,), lane or 0, device="cpu")]
@@ -449,7 +449,7 @@ class RemoteStorage(ServedStorage):
     def check_removal(self, rows: Tensor) -> None:
         """Raises, too: ``RuntimeError``: the server is read-only, or of an older engram. ``ValueError``: too many. ``ConnectionError``."""
         super().check_removal(rows)
-        protocol.check_fits("remove", len(rows), _EDIT_BYTES)
+        protocol.check_fits("remove", len(rows), _EDIT_BYTES, "Remove")
         self._arrive()
         try:
             self.connection.ask("can_remove", protocol.CanRemove(), dict)
