@@ -38,6 +38,7 @@ _MOVED = {
     "samplers.prioritized_slices": "around.slices",
     "samplers.slices": "around.slices",
     "samplers.slices_epoch": "around.slices",
+    "samplers.window_spec": "around.settings",
     "samplers.windows": "around.windows",
     "schedulers": "buffer.schedulers",
     "sizing": "inspect.sizing",

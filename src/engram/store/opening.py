@@ -22,23 +22,10 @@ from engram.format import files, layout
 from engram.format import files as controls
 from engram.format import schema as schemas
 from engram.format.sizes import resident_bytes
-from engram.store import lifetime
+from engram.store import lifetime, memory
 from engram.store.adding import put_in_order
 from engram.store.device import DeviceStore
 from engram.store.indexes import INDEX_KINDS, Host, Indexes
-from engram.store.memory import (
-    Block,
-    column_field,
-    fields_in,
-    file_block,
-    new_control_memory,
-    private_field,
-    read_block,
-    read_field,
-    refuse_ragged,
-    segment_fields,
-    segments_in,
-)
 from engram.store.ragged import RaggedStore
 from engram.store.rings import make_rings, private_rings, rings_in
 from engram.store.store import Repair, Saved, Store
@@ -51,7 +38,7 @@ if TYPE_CHECKING:
     from engram._support.mappings import Piece
     from engram.format.schema import Schema
     from engram.store.lifetime import Process
-    from engram.store.memory import Block, Segment
+    from engram.store.memory import Segment
 
 
 class IndexCopies(Indexes):
@@ -60,9 +47,9 @@ class IndexCopies(Indexes):
     source: Path
     """Where the others are."""
 
-    def _copy_of(self, name: str, kind: str) -> Block | None:
+    def _copy_of(self, name: str, kind: str) -> memory.Block | None:
         path = self.source / name / kind
-        return INDEX_KINDS[kind].copied(read_block(path, path.stat().st_size).tensor) if path.exists() else None
+        return INDEX_KINDS[kind].copied(memory.read_block(path, path.stat().st_size).tensor) if path.exists() else None
 
     def _has_copy(self, name: str, kind: str) -> bool:
         return (self.source / name / kind).exists()
@@ -80,15 +67,15 @@ class ReaderStore(Store):
         self,
         schema: Schema,
         folder: Path,
-        control: Block,
-        tickets: Block,
+        control: memory.Block,
+        tickets: memory.Block,
         segments: Sequence[Segment | None] | None,
         *,
         abandoned: bool,
     ) -> None:
         self._folder = folder
         self._segments = segments
-        columns, rings = self._mapped(schema, control, private=False), rings_in(folder, schema, read_block)
+        columns, rings = self._mapped(schema, control, private=False), rings_in(folder, schema, memory.read_block)
         super().__init__(schema, columns, control, tickets, abandoned=abandoned, rings=rings)
         self.indexes = IndexCopies(Host(self.core, control.tensor, tickets.tensor, None), schema.capacity)
         self.indexes.source = folder / layout.FOLDER / layout.INDEXES
@@ -103,20 +90,22 @@ class ReaderStore(Store):
         """It is none of them: the number of the process stands for it."""
         return os.getpid() if self.in_use else 0
 
-    def _mapped(self, schema: Schema, control: Block, *, private: bool) -> list[Tensor]:
+    def _mapped(self, schema: Schema, control: memory.Block, *, private: bool) -> list[Tensor]:
         """The fields. ``private``: what is written to them is not seen elsewhere."""
         if self._segments is None:
-            return fields_in(
+            return memory.fields_in(
                 self._folder,
                 schema,
-                partial(read_field, private=private),
-                lambda path, nbytes: read_block(path, nbytes, private=private).tensor,
+                partial(memory.read_field, private=private),
+                lambda path, nbytes: memory.read_block(path, nbytes, private=private).tensor,
             )
         inside = self._folder / layout.FOLDER
-        return segment_fields(inside, schema, self._segments, control, readonly=not private, private=private)
+        return memory.segment_fields(inside, schema, self._segments, control, readonly=not private, private=private)
 
     def map_column(self, schema: Schema, number: int) -> Tensor:
-        return read_field(layout.column_path(self._folder, schema, number), schema.fields[number], schema.capacity)
+        return memory.read_field(
+            layout.column_path(self._folder, schema, number), schema.fields[number], schema.capacity
+        )
 
     @property
     def folder(self) -> Path:
@@ -166,7 +155,7 @@ def _kind_of(schema: Schema) -> type[Store]:
     return RaggedStore if schema.ragged else Store
 
 
-def anyone_has_open(directory: Path, control: Block, tickets: Block) -> bool:
+def anyone_has_open(directory: Path, control: memory.Block, tickets: memory.Block) -> bool:
     """Whether a process other than this one has the store in a folder open for writing. This one must not."""
     with files.open_regular(directory / layout.FOLDER / layout.ALIVE, os.O_RDONLY) as fd:
         return native.Participants(control.address, control.nbytes, tickets.address, tickets.nbytes, int(fd)).others
@@ -209,7 +198,7 @@ def create_store(
         ValueError: a key that cannot be a file name; a field is ragged, and rows are ``adopted``.
     """
     if adopted is not None:
-        refuse_ragged(schema, "rows that exist already", "Write them to a new storage")
+        memory.refuse_ragged(schema, "rows that exist already", "Write them to a new storage")
     raw = schemas.encode_store(schema)
     if len(raw) > schemas.MAX_BYTES:
         raise ValueError(f"store: its description needs {len(raw)} bytes, at most {schemas.MAX_BYTES} are possible.")
@@ -245,7 +234,7 @@ def create_store(
             made.text(hidden / layout.ADOPTED, note)
         made.text(hidden / layout.STORE, raw)  # first: if this process dies, it says which other files it has created
         _make_fields(made, paths, metas)
-        make_rings(made, directory, schema, hidden.name, file_block)
+        make_rings(made, directory, schema, hidden.name, memory.file_block)
         _make_control(made, hidden, schema, maker, guest_of, begin)
         hidden.rename(directory / layout.FOLDER)  # from here on the folder is a store
         made.published(hidden, directory / layout.FOLDER)
@@ -281,7 +270,7 @@ def open_readonly(directory: Path, *, unclean: str = "refuse") -> Store:
         with _naming(folder):
             in_use = lifetime.opened(directory) is not None or anyone_has_open(directory, control, tickets)
             kind = RaggedReaderStore if schema.ragged else ReaderStore
-            store = kind(schema, directory, control, tickets, segments_in(folder), abandoned=not in_use)
+            store = kind(schema, directory, control, tickets, memory.segments_in(folder), abandoned=not in_use)
     try:
         _check_description(store, folder, fingerprints)
         if store.has_files:
@@ -354,15 +343,15 @@ def reattach(saved: Saved) -> Store:
     control, tickets, *columns = [part.tensor for part in saved.parts]
     store: Store
     if all(column.is_cpu for column in columns):
-        fields = [private_field(field, schema.capacity) for field in schema.fields]
+        fields = [memory.private_field(field, schema.capacity) for field in schema.fields]
         for field, column in zip(fields, columns, strict=True):
             field.copy_(column)
         rings = private_rings(schema).copy_from([part.tensor for part in saved.rings])
-        store = _kind_of(schema)(schema, fields, *new_control_memory(schema), rings=rings)
+        store = _kind_of(schema)(schema, fields, *memory.new_control_memory(schema), rings=rings)
     else:
         store = DeviceStore.on(schema, columns[0].device, columns)
     store.take_over(control, tickets)
-    store.indexes.keep_copies({key: memory.tensor for key, memory in saved.indexes.items()})
+    store.indexes.keep_copies({key: copied.tensor for key, copied in saved.indexes.items()})
     return store
 
 
@@ -418,8 +407,8 @@ def _make_control(
     if guest_of is not None:
         made.text(folder / layout.TEMPORARY, lifetime.temporary_note(guest_of))
     made.text(folder / layout.BUFFER, layout.NO_RECORD)
-    control = file_block(folder / layout.CONTROL, native.control_bytes(schema.lanes))
-    tickets = file_block(folder / layout.TICKETS, layout.tickets_bytes(schema.capacity))
+    control = memory.file_block(folder / layout.CONTROL, native.control_bytes(schema.lanes))
+    tickets = memory.file_block(folder / layout.TICKETS, layout.tickets_bytes(schema.capacity))
     fingerprint, _ = schemas.first_fingerprints(schema, schemas.encode_store(schema))
     native.format_control(control.address, control.nbytes, schema.capacity, schema.lanes, fingerprint)
     begin(native.Store(control.address, control.nbytes, tickets.address, tickets.nbytes, (), (), ()))
@@ -445,13 +434,13 @@ def _described(directory: Path) -> tuple[Schema, tuple[int, ...], bool]:
     return schema, schemas.first_fingerprints(schema, raw), schemas.is_earlier(raw)
 
 
-def _read_control(folder: Path, schema: Schema, *, earlier: bool) -> tuple[Block, Block]:
+def _read_control(folder: Path, schema: Schema, *, earlier: bool) -> tuple[memory.Block, memory.Block]:
     """Control block and tickets, for reading alone. An upgrade that was interrupted has left the tickets of an earlier store longer."""
-    control = read_block(folder / layout.CONTROL, native.control_bytes(schema.lanes))
+    control = memory.read_block(folder / layout.CONTROL, native.control_bytes(schema.lanes))
     path, nbytes = folder / layout.TICKETS, layout.tickets_bytes(schema.capacity)
     if earlier and not (path.is_file() and path.stat().st_size == nbytes):
         nbytes = layout.tickets_bytes(schema.capacity, earlier=True)
-    return control, read_block(path, nbytes)
+    return control, memory.read_block(path, nbytes)
 
 
 @contextlib.contextmanager
@@ -513,16 +502,18 @@ def _attach(schema: Schema, directory: Path, fingerprints: Sequence[int], *, unc
     alive, store = lifetime.AliveFile(directory), None
     put_in_order(directory, schema)
     try:
-        control = file_block(folder / layout.CONTROL, native.control_bytes(schema.lanes))
-        tickets = file_block(folder / layout.TICKETS, layout.tickets_bytes(schema.capacity))
-        segments = segments_in(folder)
+        control = memory.file_block(folder / layout.CONTROL, native.control_bytes(schema.lanes))
+        tickets = memory.file_block(folder / layout.TICKETS, layout.tickets_bytes(schema.capacity))
+        segments = memory.segments_in(folder)
         if segments is None:
-            tensors = fields_in(directory, schema, column_field, lambda path, nbytes: file_block(path, nbytes).tensor)
+            tensors = memory.fields_in(
+                directory, schema, memory.column_field, lambda path, nbytes: memory.file_block(path, nbytes).tensor
+            )
         else:
-            tensors = segment_fields(folder, schema, segments, control)
+            tensors = memory.segment_fields(folder, schema, segments, control)
         attachment = lifetime.Attachment(directory, alive, control, tickets, has_files=segments is None)
         with _naming(folder):
-            rings = rings_in(directory, schema, file_block)
+            rings = rings_in(directory, schema, memory.file_block)
             store = _kind_of(schema)(schema, tensors, control, tickets, attachment, rings=rings)
             attachment.begin(store, store.core)  # from here on closing it releases all that was taken
         _check_description(store, folder, fingerprints)
@@ -549,7 +540,7 @@ def _use_files(store: Store, directory: Path) -> None:
 
     Spans and items of ragged fields are mapped only: every draw needs the spans, and the core finds items by them.
     """
-    fields, capacity, memory = store.schema.fields, store.capacity, available_memory()
+    fields, capacity, available = store.schema.fields, store.capacity, available_memory()
     stored = {
         f: (size, str(path))
         for f, (path, size) in layout.row_files(directory, store.schema).items()
@@ -557,13 +548,13 @@ def _use_files(store: Store, directory: Path) -> None:
     }
     longest = dict(sorted(stored.items(), key=lambda file: file[1])[-_MOST_FILES:])
     paths = [longest[f][1] if f in longest else "" for f in range(len(fields))]
-    store.larger = 0 < memory < 2 * store.nbytes
+    store.larger = 0 < available < 2 * store.nbytes
     store.core.use_files(paths, store.larger)
     needed = resident_bytes(directory, capacity)
-    if store.larger and memory < needed:
+    if store.larger and available < needed:
         warn(
             f"{str(directory)!r}: tickets and priorities of {capacity:,} rows need {format_size(needed)} of memory, this process can have "
-            f"{format_size(memory)}: each draw waits for the disk. Give it more, or choose a smaller store."
+            f"{format_size(available)}: each draw waits for the disk. Give it more, or choose a smaller store."
         )
 
 
