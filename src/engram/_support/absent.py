@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 #: moved with it, unless they are named, too.
 _MOVED = {
     "cluster": "serving.on_ray",
+    "collate": "storages.items",
     "ensembles": "members",
     "expanders": "around",
     "expanders.cat_frames": "around.reductions",
@@ -21,6 +22,8 @@ _MOVED = {
     "expanders.next_from_following": "around.following",
     "expanders.reward_to_go": "around.reductions",
     "fleet": "remote.fleet",
+    "format.tables": "saved.description",
+    "format.verify": "saved.inspection",
     "layouts": "torchrl.checkpointers",
     "layouts.checkpointers": "torchrl.checkpointers",
     "limits": "store.limits",

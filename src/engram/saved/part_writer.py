@@ -363,15 +363,8 @@ class PartWriter:
         new, linked = _bytes_of(written, len(raw) + len(raw_sums))
         sizes = {name: file.bytes for name, file in placed.items()}
         sizes |= {f"{self._prefix}{description.PART}": len(raw), f"{self._prefix}{description.SUMS}": len(raw_sums)}
-        listing = Listing(
-            msgspec.json.decode(raw, type=description.Part),
-            sha256,
-            sizes,
-            placed,
-            description.unpack_sums(raw_sums),
-            records,
-            of_items,
-        )
+        read, sums = msgspec.json.decode(raw, type=description.Part), description.unpack_sums(raw_sums)
+        listing = Listing(read, sha256, sizes, placed, sums, records, of_items)
         return PartInfo(self.folder, len(raw), sha256, new, linked, listing)
 
     def _put(self, document: description.Part, raw_sums: bytes) -> tuple[bytes, str]:

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from engram.format.schema import Schema
     from engram.saved.part_reader import PartReader
     from engram.saved.snapshot import StoragePreparation
-    from engram.storages.ragged import RaggedLayout
+    from engram.storages.tensor_state import RowsLoad, RowsState
+from engram.storages.ragged import RaggedLayout
     from engram.store.store import NativeWrite, T
 
 
@@ -726,18 +727,16 @@ class TensorStorage(Storage):
         rows.take(state_dict, load.schema, where)
         return load
 
-    def prepare_rows(self, state: dict[str, Any], source: RowsSource) -> tensor_state.RowsLoad:
+    def prepare_rows(self, state: dict[str, Any], source: RowsSource) -> RowsLoad:
         where = type(self).__name__
         check_keys(state, tensor_state.ENTRIES, where, optional=tensor_state.OPTIONAL)
         if typed(state, "schema", (str, type(None)), where) is None:
             if any(len(state.get(name, ())) for name in ("lanes", "numbers", "priorities", "passes", "windows")):
                 raise ValueError(f"{where}: expected nothing else in the state of a storage that was never written.")
-            return tensor_state.RowsLoad(self, source)
+            return RowsLoad(self, source)
         store = self.memory
         schema = self._geometry.same(state["schema"], None if store is None else store.schema, f"{where}: schema")
-        return tensor_state.RowsLoad.checked(
-            self, source, schema, tensor_state.RowsState.checked(state, schema, store, where), where
-        )
+        return RowsLoad.checked(self, source, schema, RowsState.checked(state, schema, store, where), where)
 
     _loads = ("TensorStorage", "LazyTensorStorage", "LazyMemmapStorage", "OwnStorage")
 

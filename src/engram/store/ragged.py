@@ -77,6 +77,7 @@ class RaggedStore(Store):
         return Write(rows, self.core.append_ragged_by_lane(lanes.data_ptr(), n, addresses, rows.data_ptr(), sources))
 
     def addresses(self, columns: Sequence[Tensor | Items]) -> Addresses:
+        """Columns as for :meth:`write`, for a call of the core."""
         groups = [
             sharing([cast("Items", columns[number]) for number in it.members]) for it in self.schema.ragged_groups
         ]

@@ -9,7 +9,8 @@ import torch
 from engram._support import native
 from engram.errors import EngramError, RowError
 from engram.store.indexes import LockedIndex
-from engram.store.memory import dlpack_specs
+from engram.store.memory import Addresses, dlpack_specs
+from engram.store.ragged import RaggedStore
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -170,9 +171,13 @@ class Requests:
             OSError: no space for the table.
         """
         self._check(lane, columns, n, "append_by")
-        rows, given = native.empty_rows(n), self._store.addresses(columns)
+        rows, store = native.empty_rows(n), self._store
+        if isinstance(store, RaggedStore):
+            given = store.addresses(columns)
+        else:
+            given = Addresses(tuple(map(torch.Tensor.data_ptr, columns)))
         try:
-            new, expected = self._store.core.append_by(
+            new, expected = store.core.append_by(
                 self._table(), *_halves(writer), number, lane, n, given.columns, rows.data_ptr(), given.items
             )
         except ValueError as error:

@@ -614,10 +614,6 @@ class Store:
         """
         return self._write(plan, n, self._which[: len(columns)], tuple(map(torch.Tensor.data_ptr, columns)))
 
-    def addresses(self, columns: Sequence[Tensor]) -> memory.Addresses:
-        """Columns as for :meth:`write`, for a call of the core."""
-        return memory.Addresses(tuple(map(torch.Tensor.data_ptr, columns)))
-
     def _write(self, plan: WritePlan, n: int, which: tuple[int, ...], addresses: tuple[int, ...]) -> Write:
         if plan.rows is not None:
             return self._write_by_number(plan, plan.rows, n, which, addresses)
