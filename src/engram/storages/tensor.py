@@ -23,6 +23,7 @@ from engram.storages._home import Home, share_in_place
 from engram.storages._ragged_structure import structure_in
 from engram.storages._structure import Structure, device_of, leading_size
 from engram.storages._types import as_tensor
+from engram.storages.tensor_state import RowsLoad, RowsState
 from engram.store import DeviceStore, Store, reattach
 from engram.store.priorities import Priorities, PriorityConfig, PriorityIndex, priorities_of
 from engram.store.ragged import RaggedStore
@@ -35,8 +36,7 @@ if TYPE_CHECKING:
     from engram.format.schema import Schema
     from engram.saved.part_reader import PartReader
     from engram.saved.snapshot import StoragePreparation
-    from engram.storages.tensor_state import RowsLoad, RowsState
-from engram.storages.ragged import RaggedLayout
+    from engram.storages.ragged import RaggedLayout
     from engram.store.store import NativeWrite, T
 
 
