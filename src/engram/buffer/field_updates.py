@@ -19,6 +19,7 @@ from engram._support.checks import as_numbers
 from engram._support.field_paths import FieldPath, checked_path
 from engram._support.nested import find, flatten, has_entries
 from engram._support.tensordicts import tensordict_type
+from engram._support.unsupported import refused
 from engram.errors import RowError
 from engram.format.schema import Field
 from engram.storages._columns import rows_of_selection
@@ -119,6 +120,8 @@ class FieldUpdates:
 
     def __init__(self, wiring: Wiring) -> None:
         storage = wiring.storage
+        if storage.traits.is_remote:
+            raise refused(CALL, "Edit them where the store is.")
         if not isinstance(storage, storages.TensorStorage):
             raise RuntimeError(f"{CALL}: expected a tensor storage, a {type(storage).__name__} has no fields.")
         if not (wiring.of_writer.tracks_tickets or wiring.of_sampler.prioritized):

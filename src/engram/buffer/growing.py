@@ -10,6 +10,7 @@ from engram._support.field_paths import checked_path, public
 from engram._support.native import NotAdmitted
 from engram._support.nested import flatten
 from engram._support.tensordicts import add_fields
+from engram._support.unsupported import refused
 from engram._support.words import count
 from engram.format.schema import name_of
 from engram.store.limits import checked_timeout
@@ -231,6 +232,8 @@ class GrowingRows:
 
     def _existing(self) -> OpenRows | None:
         store = self._wiring.storage.memory
+        if self._wiring.storage.traits.is_remote:
+            raise refused("open_row and unsealed", "Open rows where the store is.")
         return OpenRowIndex.existing(store) if store is not None and store.schema.ragged else None
 
     def seal(self, slot: OpenSlot, lane: int | None, data: Mapping[Path, object], timeout: float) -> int:

@@ -205,7 +205,10 @@ def draw_within(wiring: Wiring, budget: TokenBudget, key: int) -> Draw:
                 check_drawable((extent := wiring.storage.extent()).size)
             draw, places = source.draw_within(extent, n, retries.key_of(key), budget.accept, budget.rows)
             if budget.too_long:
-                raise ValueError(f"sample: max_tokens: expected the tokens of {budget.too_long}. Nothing was drawn.")
+                raise ValueError(
+                    f"sample: max_tokens: expected the tokens of {budget.too_long}. Nothing was drawn: raise the budget, or remove what is "
+                    "too long with rb.remove, as it would come first again."
+                )
             if not len(places) and not parts:  # all were written over meanwhile
                 retries.again(draw.rows, [0])
                 continue

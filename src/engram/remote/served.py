@@ -270,6 +270,7 @@ class ServedStorage(Storage, ServedRows):
     settled = refusing("sampler", BY_NUMBER)
     locate = resolve = read = patch = pack = get = refusing("rb[index]", BY_NUMBER)
     edit = edit_fields = patch_fields = refusing("rb[index] = value", "Edit them where the store is.")
+    keyed = refusing("rows_of, index_keys and remove(keys=…)", "Find rows by their key where the store is.")
     next_number = refusing("state_dict", "Save with dumps(path), which streams them.")
     state_dict = state_without_rows = prepare_load = refusing(
         "state_dict", "Save with dumps(path), which streams them."

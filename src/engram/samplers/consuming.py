@@ -290,6 +290,9 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler):
         IncompatibleStore (when drawing): the storage's index of that name has other rules.
         NoSampleable (when drawing): no row can be drawn, or 1,000 draws in a row found none that can (a ``RuntimeError``).
 
+    Around a :class:`SamplerWithoutReplacement` a batch is filled within one epoch. With ``drop_last`` one that is not full goes on with
+    the next epoch.
+
     Cost: that of the other sampler for each draw that is repeated. Where few rows can be drawn, a :class:`RandomSampler` and a
     :class:`PrioritizedSampler` draw among them instead, in as many steps as there are of them. Each row that is written, edited or
     becomes too old costs O(log rows). Memory: 28.3 bytes per row; 12.3 with ``max_uses`` alone.
@@ -337,6 +340,8 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler):
                 f'are not those of normalize="batch", got max_uses={uses} and {inner!r:.80}.'
             )
         self.index_name, self._consumer = index, ConsumerVersion(index)
+        #: Rows that were drawn since the epoch of a sampler without replacement began; -1: its last batch said that it is over.
+        self._seen = 0
         self._around(inner)
 
     def _around(self, inner: Sampler) -> None:
@@ -409,8 +414,13 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler):
         source, parts, need, tries = self._source, list[tuple[Draw, Tensor]](), batch_size, Retries()
         if source.traits.draws_windows:
             return source.draw(extent, batch_size, key)
-        once, self.ran_out = source.traits.draws_once, False
-        while need and tries.count < MAX_DRAWS and not (once and (parts or self.ran_out)):
+        once, ended, self.ran_out = source.traits.draws_once, False, False
+        while need and tries.count < MAX_DRAWS:
+            if once and self.ran_out:  # the epoch is over, as the last batch may have said
+                ended, self._seen = ended or self._seen >= 0, 0
+                if parts and not (self.drop_last and self.max_uses is None):
+                    break
+                parts, need = [], batch_size  # the next epoch begins
             try:
                 drawn = self._offered(extent, need, tries, key)
                 good = self._admits(drawn.rows, cast("Tensor", drawn.tickets), need).nonzero().flatten()
@@ -423,8 +433,11 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler):
         index = self._attached()
         if index is None or not parts or (need and self.max_uses is None and not once):
             raise self._starved(index)
-        self.ran_out = self.ran_out or (self.max_uses is not None and not index.core.drawable)
         rows, tickets = (torch.cat([cast("Tensor", draw[i])[good] for draw, good in parts]) for i in range(2))
+        self._seen = 0 if need or self.ran_out else self._seen + len(rows)
+        if once and self.max_uses is None and self._seen >= index.core.drawable:
+            ended, self._seen = True, -1  # no other row of the epoch may be drawn
+        self.ran_out = self.ran_out or ended or (self.max_uses is not None and not index.core.drawable)
         info = {name: torch.cat([cast("Tensor", draw.info[name])[good] for draw, good in parts]) for name in drawn.info}
         return Draw(rows, tickets, info)
 

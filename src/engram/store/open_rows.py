@@ -108,8 +108,9 @@ class OpenRows:
         while (slot := self._free()) is None:
             if monotonic() >= deadline:
                 raise RateLimited(
-                    f"open_row: expected a free slot, got none in time: {self.index.core.slots} rows are open. Seal or discard some, wait "
-                    "longer (timeout=…), or make the storage with more open_rows."
+                    f"open_row: expected a free slot, got none in time: {self.index.core.slots} rows are open. Seal or discard some "
+                    "(rb.unsealed() has those of processes that ended, too: resume() takes them over), wait longer (timeout=…), or make "
+                    "the storage with more open_rows."
                 )
             sleep(_POLL_S)
         found = OpenSlot(self, slot)

@@ -607,6 +607,11 @@ def content_of(field: Field) -> str:
 def _ready_field(store: Store, key: FieldPath) -> int:
     """The number of a field that holds NaN until it is ready. Raises ``KeyError``; ``TypeError``: it never does."""
     number, field = _stored(store, "ready", key)
+    if field.ragged is not None:
+        raise TypeError(
+            f"sample: ready: {public(key)!r}: expected one value per row, or several of one shape, got {items_of(field.ragged)}. Store a "
+            "number beside it that is NaN until it is there."
+        )
     if field.dtype not in READY_DTYPES or not field.row_bytes:
         raise TypeError(
             f"sample: ready: {public(key)!r}: expected floating numbers, which are NaN until they are ready, got {field.dtype} "
