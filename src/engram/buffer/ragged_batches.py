@@ -17,7 +17,7 @@ from engram.around import Expander
 from engram.buffer.field_updates import AfterUpdates
 from engram.buffer.output import Source, View
 from engram.errors import NoSampleable
-from engram.samplers import check_drawable
+from engram.samplers import FilteredSampler, check_drawable
 from engram.samplers.redraw import DrawOverBatch
 from engram.storages.ragged import LayoutKind, RaggedLayout
 from engram.types import Device, Draw, Entry, Wait
@@ -75,6 +75,8 @@ class BatchForm(NamedTuple):
             instead = "a buffer without prefetch, whose batches are made before a call asks for them"
         elif self.most and storage.traits.is_remote:
             instead = "rows of this machine, got those of a server. Use batch_size"
+        elif self.most and wiring.of_sampler.draws_once and isinstance(wiring.source, FilteredSampler):
+            instead = "a FilteredSampler around one that draws with replacement, got an epoch's. Use batch_size"
         elif self.most and (
             wiring.unit_reader or wiring.of_sampler.draws_windows or isinstance(wiring.source, Expander)
         ):

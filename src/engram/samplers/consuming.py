@@ -146,7 +146,8 @@ class ConsumingSampler(CountingSampler):
     A batch has each row at most once, uniformly among those that are left, and is short when they run out; then ``ran_out`` is set,
     iteration ends, and drawing raises until there is new data. ``len(rb)`` is the number of rows that can still be drawn. A buffer's
     ``add`` and ``extend`` write over rows that are used up before they take the next place of the ring, so that no row is
-    overwritten while a used one is there. (With several lanes, or ``ndim > 1``, they keep to their rings.)
+    overwritten while a used one is there. (With several lanes, ``ndim > 1`` or ragged fields they keep to their rings: ``MaxInFlight``
+    makes writers wait.)
 
     A draw counts before its rows are read; once they were read, those that are used up may be written over. So all threads and
     processes that draw from one store share its rows out exactly: a row is never handed out more often than ``max_sample_count``
@@ -261,16 +262,17 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler):
     be drawn: in proportion to their priorities around a :class:`PrioritizedSampler`, and around a slice sampler that of the windows all
     of whose rows may be drawn. The draws of a batch follow one another: with ``max_uses`` each counts before the next one.
 
-    The rules belong to an index of the storage, under the name ``index``, which every write and edit of every process keeps. All samplers
-    with that name share it. With ``max_uses`` rows are used up as by a :class:`ConsumingSampler`: all threads and processes together hand
-    a row out ``max_uses`` times and not more often, ``len(rb)`` is the number of rows that can still be drawn, a batch is short when they
-    run out, and writers take the place of rows that are used up first. ``MaxInFlight`` then limits how many rows can be drawn; rows
-    that are not ready, or too old, do not count. A buffer that only reads knows the rows that could be drawn when it was opened.
+    The rules belong to an index of the storage, under the name ``index``, which every write and edit of every process keeps. All
+    samplers with that name share it. With ``max_uses`` rows are used up as by a :class:`ConsumingSampler`: all threads and processes
+    together hand a row out ``max_uses`` times and not more often, ``len(rb)`` is the number of rows that can still be drawn, a batch is
+    short when they run out, and writers take the place of rows that are used up first, as they do for that sampler. ``MaxInFlight``
+    then limits how many rows can be drawn; rows that are not ready, or too old, do not count. A buffer that only reads knows the rows
+    that could be drawn when it was opened.
 
     Everything else is that of :attr:`sampler`: priorities, weights, marks, and attributes such as ``rb.sampler.beta``.
     ``rb.sample(timeout=)`` waits for rows. ``rb.stats()`` has ``drawable_rows``, ``starved_draws``, which found too few,
-    ``expired_rows``, which became too old, and with ``max_uses`` ``used_rows`` and ``evicted_rows``, which were overwritten before they
-    were used up.
+    ``expired_rows``, which became too old, and with ``max_uses`` beside other rules ``used_rows`` and ``evicted_rows``, which were
+    overwritten before they were used up. Which rows are too old is counted when the next batch is drawn.
 
     Args:
         sampler: a sampler of rows, or a slice sampler with replacement, or a class of one. Expanders go around this one.
@@ -424,10 +426,12 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler):
             try:
                 drawn = self._offered(extent, need, tries, key)
                 good = self._admits(drawn.rows, cast("Tensor", drawn.tickets), need).nonzero().flatten()
-            except NoSampleable:  # the others have no priority, or are used up
-                if self.max_uses is None or not parts:
-                    raise
-                break
+            except BaseException as error:
+                if parts and self.max_uses is not None and isinstance(error, NoSampleable):
+                    break  # the others have no priority, or are used up
+                for draw, taken in parts:
+                    self.were_read(Draw(draw.rows[taken], cast("Tensor", draw.tickets)[taken]), failed=True)
+                raise
             tries.count, need = tries.count + 1, need - len(good)
             parts += [(drawn, good)] if len(good) else []
         index = self._attached()

@@ -16,6 +16,7 @@ from engram._support.state import Change, check_keys, integer, tensor_in
 from engram.errors import IncompatibleCheckpoint, NoSampleable
 from engram.samplers._base import DeclaredSampler, NativeSampler, check_drawable
 from engram.store import Masses, Store, check_index_name
+from engram.store.ragged_rows import items_in
 from engram.store.row_indexes import MAX_READY, MAX_USES, ConsumerVersionIndex, ConsumptionIndex, GroupRules, Groups
 from engram.types import Commit, Draw, Extent
 
@@ -304,6 +305,10 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
                 "with every row, or name another field: version_key=…."
             ) from error
         values = cast("Tensor", found)
+        if items_in(values) is not None:
+            raise ValueError(
+                f"sample: {self.version_key!r}: expected one number per row, got rows of any number of items."
+            )
         if values.numel() != len(rows) or values.is_complex():
             raise ValueError(
                 f"sample: {self.version_key!r}: expected one number per row, got shape {list(values.shape[1:])} of {values.dtype}."

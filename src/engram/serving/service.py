@@ -197,7 +197,9 @@ class Service:
         #: Bytes of a row, as it is stored, and of one of batches, whose stacks are wider.
         records = 1 if unit is None else unit.total
         self._stored_bytes = records * usual_row_bytes(self._schema)
-        consumes = self._wiring.of_sampler.consumes
+        of = self._wiring.of_sampler  # what it draws is gone where it cannot be sent
+        ruled = isinstance(rb.sampler, RuledSampler) and rb.sampler.max_uses is not None
+        consumes = of.consumes or of.has_epochs or ruled
         self._drawn_bytes = records * drawn_bytes(rb.sampler, self._schema, consumes=consumes)
         #: Clients that write.
         self.writers = 0

@@ -57,7 +57,7 @@ class RaggedStore(Store):
 
     def counters(self) -> dict[str, float]:
         """As for every store, and the rows that lost their items to newer ones."""
-        return super().counters() | {"evicted_rows": self.core.evicted}
+        return {"evicted_rows": self.core.evicted} | super().counters()
 
     # ---- writing -----------------------------------------------------------------------------------------------------
 

@@ -555,10 +555,15 @@ def not_known(argument: str, key: FieldPath, known: list[FieldPath]) -> KeyError
 
 
 def _stored(store: Store, argument: str, key: FieldPath) -> tuple[int, Field]:
-    """A field and its number. Raises ``KeyError``: there is none."""
+    """A field and its number. Raises ``KeyError``: there is none. ``TypeError``: its rows have any number of items."""
     for number, field in enumerate(store.schema.fields):
-        if field.key == key:
+        if field.key == key and (field.ragged is None or argument == "group_key"):
             return number, field
+        if field.key == key:
+            raise TypeError(
+                f"sample: {argument}: {public(key)!r}: expected one value per row, or several of one shape, got {content_of(field)}. Store "
+                "a number beside it."
+            )
     raise not_known(argument, key, sorted(field.key for field in store.schema.fields))
 
 
@@ -607,11 +612,6 @@ def content_of(field: Field) -> str:
 def _ready_field(store: Store, key: FieldPath) -> int:
     """The number of a field that holds NaN until it is ready. Raises ``KeyError``; ``TypeError``: it never does."""
     number, field = _stored(store, "ready", key)
-    if field.ragged is not None:
-        raise TypeError(
-            f"sample: ready: {public(key)!r}: expected one value per row, or several of one shape, got {items_of(field.ragged)}. Store a "
-            "number beside it that is NaN until it is there."
-        )
     if field.dtype not in READY_DTYPES or not field.row_bytes:
         raise TypeError(
             f"sample: ready: {public(key)!r}: expected floating numbers, which are NaN until they are ready, got {field.dtype} "
