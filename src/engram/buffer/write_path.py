@@ -283,7 +283,7 @@ class WritePath:
         for i in range(n):
             row = data
             if batched:
-                pick: Any = operator.itemgetter(i)
+                pick = cast("Any", operator.itemgetter(i))
                 row = pick(data) if isinstance(data, list) else nested.map_leaves(data, pick)
             at = writer.get_insert_index(row)
             if at is not None:
