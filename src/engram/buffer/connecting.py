@@ -317,29 +317,26 @@ class RequestsUnderWay:
 
     def _next(self, _: None) -> Drawn:
         with self._lock:
-            return self._taken()
-
-    def _taken(self) -> Drawn:
-        wiring = self._wiring
-        has_epochs = wiring.of_sampler.has_epochs
-        depth, asked_before = 1 if has_epochs else self._depth, bool(self._asked)
-        while True:
-            while len(self._asked) < depth and not (has_epochs and self._ready):
-                try:
-                    self._ask()
-                except NotAdmitted:
-                    if not self._asked and not self._ready:
-                        raise
-                    break  # those that were asked for come first
-            if self._ready:
-                drawn = self._ready[0][1]()
-                self._ready.popleft()
-                return drawn
-            refused = self._received()
-            if refused is not None:
-                if not asked_before:
-                    raise refused
-                asked_before = False  # it may be different when it is asked for again
+            wiring = self._wiring
+            has_epochs = wiring.of_sampler.has_epochs
+            depth, asked_before = 1 if has_epochs else self._depth, bool(self._asked)
+            while True:
+                while len(self._asked) < depth and not (has_epochs and self._ready):
+                    try:
+                        self._ask()
+                    except NotAdmitted:
+                        if not self._asked and not self._ready:
+                            raise
+                        break  # those that were asked for come first
+                if self._ready:
+                    drawn = self._ready[0][1]()
+                    self._ready.popleft()
+                    return drawn
+                refused = self._received()
+                if refused is not None:
+                    if not asked_before:
+                        raise refused
+                    asked_before = False  # it may be different when it is asked for again
 
     def _received(self) -> Exception | None:
         """Take the next answer; of those that are refusals also the following ones, as their batches may have been drawn and counted.

@@ -353,9 +353,8 @@ class Following(NotFollowing):
                 plan = reshard(open_saved(checkpoint, stack), targets, Policy(_KEPT))
                 load = saving.prepare_placed(checkpoint, plan, 0, env_offset=0, default_rng=False, convert=True)
             wished = cast("int | None", self._options.arguments.get("batch_size"))
-            load._replace(
-                rng=load.rng._replace(own=None, default=None), iterating=False, batch_size=wished or load.batch_size
-            ).commit()
+            rng = load.rng._replace(own=None, default=None)
+            load._replace(rng=rng, iterating=False, batch_size=wished or load.batch_size).commit()
         return rb
 
 

@@ -107,7 +107,7 @@ class Lanes:
                 f'{call}: lane="each": expected a batch of {lanes} rows for extend(), one for each lane, got one row or one lane.'
             )
         if isinstance(lane, list | tuple | range) or (not isinstance(lane, int) and getattr(lane, "ndim", 0) != 0):
-            return self._checked_each(as_numbers(f"{call}: lane", lane).to("cpu"), call)
+            return self._inside(self._numbers(as_numbers(f"{call}: lane", lane).to("cpu"), call), call)
         try:
             number = operator.index(lane)
         except TypeError:
@@ -186,10 +186,6 @@ class Lanes:
         except RowError as error:
             raise RowError(f"{error} Name them with lane=…") from None
         return data if len(shape) == 1 else map_leaves(data, lambda x: _without_time(x, shape)), lanes
-
-    def _checked_each(self, lanes: Tensor, call: str) -> Tensor:
-        """A lane per row. Checked before anything is allocated."""
-        return self._inside(self._numbers(lanes, call), call)
 
     def _numbers(self, lanes: Tensor, call: str) -> Tensor:
         """Ints of any dtype as int64 ``[n]``."""
@@ -270,13 +266,8 @@ def _check_flat(data: object, lanes: int, layout: Layout) -> None:
     shapes: list[tuple[int, ...]] = []
     map_leaves(data, lambda x: shapes.append(tuple(getattr(x, "shape", ()))[:2]))
     first = shapes[0] if shapes else ()
-    if (
-        lanes > 1
-        and len(shapes) > 1
-        and set(shapes) == {first}
-        and len(first) == 2
-        and first[layout == "time_first"] == lanes
-    ):
+    alike = len(shapes) > 1 and set(shapes) == {first}
+    if lanes > 1 and alike and len(first) == 2 and first[layout == "time_first"] == lanes:
         raise RuntimeError(
             f"extend: layout={layout!r}: expected rows, k · {lanes} of them, got {list(first)} in every leaf, which are steps and lanes. "
             "Flatten them, x.reshape(-1, *x.shape[2:]), or, if they are rows, name the lane of each with lane=[…]."
@@ -337,11 +328,8 @@ class Environments:
             of = dict(zip(new, new, strict=True))
         else:
             other = next(number for number in new if number not in free)
-            having = (
-                f", of which the environments {sorted(self._lane_of)} have {len(self._lane_of)}"
-                if self._lane_of
-                else ""
-            )
+            known = sorted(self._lane_of)
+            having = f", of which the environments {known} have {len(known)}" if known else ""
             raise RowError(
                 f"{call}: lane: expected lanes in [0, {lanes}){having}, got {other}, and {words.count(len(new), 'new environment')} for "
                 f"{words.count(len(free), 'free lane')}. Name them with lane=…"
@@ -355,11 +343,10 @@ class Environments:
         """
         storage, store = self._wiring.storage, self._wiring.storage.memory
         self._by_number = self._by_number or not self._lane_of
-        if (
-            store is None
-            or storage.traits.is_remote
-            or ENV_ID not in (keys := [field.key for field in store.schema.fields])
-        ):
+        if store is None or storage.traits.is_remote:
+            return
+        keys = [field.key for field in store.schema.fields]
+        if ENV_ID not in keys:
             return
         extent = storage.extent()
         held = [lane for lane, filled in enumerate(extent.filled) if filled]

@@ -61,10 +61,9 @@ class Recipe:
         if not self._wiring.storage.initialized:
             return
         folder = self._folder()
+        self.noted = folder is None
         if folder is None:
-            self.noted = True
             return
-        self.noted = False
         entries: dict[str, object] = {
             "buffer": self._settings.kind,
             "sampler": _described(self._wiring.sampler, _SAMPLERS),

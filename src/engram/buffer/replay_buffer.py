@@ -367,9 +367,8 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
         """
         self._wiring.check_editable("empty")
         self._discard_prefetched("empty")
-        self._rows.empty(
-            lane if lane is None else self._lanes.meant(lane, "empty"), keep_write_count=not empty_write_count
-        )
+        lanes = None if lane is None else self._lanes.meant(lane, "empty")
+        self._rows.empty(lanes, keep_write_count=not empty_write_count)
 
     def end_trajectory(self, lane: Lane = None, *, terminated: bool = False, roles: Roles | None = None) -> Tensor:
         """Make the newest step of a lane the last one of its trajectory, as a truncation.
@@ -541,9 +540,8 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
         """
         settings, reading = self._settings, self._reading
         if layout is not None or max_tokens is not None:
-            reading = BatchForm.checked(layout, max_tokens).of(
-                reading, self._wiring, ahead=self._prefetching is not None
-            )
+            form = BatchForm.checked(layout, max_tokens)
+            reading = form.of(reading, self._wiring, ahead=self._prefetching is not None)
         if batch_size is None and max_tokens is None:
             batch_size = settings.batch_size
         if batch_size is None and max_tokens is not None:

@@ -60,9 +60,8 @@ class RowAccess:
         if _is_key(index):
             return _entry(self.get(slice(None)), index)
         for _ in range(_TRIES if isinstance(index, slice) and self._wiring.storage.is_ragged else 0):
-            with suppress(
-                RowError
-            ):  # rows of a slice may lose their items to newer ones meanwhile: then others are live
+            # Rows of a slice may lose their items to newer ones meanwhile: then others are live.
+            with suppress(RowError):
                 return self._get(self._where(index), index)
         return self._get(self._where(index), index)
 

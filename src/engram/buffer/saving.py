@@ -181,7 +181,9 @@ class Saving:
         ``noted``: names of priorities that the storage's part has, None: all. If one of those is all of the sampler's state, its
         part says which.
         """
-        index = self._own_priorities()
+        own = self._own_indexes()
+        # The name of the priorities that are all of the sampler's state; None: it has another one.
+        index = own[0][0] if [kind for _, kind in own] == [priorities.PriorityIndex.kind] else None
         of_sampler: State | None = None
         if index is not None:
             known = noted is None or index in noted
@@ -197,11 +199,6 @@ class Saving:
             "prefetch": {"batches": state["_prefetch_state"]},
         }
         return Parts(states, self._kinds())
-
-    def _own_priorities(self) -> str | None:
-        """The name of the priorities that are all of the sampler's state; None: it has another one."""
-        own = self._own_indexes()
-        return own[0][0] if [kind for _, kind in own] == [priorities.PriorityIndex.kind] else None
 
     def _kinds(self) -> dict[str, str]:
         """The class of each part."""

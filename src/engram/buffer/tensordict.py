@@ -588,10 +588,8 @@ def _by_reference(method: M) -> M:
     def called(of: TensorDictReplayBuffer | _Reference, *given: object, **named: object) -> object:
         return method(of if isinstance(of, TensorDictReplayBuffer) else of.local_value(), *given, **named)
 
-    called.__module__, called.__qualname__ = (
-        __name__,
-        f"RemoteTensorDictReplayBuffer.{method.__name__}",
-    )  # by which it is pickled
+    # By which it is pickled.
+    called.__module__, called.__qualname__ = __name__, f"RemoteTensorDictReplayBuffer.{method.__name__}"
     return cast("M", called)
 
 

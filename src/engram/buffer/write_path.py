@@ -281,19 +281,14 @@ class WritePath:
         storage, writer = self._wiring.storage, self._wiring.writer
         places = torch.full((2, n), -1, device="cpu")
         for i in range(n):
-            row = (
-                data
-                if not batched
-                else data[i]
-                if isinstance(data, list)
-                else nested.map_leaves(data, cast("Any", operator.itemgetter(i)))
-            )
+            row = data
+            if batched:
+                pick = cast("Any", operator.itemgetter(i))
+                row = pick(data) if isinstance(data, list) else nested.map_leaves(data, pick)
             at = writer.get_insert_index(row)
             if at is not None:
-                plan, one = (
-                    WritePlan(rows=torch.tensor([int(at)])),
-                    storage.some(prepared, [i]) if batched else prepared,
-                )
+                plan = WritePlan(rows=torch.tensor([int(at)]))
+                one = storage.some(prepared, [i]) if batched else prepared
                 places[:, i] = torch.tensor([int(at), storage.write(plan, one, 1).first])
         return Write(places[0], 0, places[1])
 
@@ -305,9 +300,8 @@ class WritePath:
         memory = self._wiring.storage.memory
         if memory is None:
             return self._refill_admitted(prepared, n)
-        memory.core.prepay_inserts(
-            n
-        )  # all of them or none, and before it is looked for places: those that make room for them are there then
+        # All of them or none, and before it is looked for places: those that make room for them are there then.
+        memory.core.prepay_inserts(n)
         try:
             return self._refill_admitted(prepared, n)
         finally:
@@ -408,9 +402,8 @@ def write_overridden(
 
     def own(data: object, call: str, batched: bool) -> Write:
         if storage.sets:
-            told.append(
-                _set(here, wiring, data, (lane, lanes.of_rows(lane, call, batched=batched)[0]), call, batched=batched)
-            )
+            named = lanes.of_rows(lane, call, batched=batched)[0]
+            told.append(_set(here, wiring, data, (lane, named), call, batched=batched))
         else:
             told.append(here(data, lane, call, batched=batched))
         tell("mark_update", told[-1])

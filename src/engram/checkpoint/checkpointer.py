@@ -150,9 +150,8 @@ class Checkpointer:
         timeout: float = 600.0,
         **advanced: Unpack[reports.AdvancedOptions],
     ) -> None:
-        unknown = {
-            name: value for name, value in advanced.items() if name not in reports.AdvancedOptions.__annotations__
-        }
+        known = reports.AdvancedOptions.__annotations__
+        unknown = {name: value for name, value in advanced.items() if name not in known}
         reject_unsupported("Checkpointer", unknown, {}, reports.Options._fields)
         options = reports.Options(every_steps, every_minutes, keep, on_failure, prefetch, roles, timeout, **advanced)
         options.check()
@@ -202,27 +201,11 @@ class Checkpointer:
     # ---- saving ----------------------------------------------------------------------------------------------------------
 
     @overload
-    def save(
-        self,
-        step: int,
-        *,
-        user: Mapping[str, object] | None = ...,
-        wait: Literal[True] = ...,
-        progress: OnProgress | None = ...,
-    ) -> SaveReport: ...
+    def save(self, step: int, *, wait: Literal[True] = ..., **more: Unpack[reports.SaveArguments]) -> SaveReport: ...
     @overload
-    def save(
-        self,
-        step: int,
-        *,
-        user: Mapping[str, object] | None = ...,
-        wait: Literal[False],
-        progress: OnProgress | None = ...,
-    ) -> SaveHandle: ...
+    def save(self, step: int, *, wait: Literal[False], **more: Unpack[reports.SaveArguments]) -> SaveHandle: ...
     @overload
-    def save(
-        self, step: int, *, user: Mapping[str, object] | None = ..., wait: bool, progress: OnProgress | None = ...
-    ) -> SaveReport | SaveHandle: ...
+    def save(self, step: int, *, wait: bool, **more: Unpack[reports.SaveArguments]) -> SaveReport | SaveHandle: ...
     def save(
         self,
         step: int,
@@ -352,10 +335,8 @@ class Checkpointer:
         except (TypeError, ValueError) as error:
             if self._job.ranks.world == 1:
                 raise
-            bad, request = (
-                error,
-                reports.SaveRequest(before + self._schedule.stride, {}),
-            )  # others have come to agree on this step
+            bad = error
+            request = reports.SaveRequest(before + self._schedule.stride, {})  # others have come to agree on this step
         busy = self._current is not None and not self._current.done
         attempt = None
         if self._schedule.agreed(before, request.step, able=bad is None and not busy):

@@ -258,9 +258,8 @@ class Ranks(abc.ABC):
         missing = [rank for rank, one in enumerate(given) if one is None]
         ended = _FINE
         if missing:
-            ended = _FAILED + (
-                f"expected all {self.world} ranks within {timeout:g} s, got nothing from {_names(missing)}.".encode()
-            )
+            said = f"expected all {self.world} ranks within {timeout:g} s, got nothing from {_names(missing)}."
+            ended = _FAILED + said.encode()
         ended = self.claim(over, ended)
         left = f"gather/{number}/left"
         if ended != _FINE:

@@ -14,7 +14,7 @@ from engram._support.checks import check_count
 from engram._support.words import count, format_size, warn
 from engram.errors import CorruptCheckpoint
 from engram.reshard.driver import Lost, format_reshard, reshard_lines
-from engram.reshard.plan import Policy, checked_incomplete
+from engram.reshard.plan import checked_incomplete
 from engram.saved import attempts, disk, documents
 from engram.saved.checkpoints import Checkpoint
 from engram.saved.description import KINDS
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engram._support.progress import OnProgress
-    from engram.types import Ranking
 
 
 class AdvancedOptions(TypedDict, total=False):
@@ -34,6 +33,13 @@ class AdvancedOptions(TypedDict, total=False):
     full_every: int | None
     paranoid: bool
     poll_every: int
+
+
+class SaveArguments(TypedDict, total=False):
+    """Keywords of ``Checkpointer.save`` on which what it returns does not depend."""
+
+    user: Mapping[str, object] | None
+    progress: OnProgress | None
 
 
 class RestoreArguments(TypedDict, total=False):
@@ -158,10 +164,6 @@ class RestoreOptions(NamedTuple):
                 f"restore: max_drop_fraction: expected a number from 0 to 1, got {self.max_drop_fraction!r}."
             )
         checked_incomplete(self.incomplete)
-
-    def policy(self, ranking: Ranking | Literal["newest"] | None) -> Policy:
-        """What a reshard is told."""
-        return Policy(checked_incomplete(self.incomplete), self.overflow, ranking)
 
 
 _log = logging.getLogger("engram")

@@ -90,10 +90,6 @@ class Requests:
         with self._lock:
             return next(reversed(self._known.values()), None)
 
-    def note_signal(self, *_: object) -> None:
-        """As :meth:`ask`, for signal handlers: takes no lock."""
-        self._signalled = True
-
     def serve(self, save: SaveHandle) -> None:
         """This save serves all that was asked for. To be called before its moment, so that nothing is lost."""
         with self._lock:
@@ -110,7 +106,7 @@ class Requests:
         """
 
         def handle(received: int, frame: FrameType | None) -> None:
-            self.note_signal()
+            self._signalled = True  # as ask, but without its lock, which the thread that is interrupted may hold
             if callable(before):
                 before(received, frame)
 

@@ -14,7 +14,7 @@ from engram.checkpoint.reports import LatestStep, RestoreOptions, RestoreReport,
 from engram.checkpoint.save import Job, Parent
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint, RankFailed
 from engram.reshard.driver import Reshard, disagreements, reshard, reshard_report
-from engram.reshard.plan import Target, open_shards
+from engram.reshard.plan import Policy, Target, checked_incomplete, open_shards
 from engram.saved import attempts, parts
 from engram.saved.checkpoints import Checkpoint
 from engram.saved.documents import Problem, corrupt
@@ -187,9 +187,8 @@ class _Load:
             and self._fits(checkpoint)
         )
         buffer = self._job.buffer
-        return checkpoint, json.dumps(
-            [same, len(buffer.storage) > 0, buffer.form.lanes, buffer.form.lane_length]
-        ).encode()
+        said = [same, len(buffer.storage) > 0, buffer.form.lanes, buffer.form.lane_length]
+        return checkpoint, json.dumps(said).encode()
 
     def _fits(self, checkpoint: Checkpoint) -> bool:
         """Whether this rank's shard is of a storage like the one here."""
@@ -215,7 +214,7 @@ class _Load:
         """The plan, and where ranks have saved different states."""
         self._check_takes_rows()
         options, checkpoint = self._options, self._checkpoint
-        policy = options.policy(self._job.buffer.form.ranking)
+        policy = Policy(checked_incomplete(options.incomplete), options.overflow, self._job.buffer.form.ranking)
         made = reshard(open_shards(checkpoint, self._stack), self._targets, policy)
         made.check_dropped(options.max_drop_fraction, f"restore: {self._path}", _WAYS, _OTHERWISE)
         return (made, disagreements(checkpoint, made)), made.plan.digest.encode()

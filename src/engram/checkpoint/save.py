@@ -507,9 +507,8 @@ class SaveAttempt(SaveHandle):
                     sorted(agreed.user),
                 )
             job.write_shard(attempt, self._request.step, self._snapshot, self._parent, self._progress)
-            attempts.decide(
-                attempt, job.protocol.epoch, contents=job.series.contents(attempt)
-            )  # the last rank to vote decides
+            # The last rank to vote decides.
+            attempts.decide(attempt, job.protocol.epoch, contents=job.series.contents(attempt))
         except BaseException as error:  # noqa: BLE001 - raised when all know
             with contextlib.suppress(OSError, CorruptCheckpoint, RuntimeError):
                 if attempts.decision(attempt) is None:

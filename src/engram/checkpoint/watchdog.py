@@ -98,7 +98,7 @@ class Watchdog:
     def _leave(self) -> None:
         """Wait until all ranks have come to their end, or one of them has failed: they must not think that this one died."""
         until = time.monotonic() + self._timeout
-        try:
+        with contextlib.suppress(RankFailed):  # the watch sees it, too
             self._ranks.set(self._end_of(self._ranks.rank), b"")
             while not self.begun:
                 said = self._ranks.wait([self._end_of(rank) for rank in range(self._ranks.world)], _LOOK_S)
@@ -116,8 +116,6 @@ class Watchdog:
                         self._timeout,
                     )
                     break
-        except RankFailed:  # the watch sees it, too
-            pass
         if self.begun:
             self._over.wait(self._grace)
 
@@ -198,23 +196,20 @@ class Watchdog:
     # ---- watching --------------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
+        beat = 0.0
         try:
-            self._look_until_stopped()
+            while not self._stop.wait(0 if self._signals is not None else _LOOK_S):
+                if self._signals is not None and signal.SIGTERM in self._received():
+                    self._terminated()
+                if not self.begun and self._file.exists():
+                    self.save("another rank failed")
+                if self._ranks.world > 1 and time.monotonic() - beat >= _BEAT_S:
+                    beat = time.monotonic()
+                    disk.look_again(self._attempts.root)
+                    self._look_for_life()
         finally:
             if self._signals is not None:
                 os.close(self._signals)  # here: its number must not become another file's while this thread may read
-
-    def _look_until_stopped(self) -> None:
-        beat = 0.0
-        while not self._stop.wait(0 if self._signals is not None else _LOOK_S):
-            if self._signals is not None and signal.SIGTERM in self._received():
-                self._terminated()
-            if not self.begun and self._file.exists():
-                self.save("another rank failed")
-            if self._ranks.world > 1 and time.monotonic() - beat >= _BEAT_S:
-                beat = time.monotonic()
-                disk.look_again(self._attempts.root)
-                self._look_for_life()
 
     def _look_for_life(self) -> None:
         try:
