@@ -223,7 +223,13 @@ class PromptGroupSampler(RuledSampler[Groups]):
     # ---- where the groups are ------------------------------------------------------------------------------------------
 
     def bind(self, storage: SampledStorage) -> None:
-        """Meet the storage whose rows are drawn. Raises as the class says."""
+        """Meet the storage whose rows are drawn. Raises as the class says.
+
+        >>> from engram import ListStorage, PromptGroupSampler
+        >>> PromptGroupSampler(num_groups=1).bind(ListStorage(10))
+        Traceback (most recent call last):
+        TypeError: PromptGroupSampler: expected a tensor storage, ...
+        """
         if storage is self._storage:
             return
         if storage.ndim > 1:
@@ -264,7 +270,18 @@ class PromptGroupSampler(RuledSampler[Groups]):
         return draw
 
     def were_read(self, draw: Draw, *, failed: bool = False) -> None:
-        """As of every sampler: where uses are counted, the groups count as used once less."""
+        """As of every sampler: where uses are counted, the groups count as used once less.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, PromptGroupSampler, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(9), sampler=PromptGroupSampler(samples_per_group=2, max_uses=1), batch_size=2)
+        >>> _ = rb.extend({"query": torch.tensor([7, 7])})
+        >>> drawn = rb.sampler.draw(rb.storage.extent(), 2, key=7)
+        >>> before = rb.can_sample()
+        >>> rb.sampler.were_read(drawn, failed=True)
+        >>> before, rb.can_sample()
+        (False, True)
+        """
         groups = self._attached()
         if failed and self._rules.max_uses is not None and groups is not None and draw.tickets is not None:
             groups.take_back(draw.rows.reshape(-1), draw.tickets.reshape(-1))
@@ -299,6 +316,16 @@ class PromptGroupSampler(RuledSampler[Groups]):
 
         The groups that stay are left out by their rows. If all rows of one have moved, too, the index cannot tell which group they were
         of, so that it is drawn again as well. A row that has its ticket after a draw had it during the draw.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, PromptGroupSampler, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(9), sampler=PromptGroupSampler(samples_per_group=2))
+        >>> _ = rb.extend({"query": torch.tensor([5, 5, 7, 7, 9, 9])})
+        >>> extent = rb.storage.extent()
+        >>> drawn = rb.sampler.draw(extent, 4, key=7)
+        >>> places, others = rb.sampler.draw_again(extent, drawn, [1], key=8)
+        >>> places, bool(torch.isin(others.rows, drawn.rows[2:]).any())  # a group that is not in the batch
+        ([0, 1], False)
         """
         check_drawable(extent.size)
         assert self._storage is not None  # it has groups
