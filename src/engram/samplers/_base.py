@@ -537,11 +537,8 @@ class SamplerAround(DeclaredSampler):
         return getattr(self.__dict__["sampler"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if (
-            name.startswith("_")
-            or "sampler" not in self.__dict__
-            or isinstance(getattr(type(self), name, None), property)
-        ):
+        own = getattr(type(self), name, None)
+        if name.startswith("_") or "sampler" not in self.__dict__ or isinstance(own, property):
             super().__setattr__(name, value)
         elif name in self.__dict__ or hasattr(type(self), name) or not hasattr(self.sampler, name):
             raise AttributeError(
@@ -804,7 +801,7 @@ class FieldReader:
         path = checked_path(key, "reads")
         if path not in self._keys:
             raise KeyError(
-                f"reads: expected one of the fields that the sampler declares, {self._named()}, got {key!r}."
+                f"reads: expected one of the fields that the sampler declares, {[public(path) for path in self._keys]}, got {key!r}."
             )
         return self._values[path]
 
@@ -858,6 +855,3 @@ class FieldReader:
             if path not in stored:
                 known = [public(key) for key in sorted(stored)]
                 raise KeyError(f"reads: expected stored fields, {known}, got {public(path)!r}.")
-
-    def _named(self) -> list[str | FieldPath]:
-        return [public(path) for path in self._keys]

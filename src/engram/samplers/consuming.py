@@ -9,11 +9,11 @@ from torch import Tensor
 
 from engram._support.checks import check_count
 from engram._support.retries import Retries
-from engram._support.state import Change, Loads, check_keys, integer, tensor_in, typed
+from engram._support.state import Change, Loads, check_keys, integer, typed
 from engram.errors import EMPTY, IncompatibleCheckpoint, NoSampleable
 from engram.samplers._base import MAX_DRAWS, NativeSampler, SamplerAround, declared
 from engram.samplers.prioritized import PrioritizedSampler, rows_of
-from engram.samplers.staleness import ConsumerVersion, RuledSampler, VersionedSampler, row_rules, rules_said
+from engram.samplers.staleness import IndexedSampler, RuledSampler, VersionedSampler, checked_uses
 from engram.store import Key, Masses, check_index_name
 from engram.store.row_indexes import MAX_USES, ConsumptionIndex, GroupRules
 from engram.types import Commit, Draw, Extent, NativeBatch, Sampler, Shown, Traits, Write
@@ -24,19 +24,14 @@ if TYPE_CHECKING:
     from engram._support.field_paths import FieldPath
     from engram.store.sampled import SampledStorage
 
-_MAX_SAMPLE_COUNT = MAX_USES
 #: Rows that are offered at once, unless a batch has more.
 _MAX_OFFERED = 1 << 16
 #: Draws in place of rows that were refused, before they are drawn among those that are not.
 _FEW = 8
 
 
-class CountingSampler(NativeSampler):
-    """Draws rows that an index of the storage knows, under a name: those that follow rules and are not used up."""
-
-    _rules: GroupRules
-    _storage: SampledStorage | None = None
-    _index: ConsumptionIndex | None = None
+class CountingSampler(IndexedSampler[ConsumptionIndex]):
+    """Draws rows of which an index counts the draws."""
 
     @property
     def draws_of_a_row(self) -> int | None:  # type: ignore[override]
@@ -55,14 +50,8 @@ class CountingSampler(NativeSampler):
         if not (self._rules.exclude and storage.traits.has_fields):  # its fields may be named later
             self._attached()
 
-    def _attached(self) -> ConsumptionIndex | None:
-        """The index; None while nothing was ever written."""
-        if self._index is None and self._storage is not None and not self._storage.closed:
-            self._index = self._storage.consumption(self.index_name, self._rules.max_uses or 0, self._rules)
-        return self._index
-
-    def moved(self) -> None:
-        self._index = None
+    def _index_of(self, storage: SampledStorage) -> ConsumptionIndex | None:
+        return storage.consumption(self.index_name, self._rules.max_uses or 0, self._rules)
 
     def observe(self, write: Write | None, data: object) -> None:
         """Look for new data again: the buffer was emptied or filled.
@@ -185,9 +174,7 @@ class ConsumingSampler(CountingSampler):
 
     def __init__(self, max_sample_count: int = 1, *, index: str = "main") -> None:
         check_index_name(index, "ConsumingSampler: index")
-        self.max_sample_count = check_count(
-            "ConsumingSampler: max_sample_count", max_sample_count, most=_MAX_SAMPLE_COUNT - 1
-        )
+        self.max_sample_count = check_count("ConsumingSampler: max_sample_count", max_sample_count, most=MAX_USES - 1)
         self.index_name, self._rules = index, GroupRules(max_uses=self.max_sample_count)
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
@@ -219,33 +206,23 @@ class ConsumingSampler(CountingSampler):
         >>> rb.sampler.state_dict()["counts"].tolist()
         [1, 1, 1, 1]
         """
-        index = self._attached()
-        counts = torch.zeros(0, dtype=torch.int32, device="cpu") if index is None else index.counts(index.core.rows)
-        drawn = counts.nonzero()
-        counts = counts[: int(drawn[-1]) + 1].clone() if len(drawn) else counts[:0].clone()
-        return {"max_sample_count": self.max_sample_count, "counts": counts, "ran_out": self.ran_out}
+        return {"max_sample_count": self.max_sample_count, "counts": self._uses(), "ran_out": self.ran_out}
 
     def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
         where = "ConsumingSampler"
         check_keys(state_dict, ("max_sample_count", "counts", "ran_out"), where)
-        most = integer(state_dict, "max_sample_count", 1, _MAX_SAMPLE_COUNT, where)
+        most = integer(state_dict, "max_sample_count", 1, MAX_USES, where)
         if most != self.max_sample_count:
             raise IncompatibleCheckpoint(
                 f"{where}: max_sample_count: expected {self.max_sample_count} as here, got {most}. Make it with max_sample_count={most}."
             )
-        counts = tensor_in(state_dict, "counts", torch.int32, (None,), where).clone()
         index = self._attached()
         rows = capacity or (0 if index is None else index.core.rows)
-        if len(counts) > rows:
-            raise IncompatibleCheckpoint(f"{where}: counts: expected those of at most {rows} rows, got {len(counts)}.")
-        if len(counts) and not (int(counts.min()) >= 0 and int(counts.max()) <= most):
-            raise ValueError(f"{where}: counts: expected draws of rows in [0, {most}], got others.")
+        counts = checked_uses(state_dict, "counts", most, rows, where)
         return Change(self._take, counts, typed(state_dict, "ran_out", bool, where))
 
     def _take(self, counts: Tensor, ran_out: bool) -> None:
-        index = self._attached()
-        if index is not None:
-            index.core.restore(counts)
+        self._restore_uses(counts)
         self.ran_out = ran_out
 
     def config(self) -> dict[str, object]:
@@ -255,7 +232,7 @@ class ConsumingSampler(CountingSampler):
         return {**self.__dict__, "_storage": None, "_index": None}
 
 
-class FilteredSampler(SamplerAround, CountingSampler, RuledSampler):
+class FilteredSampler(SamplerAround, CountingSampler, RuledSampler[ConsumptionIndex]):
     """Draws as another sampler does, but only rows that are ready, fresh and not used up.
 
     A draw of the other sampler that may not be used is repeated. So the distribution is that of the other sampler among the rows that may
@@ -332,16 +309,14 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler):
                 f"{name}: sampler: expected a sampler of rows that uses none up, or a slice sampler with replacement, got {inner!r:.80}. "
                 "Put expanders around this one; a PromptGroupSampler has such rules itself."
             )
-        check_index_name(index, f"{name}: index")
         uses = None if max_uses is None else check_count(f"{name}: max_uses", max_uses, most=MAX_USES - 1)
-        self._rules = row_rules(GroupRules(max_uses=uses), name, ready, max_staleness, policy_version)
+        self._follow(name, GroupRules(max_uses=uses), ready, max_staleness, policy_version, index)
         over_batch = isinstance(given, PrioritizedSampler) and given.normalize == "batch"
         if not (self._rules.exclude or uses) or (uses and windows) or over_batch:
             raise ValueError(
                 f"{name}: expected one of ready, max_uses and max_staleness, no max_uses with windows, which share rows, and weights that "
                 f'are not those of normalize="batch", got max_uses={uses} and {inner!r:.80}.'
             )
-        self.index_name, self._consumer = index, ConsumerVersion(index)
         #: Rows that were drawn since the epoch of a sampler without replacement began; -1: its last batch said that it is over.
         self._seen = 0
         self._around(inner)
@@ -383,8 +358,7 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler):
 
     def moved(self) -> None:
         self._source.moved()
-        self._index = None
-        self._consumer.moved()
+        super().moved()
 
     def _attached(self) -> ConsumptionIndex | None:
         """The index, as the version of the consumer now is."""
@@ -474,7 +448,7 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler):
         there = f"{index.core.drawable} of them, which {MAX_DRAWS} draws of {self.sampler!r:.80} did not find"
         return NoSampleable(
             f"sample: expected rows that can be drawn, got {there if index.core.drawable else 'none'}: "
-            f"{rules_said(self._rules, self._floor())}. Add data before sampling."
+            f"{self._passed_over()}. Add data before sampling."
         )
 
     def drawable(self, storage: SampledStorage) -> int:

@@ -102,10 +102,6 @@ class SamplerWithoutReplacement(NativeSampler):
             self._bound = (store, epoch)
         return epoch
 
-    @property
-    def _epoch(self) -> EpochIndex:
-        return self._bound[1]
-
     def bind(self, storage: SampledStorage) -> None:
         """Take a storage to draw from. One in a directory has an epoch that all of its processes share.
 
@@ -119,7 +115,6 @@ class SamplerWithoutReplacement(NativeSampler):
         >>> sampler.epoch(first.storage)[1]
         2
         """
-        super().bind(storage)
         self._storage = storage
         self._epoch_of(storage.memory)
 
@@ -325,7 +320,7 @@ class SamplerWithoutReplacement(NativeSampler):
         >>> state["rows"], state["visited"]
         (10, 4)
         """
-        return {"ran_out": self.ran_out, **self._epoch.state(self._clock())}  # in this order: the former moves on
+        return {"ran_out": self.ran_out, **self._bound[1].state(self._clock())}  # in this order: the former moves on
 
     def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
         where = "SamplerWithoutReplacement"
@@ -333,7 +328,7 @@ class SamplerWithoutReplacement(NativeSampler):
         return Change(self._go_on, progress, typed(state_dict, "ran_out", bool, where))
 
     def _go_on(self, progress: Progress, ran_out: bool) -> None:
-        self._epoch.go_on(progress, self._clock())
+        self._bound[1].go_on(progress, self._clock())
         self._ran_out, self._drawn_from = ran_out, None if ran_out or not progress[2] else progress[0]
 
     def config(self) -> dict[str, object]:

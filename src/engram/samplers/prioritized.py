@@ -169,9 +169,8 @@ class PrioritizedSampler(NativeSampler):
         """The index, made where the storage has rows but no such index yet; None while nothing was ever written."""
         if self._storage is not None and (self._index is None or self._index.retired or self._storage.closed):
             rows, traits, found = self._capacity or self._storage.max_size, self._storage.traits, None
-            if (
-                self._storage.memory is not None or not traits.has_fields or traits.is_remote
-            ):  # else nothing was ever written
+            # Else nothing was ever written.
+            if self._storage.memory is not None or not traits.has_fields or traits.is_remote:
                 where = None if self.on_device is None else self.device if self.on_device else torch.device("cpu")
                 found = self._storage.priorities(self.index_name, self._config, rows, where)
             if found is not None:
@@ -323,13 +322,9 @@ class PrioritizedSampler(NativeSampler):
         if index is None or index.retired:
             index = self._attached()
         assert index is not None  # the buffer asks only then
-        columns = index.sample(
-            storage.memory if through is None else through,  # type: ignore[arg-type]  # where its priorities lie
-            key,
-            n,
-            self.dtype is torch.float32,
-            self.normalize == "batch",
-        )
+        of = storage.memory if through is None else through  # where its priorities lie
+        single, over_batch = self.dtype is torch.float32, self.normalize == "batch"
+        columns = index.sample(of, key, n, single, over_batch)  # type: ignore[arg-type]
         weights = columns.pop()
         if weights.dtype is not self.dtype:
             weights = weights.to(self.dtype)

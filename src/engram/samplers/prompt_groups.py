@@ -12,8 +12,7 @@ from engram._support.retries import Retries
 from engram._support.words import warn
 from engram.errors import EMPTY, NoSampleable
 from engram.samplers._base import NativeSampler, check_drawable
-from engram.samplers.staleness import ConsumerVersion, RuledSampler, row_rules, rules_said
-from engram.store import check_index_name
+from engram.samplers.staleness import RuledSampler
 from engram.store.row_indexes import MAX_USES, GroupDraw, GroupRules, Groups
 from engram.types import Draw, Extent
 
@@ -32,247 +31,7 @@ _WHICH = {"random": 0, "freshest": 2, "oldest": 1, "spread": 2}
 _Rows: TypeAlias = Literal["random", "recency", "reward", "variance"]
 
 
-class GroupSampler(RuledSampler):
-    """What draws whole groups. :class:`PromptGroupSampler` has the arguments."""
-
-    traits = NativeSampler.traits._replace(awaits_rows=True)
-    num_groups: int | None
-    samples_per_group: int | None
-    strategy: str
-    complete: bool | None
-    order: str
-    index_name: str
-    _key: FieldPath
-    _reward: FieldPath
-    _warned = False
-    _index: Groups | None = None
-
-    # ---- where the groups are ------------------------------------------------------------------------------------------
-
-    def bind(self, storage: SampledStorage) -> None:
-        """Meet the storage whose rows are drawn. Raises as the class says."""
-        if storage is self._storage:
-            return
-        if storage.ndim > 1:
-            raise NotImplementedError(
-                f"PromptGroupSampler: expected a storage with ndim=1, whose rows are in groups one by one, got ndim={storage.ndim}."
-            )
-        groups = None if storage.traits.has_fields else self._groups_of(storage)  # first: it may refuse
-        self._storage, self._index = storage, groups
-        if self._rules.version is not None:
-            self._consumer.bind(storage)
-
-    def _groups_of(self, storage: SampledStorage) -> Groups | None:
-        by_reward = self.strategy in ("reward", "variance") or self._rules.reward is not None
-        return storage.groups(self.index_name, self._key, self._reward if by_reward else None, self._rules)
-
-    def _attached(self) -> Groups | None:
-        """The groups; None while nothing was ever written."""
-        if self._index is None and self._storage is not None and not self._storage.closed:
-            self._index = self._groups_of(self._storage)
-        return self._index
-
-    def moved(self) -> None:
-        self._index = None
-        if self._rules.version is not None:
-            self._consumer.moved()
-
-    @property
-    def whole(self) -> bool:
-        """Whether only complete groups are drawn."""
-        return self.samples_per_group is not None if self.complete is None else self.complete
-
-    # ---- drawing -------------------------------------------------------------------------------------------------------
-
-    def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
-        check_drawable(extent.size)
-        groups, each = self._shape(batch_size)
-        found, repeated = self._drawn(groups, each, key, _NO_ROWS)
-        self._warn_of(repeated, groups, each)
-        return found
-
-    def _draw_beside(self, before: Tensor, extent: Extent, batch_size: int, key: int) -> Draw:
-        """Groups that are not in the batch yet, or those that are where there are no others. Of fewer than are asked for all are drawn."""
-        check_drawable(extent.size)
-        groups, each = self._shape(batch_size)
-        of, known = self._attached(), 0 if self._rules.max_uses == 1 else len(before) // each
-        there = 0 if of is None else of.of_size(each if self.whole else 1, self._floor()) - known
-        draw, repeated = self._drawn(max(1, min(groups, there)), each, key, before)
-        self._warn_of(repeated, groups, each)
-        return draw
-
-    def were_read(self, draw: Draw, *, failed: bool = False) -> None:
-        """As of every sampler: where uses are counted, the groups count as used once less."""
-        groups = self._attached()
-        if failed and self._rules.max_uses is not None and groups is not None and draw.tickets is not None:
-            groups.take_back(draw.rows.reshape(-1), draw.tickets.reshape(-1))
-
-    @property
-    def rows_of_unit(self) -> int:
-        """Rows of a group. Raises ``ValueError``: that follows from the size of a batch, as there is ``num_groups``."""
-        if self.samples_per_group is None:
-            raise ValueError(
-                f"sample: max_tokens: expected samples_per_group=…, which says what is a group, got num_groups={self.num_groups}."
-            )
-        return self.samples_per_group
-
-    def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
-        """Whether there are the groups of such a batch. Raises as drawing, but not ``NoSampleable``.
-
-        >>> import torch
-        >>> from engram import LazyTensorStorage, PromptGroupSampler, ReplayBuffer
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=PromptGroupSampler(samples_per_group=2))
-        >>> _ = rb.extend({"query": torch.tensor([7, 9, 9])})
-        >>> rb.can_sample(2), rb.can_sample(4)
-        (True, False)
-        """
-        if not super().can_sample(storage, batch_size):
-            return False
-        self.bind(storage)
-        groups, each = self._shape(batch_size)
-        of = self._attached()
-        if of is None:
-            return False
-        return of.of_size(each, self._floor()) >= groups if self.whole else of.of_size(1, self._floor()) > 0
-
-    def draw_again(self, extent: Extent, drawn: Draw, moved: list[int], key: int) -> tuple[list[int], Draw]:
-        """Other groups for those that have lost a row. A group is drawn as a whole.
-
-        The groups that stay are left out by their rows. If all rows of one have moved, too, the index cannot tell which group they were
-        of, so that it is drawn again as well. A row that has its ticket after a draw had it during the draw.
-        """
-        check_drawable(extent.size)
-        assert self._storage is not None  # it has groups
-        assert drawn.tickets is not None
-        groups, each = self._shape(len(drawn.rows))
-        rows, tickets = drawn.rows.reshape(groups, each), drawn.tickets.reshape(groups, each)
-        lost = torch.zeros(groups, dtype=torch.bool, device="cpu")
-        lost[[place // each for place in moved]] = True
-        if self._rules.max_uses is not None:
-            return self._draw_used_again(rows, tickets, lost, key)
-        while True:
-            found, repeated = self._drawn(int(lost.sum()), each, key, rows[~lost].reshape(-1))
-            known = self._storage.tickets_of(drawn.rows).reshape(groups, each) == tickets
-            unknown = ~lost & ~known.any(-1)
-            if not unknown.any():
-                break
-            lost |= unknown
-        self._warn_of(repeated, groups, each)
-        return lost.repeat_interleave(each).nonzero().flatten().tolist(), found
-
-    def _draw_used_again(self, rows: Tensor, tickets: Tensor, lost: Tensor, key: int) -> tuple[list[int], Draw]:
-        """The same where uses are counted: a group whose rows were edited only, and are one still, is read again: its use is counted.
-
-        Where there are no others, the groups that stay count as used once less.
-
-        Args:
-            rows, tickets: int64 ``[groups, each]``, of the batch.
-            lost: of each group, whether a row has moved.
-            key: of the draw.
-        """
-        assert self._storage is not None  # it has groups
-        now = self._storage.tickets_of(rows.reshape(-1)).reshape(rows.shape)
-        edited = torch.tensor(
-            [bool(lost[i]) and self._is_still_one(rows[i], tickets[i], now[i]) for i in range(len(rows))], device="cpu"
-        )
-        gone = lost & ~edited
-        rows, tickets = rows.clone(), torch.where(edited.unsqueeze(-1), now, tickets)
-        if gone.any():
-            try:
-                found, repeated = self._drawn(int(gone.sum()), rows.shape[1], key, rows[~gone].reshape(-1))
-            except NoSampleable:
-                self.were_read(Draw(rows[~gone], tickets[~gone]), failed=True)
-                raise
-            self._warn_of(repeated, *rows.shape)
-            assert found.tickets is not None  # of groups they are known
-            rows[gone] = found.rows.reshape(-1, rows.shape[1])
-            tickets[gone] = found.tickets.reshape(-1, rows.shape[1])
-        places = lost.repeat_interleave(rows.shape[1]).nonzero().flatten().tolist()
-        return places, Draw(rows[lost].reshape(-1), tickets[lost].reshape(-1))
-
-    def _is_still_one(self, rows: Tensor, tickets: Tensor, now: Tensor) -> bool:
-        """Whether the rows of a group, int64 ``[each]``, hold the same writes, and have one key. ``now``: their tickets."""
-        assert self._storage is not None  # it has groups
-        before = self._storage.writes_of(rows, tickets)
-        if not bool((now >= 0).all()) or not torch.equal(self._storage.writes_of(rows, now), before):
-            return False
-        keys, moved = self._storage.field(self._key, rows, now)
-        first = keys[0]
-        return not moved and all(bool(torch.as_tensor(key == first).all()) for key in keys)
-
-    def _shape(self, batch_size: int) -> tuple[int, int]:
-        """Groups of a batch, and rows of each. Raises ``ValueError``: the size is no multiple of what is given."""
-        name, given = (
-            ("num_groups", self.num_groups) if self.num_groups else ("samples_per_group", self.samples_per_group)
-        )
-        assert given is not None  # one of them is
-        if batch_size % given:
-            raise ValueError(
-                f"sample: expected a batch size that is a multiple of {name}={given}, so that all groups are equally large, got "
-                f"{batch_size}. Use {max(batch_size // given, 1) * given}, or another {name}."
-            )
-        return (given, batch_size // given) if self.num_groups else (batch_size // given, given)
-
-    def _drawn(self, groups: int, each: int, key: int, without: Tensor) -> tuple[Draw, bool]:
-        """Rows of some groups, and whether some come again. ``without``: rows whose groups the batch has already."""
-        of, retries, floor = self._attached(), Retries(), self._floor()
-        asked = GroupDraw(self.strategy, groups, each, self.whole, floor, _WHICH[self.order])
-        while True:
-            try:
-                found = None if of is None else of.draw(retries.key_of(key), asked, without)
-            except ValueError as error:
-                raise ValueError(
-                    f'sample: {public(self._reward)!r}: {error}. Store another number there, or use strategy="random".'
-                ) from error
-            if found is None:
-                raise NoSampleable(EMPTY if of is None else self._too_few(of, asked, len(without) // each))
-            if not isinstance(found, int):
-                rows, tickets, repeated = found
-                return Draw(rows, tickets), repeated
-            retries.again(torch.tensor([found], device="cpu"), [0], ", of a group,")
-
-    def _too_few(self, of: Groups, asked: GroupDraw, others: int) -> str:
-        """What is said where nothing was drawn. ``others``: groups that the batch has already."""
-        there = of.count
-        if not asked.complete:
-            return EMPTY if not self._excludes else f"sample: no row can be drawn now: {self._why()}."
-        rows = "row" if asked.each == 1 else "rows"
-        complete, more = (
-            of.of_size(asked.each),
-            f" besides the {others} of the batch that are there already" if others else "",
-        )
-        return (
-            f"sample: expected {asked.groups} complete groups, of {asked.each} {rows} or more each{more}, got {complete} of {there} groups"
-            f"{'; ' + self._why() if self._excludes else ''}. Add data, sample fewer rows, or draw with complete=False, which repeats rows."
-        )
-
-    @property
-    def _excludes(self) -> bool:
-        """Whether live rows may be in no group."""
-        return self._rules.exclude or self._rules.max_uses is not None
-
-    def _why(self) -> str:
-        """Which rows are in no group."""
-        return rules_said(self._rules, self._floor())
-
-    def _warn_of(self, repeated: bool, groups: int, each: int) -> None:
-        """Once, of a batch of so many groups in which something comes again."""
-        if repeated and not self._warned:
-            self._warned = True
-            warn(
-                f"PromptGroupSampler: expected {groups} groups of {each} rows or more, got fewer groups, or smaller ones: some rows come "
-                "more than once in a batch. Add data, or lower num_groups or samples_per_group."
-            )
-
-    # ---- state ---------------------------------------------------------------------------------------------------------
-
-    def config(self) -> dict[str, object]:
-        complete = {} if self.complete is None else {"complete": self.complete}
-        strategy = self.strategy if self.order == "random" else plain((self.strategy, self.order))
-        return {**super().config(), "strategy": strategy, "index": self.index_name, **complete, **self._rules_config()}
-
-
-class PromptGroupSampler(GroupSampler):
+class PromptGroupSampler(RuledSampler[Groups]):
     """Draws whole groups of rows that share a key, such as the answers to one prompt. For GRPO and other group-relative objectives.
 
     A batch is laid out group by group: ``batch.reshape(groups, rows of each)``. Groups are equally likely, and none comes twice.
@@ -361,7 +120,9 @@ class PromptGroupSampler(GroupSampler):
     ([0, 0, 0, 0], False)
     """
 
+    traits = NativeSampler.traits._replace(awaits_rows=True)
     noted = ("num_groups", "samples_per_group", "group_key", "strategy", "reward_key", "cache_groups")
+    _warned = False
 
     def __init__(
         self,
@@ -385,7 +146,6 @@ class PromptGroupSampler(GroupSampler):
                 f"{name}: expected one of num_groups and samples_per_group, got num_groups={num_groups} and "
                 f"samples_per_group={samples_per_group}. The other one follows from the batch size."
             )
-        check_index_name(index, f"{name}: index")
         self.num_groups = None if num_groups is None else check_count(f"{name}: num_groups", num_groups)
         self.samples_per_group = (
             None if samples_per_group is None else check_count(f"{name}: samples_per_group", samples_per_group)
@@ -397,9 +157,7 @@ class PromptGroupSampler(GroupSampler):
         self._reward = checked_path(reward_key, f"{name}: reward_key")
         self.cache_groups = cache_groups
         self.complete = complete
-        self.index_name = index
-        self._consumer = ConsumerVersion(index)
-        self._rules = row_rules(self._in_order(), name, ready, max_staleness, policy_version)
+        self._follow(name, self._in_order(), ready, max_staleness, policy_version, index)
         if max_uses is not None:
             self.use_up(max_uses, f"{name}: max_uses")
 
@@ -438,8 +196,12 @@ class PromptGroupSampler(GroupSampler):
         >>> sampler.groups
         2
         """
+        return self._of_size(1)
+
+    def _of_size(self, least: int) -> int:
+        """How many groups there are of at least so many rows."""
         groups = self._attached()
-        return 0 if groups is None else groups.of_size(1, self._floor())
+        return 0 if groups is None else groups.of_size(least, self._floor())
 
     def use_up(self, max_uses: int, call: str) -> None:
         """Set ``max_uses``, before a buffer takes it. ``call``: for messages. Raises ``ValueError``: groups may not be complete.
@@ -457,6 +219,231 @@ class PromptGroupSampler(GroupSampler):
                 "it complete=True."
             )
         self._rules = self._rules._replace(max_uses=uses)
+
+    # ---- where the groups are ------------------------------------------------------------------------------------------
+
+    def bind(self, storage: SampledStorage) -> None:
+        """Meet the storage whose rows are drawn. Raises as the class says.
+
+        >>> from engram import ListStorage, PromptGroupSampler
+        >>> PromptGroupSampler(num_groups=1).bind(ListStorage(10))
+        Traceback (most recent call last):
+        TypeError: PromptGroupSampler: expected a tensor storage, ...
+        """
+        if storage is self._storage:
+            return
+        if storage.ndim > 1:
+            raise NotImplementedError(
+                f"PromptGroupSampler: expected a storage with ndim=1, whose rows are in groups one by one, got ndim={storage.ndim}."
+            )
+        groups = None if storage.traits.has_fields else self._index_of(storage)  # first: it may refuse
+        self._storage, self._index = storage, groups
+        if self._rules.version is not None:
+            self._consumer.bind(storage)
+
+    def _index_of(self, storage: SampledStorage) -> Groups | None:
+        by_reward = self.strategy in ("reward", "variance") or self._rules.reward is not None
+        return storage.groups(self.index_name, self._key, self._reward if by_reward else None, self._rules)
+
+    @property
+    def whole(self) -> bool:
+        """Whether only complete groups are drawn."""
+        return self.samples_per_group is not None if self.complete is None else self.complete
+
+    # ---- drawing -------------------------------------------------------------------------------------------------------
+
+    def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
+        check_drawable(extent.size)
+        groups, each = self._shape(batch_size)
+        found, repeated = self._drawn(groups, each, key, _NO_ROWS)
+        self._warn_of(repeated, groups, each)
+        return found
+
+    def _draw_beside(self, before: Tensor, extent: Extent, batch_size: int, key: int) -> Draw:
+        """Groups that are not in the batch yet, or those that are where there are no others. Of fewer than are asked for all are drawn."""
+        check_drawable(extent.size)
+        groups, each = self._shape(batch_size)
+        known = 0 if self._rules.max_uses == 1 else len(before) // each
+        there = self._of_size(each if self.whole else 1) - known
+        draw, repeated = self._drawn(max(1, min(groups, there)), each, key, before)
+        self._warn_of(repeated, groups, each)
+        return draw
+
+    def were_read(self, draw: Draw, *, failed: bool = False) -> None:
+        """As of every sampler: where uses are counted, the groups count as used once less.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, PromptGroupSampler, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(9), sampler=PromptGroupSampler(samples_per_group=2, max_uses=1), batch_size=2)
+        >>> _ = rb.extend({"query": torch.tensor([7, 7])})
+        >>> drawn = rb.sampler.draw(rb.storage.extent(), 2, key=7)
+        >>> before = rb.can_sample()
+        >>> rb.sampler.were_read(drawn, failed=True)
+        >>> before, rb.can_sample()
+        (False, True)
+        """
+        groups = self._attached()
+        if failed and self._rules.max_uses is not None and groups is not None and draw.tickets is not None:
+            groups.take_back(draw.rows.reshape(-1), draw.tickets.reshape(-1))
+
+    @property
+    def rows_of_unit(self) -> int:
+        """Rows of a group. Raises ``ValueError``: that follows from the size of a batch, as there is ``num_groups``."""
+        if self.samples_per_group is None:
+            raise ValueError(
+                f"sample: max_tokens: expected samples_per_group=…, which says what is a group, got num_groups={self.num_groups}."
+            )
+        return self.samples_per_group
+
+    def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
+        """Whether there are the groups of such a batch. Raises as drawing, but not ``NoSampleable``.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, PromptGroupSampler, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=PromptGroupSampler(samples_per_group=2))
+        >>> _ = rb.extend({"query": torch.tensor([7, 9, 9])})
+        >>> rb.can_sample(2), rb.can_sample(4)
+        (True, False)
+        """
+        if not super().can_sample(storage, batch_size):
+            return False
+        self.bind(storage)
+        groups, each = self._shape(batch_size)
+        return self._of_size(each) >= groups if self.whole else self.groups > 0
+
+    def draw_again(self, extent: Extent, drawn: Draw, moved: list[int], key: int) -> tuple[list[int], Draw]:
+        """Other groups for those that have lost a row. A group is drawn as a whole.
+
+        The groups that stay are left out by their rows. If all rows of one have moved, too, the index cannot tell which group they were
+        of, so that it is drawn again as well. A row that has its ticket after a draw had it during the draw.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, PromptGroupSampler, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(9), sampler=PromptGroupSampler(samples_per_group=2))
+        >>> _ = rb.extend({"query": torch.tensor([5, 5, 7, 7, 9, 9])})
+        >>> extent = rb.storage.extent()
+        >>> drawn = rb.sampler.draw(extent, 4, key=7)
+        >>> places, others = rb.sampler.draw_again(extent, drawn, [1], key=8)
+        >>> places, bool(torch.isin(others.rows, drawn.rows[2:]).any())  # a group that is not in the batch
+        ([0, 1], False)
+        """
+        check_drawable(extent.size)
+        assert self._storage is not None  # it has groups
+        assert drawn.tickets is not None
+        groups, each = self._shape(len(drawn.rows))
+        rows, tickets = drawn.rows.reshape(groups, each), drawn.tickets.reshape(groups, each)
+        lost = torch.zeros(groups, dtype=torch.bool, device="cpu")
+        lost[[place // each for place in moved]] = True
+        if self._rules.max_uses is not None:
+            return self._draw_used_again(rows, tickets, lost, key)
+        while True:
+            found, repeated = self._drawn(int(lost.sum()), each, key, rows[~lost].reshape(-1))
+            known = self._storage.tickets_of(drawn.rows).reshape(groups, each) == tickets
+            unknown = ~lost & ~known.any(-1)
+            if not unknown.any():
+                break
+            lost |= unknown
+        self._warn_of(repeated, groups, each)
+        return lost.repeat_interleave(each).nonzero().flatten().tolist(), found
+
+    def _draw_used_again(self, rows: Tensor, tickets: Tensor, lost: Tensor, key: int) -> tuple[list[int], Draw]:
+        """The same where uses are counted: a group whose rows were edited only, and are one still, is read again: its use is counted.
+
+        Where there are no others, the groups that stay count as used once less.
+
+        Args:
+            rows, tickets: int64 ``[groups, each]``, of the batch.
+            lost: of each group, whether a row has moved.
+            key: of the draw.
+        """
+        assert self._storage is not None  # it has groups
+        now = self._storage.tickets_of(rows.reshape(-1)).reshape(rows.shape)
+        edited = torch.tensor(
+            [bool(lost[i]) and self._is_still_one(rows[i], tickets[i], now[i]) for i in range(len(rows))], device="cpu"
+        )
+        gone = lost & ~edited
+        rows, tickets = rows.clone(), torch.where(edited.unsqueeze(-1), now, tickets)
+        if gone.any():
+            try:
+                found, repeated = self._drawn(int(gone.sum()), rows.shape[1], key, rows[~gone].reshape(-1))
+            except NoSampleable:
+                self.were_read(Draw(rows[~gone], tickets[~gone]), failed=True)
+                raise
+            self._warn_of(repeated, *rows.shape)
+            assert found.tickets is not None  # of groups they are known
+            rows[gone] = found.rows.reshape(-1, rows.shape[1])
+            tickets[gone] = found.tickets.reshape(-1, rows.shape[1])
+        places = lost.repeat_interleave(rows.shape[1]).nonzero().flatten().tolist()
+        return places, Draw(rows[lost].reshape(-1), tickets[lost].reshape(-1))
+
+    def _is_still_one(self, rows: Tensor, tickets: Tensor, now: Tensor) -> bool:
+        """Whether the rows of a group, int64 ``[each]``, hold the same writes, and have one key. ``now``: their tickets."""
+        assert self._storage is not None  # it has groups
+        before = self._storage.writes_of(rows, tickets)
+        if not bool((now >= 0).all()) or not torch.equal(self._storage.writes_of(rows, now), before):
+            return False
+        keys, moved = self._storage.field(self._key, rows, now)
+        first = keys[0]
+        return not moved and all(bool(torch.as_tensor(key == first).all()) for key in keys)
+
+    def _shape(self, batch_size: int) -> tuple[int, int]:
+        """Groups of a batch, and rows of each. Raises ``ValueError``: the size is no multiple of what is given."""
+        name = "num_groups" if self.num_groups else "samples_per_group"
+        given: int = getattr(self, name)
+        if batch_size % given:
+            raise ValueError(
+                f"sample: expected a batch size that is a multiple of {name}={given}, so that all groups are equally large, got "
+                f"{batch_size}. Use {max(batch_size // given, 1) * given}, or another {name}."
+            )
+        return (given, batch_size // given) if self.num_groups else (batch_size // given, given)
+
+    def _drawn(self, groups: int, each: int, key: int, without: Tensor) -> tuple[Draw, bool]:
+        """Rows of some groups, and whether some come again. ``without``: rows whose groups the batch has already."""
+        of, retries, floor = self._attached(), Retries(), self._floor()
+        asked = GroupDraw(self.strategy, groups, each, self.whole, floor, _WHICH[self.order])
+        while True:
+            try:
+                found = None if of is None else of.draw(retries.key_of(key), asked, without)
+            except ValueError as error:
+                raise ValueError(
+                    f'sample: {public(self._reward)!r}: {error}. Store another number there, or use strategy="random".'
+                ) from error
+            if found is None:
+                raise NoSampleable(EMPTY if of is None else self._too_few(of, asked, len(without) // each))
+            if not isinstance(found, int):
+                rows, tickets, repeated = found
+                return Draw(rows, tickets), repeated
+            retries.again(torch.tensor([found], device="cpu"), [0], ", of a group,")
+
+    def _too_few(self, of: Groups, asked: GroupDraw, others: int) -> str:
+        """What is said where nothing was drawn. ``others``: groups that the batch has already."""
+        there = of.count
+        why = self._passed_over() if self._rules.exclude or self._rules.max_uses is not None else ""
+        if not asked.complete:
+            return f"sample: no row can be drawn now: {why}." if why else EMPTY
+        rows = "row" if asked.each == 1 else "rows"
+        complete = of.of_size(asked.each)
+        more = f" besides the {others} of the batch that are there already" if others else ""
+        return (
+            f"sample: expected {asked.groups} complete groups, of {asked.each} {rows} or more each{more}, got {complete} of {there} groups"
+            f"{'; ' + why if why else ''}. Add data, sample fewer rows, or draw with complete=False, which repeats rows."
+        )
+
+    def _warn_of(self, repeated: bool, groups: int, each: int) -> None:
+        """Once, of a batch of so many groups in which something comes again."""
+        if repeated and not self._warned:
+            self._warned = True
+            warn(
+                f"PromptGroupSampler: expected {groups} groups of {each} rows or more, got fewer groups, or smaller ones: some rows come "
+                "more than once in a batch. Add data, or lower num_groups or samples_per_group."
+            )
+
+    # ---- state ---------------------------------------------------------------------------------------------------------
+
+    def config(self) -> dict[str, object]:
+        complete = {} if self.complete is None else {"complete": self.complete}
+        strategy = self.strategy if self.order == "random" else plain((self.strategy, self.order))
+        return {**super().config(), "strategy": strategy, "index": self.index_name, **complete, **self._rules_config()}
 
 
 def _strategies(given: object) -> tuple[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 #: Versions are counted in int64, and drawn by in float64.
 VERSION_LIMIT = 1 << 53
+#: What knows which rows may be drawn.
+_Index = TypeVar("_Index", bound=ConsumptionIndex | Groups)
 #: So often versions are read again where all of them moved meanwhile, as writers are faster.
 _MAX_READS = 16
 
@@ -77,7 +79,6 @@ class ConsumerVersion:
 class VersionedSampler(DeclaredSampler):
     """What draws by how far the versions of rows are behind that of their consumer."""
 
-    index_name: str
     _consumer: ConsumerVersion
 
     @property
@@ -245,12 +246,7 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
         >>> fresh, sampler.can_sample(rb.storage, 2)
         (True, False)
         """
-        if not super().can_sample(storage, batch_size):
-            return False
-        self.bind(storage)
-        with self._drawing:
-            versions, counts = self._caught_up(storage).versions()
-            return bool((self._weights(self.consumer_version - versions)[counts > 0] > 0).any())
+        return super().can_sample(storage, batch_size) and self.masses(storage).total > 0
 
     def _weights(self, staleness: Tensor) -> Tensor:
         """float64 ``[V]``: of each staleness. Raises ``ValueError``, ``TypeError``: the function makes other ones."""
@@ -350,16 +346,56 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
         self._drawing = fork.rlock()
 
 
-class RuledSampler(VersionedSampler, NativeSampler):
-    """Draws rows that follow rules, of which an index of the storage knows: :meth:`_attached`."""
+class IndexedSampler(NativeSampler, Generic[_Index]):
+    """Draws rows that an index of the storage knows, under a name: those that follow rules."""
 
-    index_name: str
     _rules: GroupRules
     _storage: SampledStorage | None = None
+    _index: _Index | None = None
 
-    def _attached(self) -> ConsumptionIndex | Groups | None:
-        """The index; None while nothing was ever written."""
+    def _index_of(self, storage: SampledStorage) -> _Index | None:
+        """The index of a storage; None while nothing was ever written there."""
         raise NotImplementedError
+
+    def _attached(self) -> _Index | None:
+        """The index; None while nothing was ever written."""
+        if self._index is None and self._storage is not None and not self._storage.closed:
+            self._index = self._index_of(self._storage)
+        return self._index
+
+    def moved(self) -> None:
+        self._index = None
+
+    def _uses(self) -> Tensor:
+        """int32 ``[n]``: how often each row was used, up to the last that was. A copy."""
+        index = self._attached()
+        uses = torch.zeros(0, dtype=torch.int32, device="cpu") if index is None else index.uses()
+        used = uses.nonzero()
+        return uses[: int(used[-1]) + 1 if len(used) else 0].clone()
+
+    def _restore_uses(self, uses: Tensor) -> None:
+        if (index := self._attached()) is not None:
+            index.restore_uses(uses)
+
+
+class RuledSampler(VersionedSampler, IndexedSampler[_Index]):
+    """Draws rows that are ready, fresh and not used up."""
+
+    def _follow(
+        self, who: str, rules: GroupRules, ready: object, max_staleness: int, version: str | FieldPath, index: str
+    ) -> None:
+        """Draw by these rules, and only rows that are ready and fresh. Raises ``TypeError``, ``ValueError``: arguments say no rules."""
+        check_index_name(index, f"{who}: index")
+        path = checked_path(version, f"{who}: policy_version")
+        staleness = check_count(f"{who}: max_staleness", max_staleness, least=-1, most=VERSION_LIMIT - 1)
+        self._rules = rules._replace(ready=_ready_fields(ready, f"{who}: ready"))
+        if staleness >= 0:
+            self._rules = self._rules._replace(version=path, max_staleness=staleness)
+        self.index_name, self._consumer = index, ConsumerVersion(index)
+
+    def moved(self) -> None:
+        super().moved()
+        self._consumer.moved()
 
     @property
     def max_uses(self) -> int | None:
@@ -382,6 +418,17 @@ class RuledSampler(VersionedSampler, NativeSampler):
             return math.nan
         return float(self._consumer.now - self._rules.max_staleness)
 
+    def _passed_over(self) -> str:
+        """Which rows are not drawn, as it is said in messages."""
+        said = []
+        if self.ready:
+            said.append(f"those that are not ready={self.ready!r}")
+        if self.max_uses is not None:
+            said.append(f"those that were used max_uses={self.max_uses} times")
+        if self._rules.version is not None:
+            said.append(f"those whose {public(self._rules.version)!r} is below {self._floor():g}")
+        return f"rows do not count: {' or '.join(said)}"
+
     # ---- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, object]:
@@ -396,62 +443,47 @@ class RuledSampler(VersionedSampler, NativeSampler):
         >>> sampler.state_dict()
         {'uses': tensor([1, 1], dtype=torch.int32)}
         """
-        state: dict[str, object] = {}
-        if self._rules.max_uses is not None:
-            index = self._attached()
-            uses = torch.zeros(0, dtype=torch.int32, device="cpu") if index is None else index.uses()
-            used = uses.nonzero()
-            state["uses"] = uses[: int(used[-1]) + 1 if len(used) else 0].clone()
-        if self._rules.version is not None:
-            state["consumer_version"] = self.consumer_version
-        return state
+        uses = {} if self._rules.max_uses is None else {"uses": self._uses()}
+        version = {} if self._rules.version is None else {"consumer_version": self.consumer_version}
+        return {**uses, **version}
 
     def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
         where, rules = type(self).__name__, self._rules
-        wanted = [
-            *(["uses"] if rules.max_uses is not None else []),
-            *(["consumer_version"] if rules.version is not None else []),
-        ]
-        check_keys(state_dict, wanted, where)
+        told = {"uses": rules.max_uses, "consumer_version": rules.version}
+        check_keys(state_dict, [name for name, rule in told.items() if rule is not None], where)
         uses = version = None
         if rules.max_uses is not None:
-            uses = tensor_in(state_dict, "uses", torch.int32, (None,), where).clone()
             rows = capacity or (0 if self._storage is None else self._storage.max_size)
-            if len(uses) > rows:
-                raise IncompatibleCheckpoint(f"{where}: uses: expected those of at most {rows} rows, got {len(uses)}.")
-            if len(uses) and not (int(uses.min()) >= 0 and int(uses.max()) < MAX_USES):
-                raise ValueError(f"{where}: uses: expected uses of rows in [0, {MAX_USES}), got others.")
+            uses = checked_uses(state_dict, "uses", MAX_USES - 1, rows, where)
         if rules.version is not None:
             version = integer(state_dict, "consumer_version", -VERSION_LIMIT + 1, VERSION_LIMIT, where)
         return Change(self._take, uses, version)
 
     def _take(self, uses: Tensor | None, version: int | None) -> None:
-        if uses is not None and (index := self._attached()) is not None:
-            index.restore_uses(uses)
+        if uses is not None:
+            self._restore_uses(uses)
         if version is not None:
             self._consumer.now = version
 
     def _rules_config(self) -> dict[str, object]:
         """The rules, as arguments."""
         rules = self._rules
-        version = None if rules.version is None else plain(public(rules.version))
-        more = {
-            "ready": plain(list(map(public, rules.ready))) or None,
-            "max_uses": rules.max_uses,
-            "max_staleness": None if version is None else rules.max_staleness,
-            "policy_version": version,
-        }
-        return {name: value for name, value in more.items() if value is not None}
+        ready = {"ready": plain(list(self.ready))} if rules.ready else {}
+        uses = {} if rules.max_uses is None else {"max_uses": rules.max_uses}
+        if rules.version is None:
+            return {**ready, **uses}
+        version = plain(public(rules.version))
+        return {**ready, **uses, "max_staleness": rules.max_staleness, "policy_version": version}
 
 
-def row_rules(
-    rules: GroupRules, who: str, ready: object, max_staleness: int, policy_version: str | FieldPath
-) -> GroupRules:
-    """These rules and which rows are ready and fresh. Raises ``TypeError``, ``ValueError``: arguments that say no such rules."""
-    version = checked_path(policy_version, f"{who}: policy_version")
-    staleness = check_count(f"{who}: max_staleness", max_staleness, least=-1, most=VERSION_LIMIT - 1)
-    rules = rules._replace(ready=_ready_fields(ready, f"{who}: ready"))
-    return rules if staleness < 0 else rules._replace(version=version, max_staleness=staleness)
+def checked_uses(state: dict[str, object], name: str, most: int, rows: int, where: str) -> Tensor:
+    """A copy of the uses of rows in a state. Raises ``TypeError``, ``ValueError``, ``IncompatibleCheckpoint``: they are of no such rows."""
+    uses = tensor_in(state, name, torch.int32, (None,), where).clone()
+    if len(uses) > rows:
+        raise IncompatibleCheckpoint(f"{where}: {name}: expected those of at most {rows} rows, got {len(uses)}.")
+    if len(uses) and not (int(uses.min()) >= 0 and int(uses.max()) <= most):
+        raise ValueError(f"{where}: {name}: expected uses of rows in [0, {most}], got others.")
+    return uses
 
 
 def _ready_fields(given: object, where: str) -> tuple[FieldPath, ...]:
@@ -462,18 +494,6 @@ def _ready_fields(given: object, where: str) -> tuple[FieldPath, ...]:
     if len(paths) > MAX_READY:
         raise ValueError(f"{where}: expected at most {MAX_READY} fields, got {len(paths)}.")
     return paths
-
-
-def rules_said(rules: GroupRules, floor: float) -> str:
-    """Which rows are not drawn. ``floor``: the oldest version."""
-    said = []
-    if rules.ready:
-        said.append(f"those that are not ready={tuple(map(public, rules.ready))!r}")
-    if rules.max_uses is not None:
-        said.append(f"those that were used max_uses={rules.max_uses} times")
-    if rules.version is not None:
-        said.append(f"those whose {public(rules.version)!r} is below {floor:g}")
-    return f"rows do not count: {' or '.join(said)}"
 
 
 def check_version(value: object, who: str = "StalenessAwareSampler") -> int:
