@@ -246,16 +246,16 @@ class KeyedValues:
         Raises ``RateLimited``: the values do not fit.
         """
         need = rows + 1, nbytes + 2 * self._longest  # 2: a value may not fit before the end of the ring
-        live, most = (0, 0), (self._max_keys, self._max_bytes - self._longest)
-        if (store := cast("RaggedStore | None", buffer.storage.memory)) is not None:
-            if all(map(le, need, self._free(store))):
-                return
-            live = self._tidy(buffer)
-        if live[0] + need[0] > most[0] or live[1] + need[1] > most[1]:
+        store = cast("RaggedStore | None", buffer.storage.memory)
+        if store is not None and all(map(le, need, self._free(store))):
+            return
+        live = (0, 0) if store is None else self._tidy(buffer)
+        most_rows, most_bytes = self._max_keys - 1 - live[0], self._max_bytes - 3 * self._longest - live[1]
+        if rows > most_rows or nbytes > most_bytes:
             raise RateLimited(
-                f"put: expected room for {rows:,} values, got {max(0, most[0] - 1 - live[0]):,} of max_keys={self._max_keys:,}; and for "
-                f"{nbytes:,} bytes, got {max(0, most[1] - 2 * self._longest - live[1]):,} of max_bytes={self._max_bytes:,}. Clear keys "
-                "that are not needed any more, or use another folder with more of both."
+                f"put: expected room for {rows:,} values, got {max(0, most_rows):,} of max_keys={self._max_keys:,}; and for {nbytes:,} "
+                f"bytes, got {max(0, most_bytes):,} of max_bytes={self._max_bytes:,}. Clear keys that are not needed any more, or use "
+                "another folder with more of both."
             )
         while store is not None and not all(map(le, need, free := self._free(store))):
             self._move_oldest(buffer, *free)

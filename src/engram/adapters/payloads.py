@@ -2,8 +2,8 @@
 
 A row has a *form*, int32 ``[8]``, and bytes:
 
-- of a tensor with items: the form is 1 + the place of its dtype in ``_DTYPES``, then its shape, filled up with -1; the bytes are its
-  items in row-major order;
+- of a tensor with items: the form is 1 + the place of its dtype in :data:`engram.format.schema.DTYPES`, then its shape, filled up with
+  -1; the bytes are its items in row-major order;
 - of anything else: the form is 0, then how many bytes a JSON text has. The bytes are this text, and from the next multiple of 16 on the
   items of the tensors, the arrays and the bytes in it. These stand in the text as objects whose key ``""`` says what they are.
 """
@@ -32,8 +32,7 @@ FORM = 8
 _ALIGNMENT = 16
 #: What fills a form up, by the number of dimensions.
 _NO_DIMS = [(-1,) * (FORM - 1 - n) for n in range(FORM)]
-_DTYPES = tuple(DTYPES)
-_FORM_OF = {dtype: 1 + _DTYPES.index(name) for name, dtype in DTYPE_OF.items()}
+_FORM_OF = {DTYPE_OF[name]: form for form, name in enumerate(DTYPES, 1) if name in DTYPE_OF}
 _DTYPE_OF_FORM = {form: dtype for dtype, form in _FORM_OF.items()}
 #: What leaves and containers are made of.
 _MADE: dict[str, Callable[..., object]] = {"tensor": Tensor.detach, "array": Tensor.numpy, "tuple": tuple, "dict": dict}
@@ -93,21 +92,21 @@ def decode(forms: Tensor, items: Items) -> list[object]:
 
     Args:
         forms: int32 ``[n, 8]``.
-        items: their bytes, one row after the other. Tensors share their memory, where that is aligned.
+        items: their bytes, one row after the other and no others. Tensors share their memory, where that is aligned.
 
     Raises:
         ValueError: no such rows. Nothing is evaluated or looked up by name.
     """
-    values, starts = items.given, items.starts.tolist()
-    ends, numbers = (items.starts + items.lengths).tolist(), forms.numpy()
+    values, numbers = items.given, forms.numpy()
+    at = [*items.starts.tolist(), len(values)]
     found: list[object] = []
     try:
         for begin, end in _runs(numbers):
             kind = int(numbers[begin, 0])
             if kind == 0:
-                found += [_tree_of(values[starts[i] : ends[i]].clone(), int(numbers[i, 1])) for i in range(begin, end)]
+                found += [_tree_of(values[at[i] : at[i + 1]].clone(), int(numbers[i, 1])) for i in range(begin, end)]
             else:
-                raw, dtype, shapes = values[starts[begin] : ends[end - 1]], _DTYPE_OF_FORM[kind], numbers[begin:end, 1:]
+                raw, dtype, shapes = values[at[begin] : at[end]], _DTYPE_OF_FORM[kind], numbers[begin:end, 1:]
                 flat = (raw if raw.storage_offset() % dtype.itemsize == 0 else raw.clone()).view(dtype)
                 counts = np.abs(shapes).prod(1, dtype=np.int64).tolist()  # where there is no dimension is -1
                 parts = flat.split(counts)  # type: ignore[no-untyped-call]
@@ -128,16 +127,10 @@ def _runs(forms: NDArray[np.int32]) -> Iterator[tuple[int, int]]:
 
 def _dense(value: Tensor, where: str) -> Tensor:
     """A tensor whose items are to be stored, on the CPU and without graph. Raises ``TypeError``: it is no plain one."""
-    plain = type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
-    if (
-        not plain
-        or value.layout is not torch.strided
-        or value.is_nested
-        or value.is_meta
-        or value.dtype not in _FORM_OF
-    ):
+    plain = type(value).__torch_dispatch__ is Tensor.__torch_dispatch__ and value.layout is torch.strided
+    if not plain or value.is_nested or value.is_meta or value.dtype not in _FORM_OF:
         raise TypeError(
-            f"put: {where}: expected a dense torch.Tensor of one of {', '.join(_DTYPES)}, got a {type(value).__name__} of {value.dtype}, "
+            f"put: {where}: expected a dense torch.Tensor of one of {', '.join(DTYPES)}, got a {type(value).__name__} of {value.dtype}, "
             f"{value.layout}, {'nested, ' * value.is_nested}on {value.device}. Convert it, or write its parts as a list."
         )
     if value.requires_grad or not value.is_cpu or value.is_conj() or value.is_neg():
@@ -158,11 +151,10 @@ def _tree_bytes(value: object, where: str) -> tuple[Tensor, int]:
 
 def _tree(value: object, leaves: bytearray, where: str) -> object:
     """A value as JSON. Raises ``TypeError``: it, or what is in it, is no value."""
+    value = value.item() if isinstance(value, np.generic) else value
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
-    if isinstance(value, np.generic):
-        return _tree(value.item(), leaves, where)
     if isinstance(value, list | tuple) and kind in (list, tuple):
         items = [_tree(item, leaves, f"{where}[{i}]") for i, item in enumerate(value)]
         return items if kind is list else {"": "tuple", "of": items}
@@ -176,14 +168,13 @@ def _tree(value: object, leaves: bytearray, where: str) -> object:
         leaf = ["tensor", DTYPE_NAMES[value.dtype], *value.shape]
     elif isinstance(value, bytes) and kind is bytes:
         leaf, raw = ["bytes", "uint8", len(value)], value
-    elif isinstance(value, np.ndarray) and value.dtype.name in _DTYPES:
+    elif isinstance(value, np.ndarray) and value.dtype.name in DTYPES:
         leaf = ["array", value.dtype.name, *value.shape]
         raw = np.asarray(value, value.dtype.newbyteorder("=")).tobytes()
     else:
-        expected = "tensors, arrays of numbers, texts, bytes, numbers, or lists, tuples and dicts of them"
-        got = f"a {kind.__module__}.{kind.__qualname__}, {value!r:.60}"
         raise TypeError(
-            f"put: {where}: expected {expected}, got {got}. Write what it consists of: objects are not pickled."
+            f"put: {where}: expected tensors, arrays of numbers, texts, bytes, numbers, or lists, tuples and dicts of them, got a "
+            f"{kind.__module__}.{kind.__qualname__}, {value!r:.60}. Write what it consists of: objects are not pickled."
         )
     at = len(leaves)
     leaves += raw + bytes(-len(raw) % _ALIGNMENT)

@@ -136,16 +136,13 @@ def _initialize(conf: DictConfig) -> dict[str, object]:
     handles: dict[str, object] = {}
     if settings.setdefault("storage_process", sum(node["Alive"] for node in ray.nodes()) > 1):
         settings["process"] = name = f"EngramStorage-{secrets.token_hex(8)}"
-        handles[name] = start_storage_process(settings, name)
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        # Ray starts it again if it dies, and asks it again.
+        kind = ray.remote(num_cpus=0, max_concurrency=8, max_restarts=-1, max_task_retries=-1)(KeyedValues)
+        actor = kind.options(name=name, namespace=_NAMESPACE, scheduling_strategy=here)
+        handles[name] = actor.remote(**_of_values(settings))
     conf.backend[BACKEND] = settings
     return handles
-
-
-def start_storage_process(config: Mapping[str, object], name: str) -> object:
-    """The actor of that name that has the values, on this machine. Ray starts it again if it dies, and asks it again."""
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    kind = ray.remote(num_cpus=0, max_concurrency=8, max_restarts=-1, max_task_retries=-1)(KeyedValues)
-    return kind.options(name=name, namespace=_NAMESPACE, scheduling_strategy=here).remote(**_of_values(config))
 
 
 StorageBootstrapProvider.register_provider(BACKEND)(_initialize)
