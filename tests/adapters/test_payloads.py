@@ -228,3 +228,9 @@ def _refuses(forms, rows):
     except ValueError as error:
         return str(error).startswith("expected rows that encode() made")
     return False
+
+
+@pytest.mark.parametrize("value", [np.ma.masked_array([1, 2], [True, False]), np.timedelta64(3), np.longdouble(1)])
+def test_values_that_would_come_back_as_others_are_refused(value):
+    with pytest.raises(TypeError, match="objects are not pickled"):
+        encode([value], ["a"], 1 << 20)

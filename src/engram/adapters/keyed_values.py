@@ -144,7 +144,9 @@ class KeyedValues:
         names = _checked_keys("clear", keys)
         if (buffer := self.buffer) is not None:
             with self._changing("clear"):
-                buffer.storage.remove(*_stored(buffer)[1].all(names, "clear"))
+                rows, writes = _stored(buffer)[1].all(names, "clear")
+                order = writes.argsort()  # the newest last: a death in here brings no older value back
+                buffer.storage.remove(rows[order], writes[order])
 
     def keys(self) -> list[str]:
         """The keys that have values, those that were put or moved last at the end. Cost: O(max_keys)."""

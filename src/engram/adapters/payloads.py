@@ -151,7 +151,7 @@ def _tree_bytes(value: object, where: str) -> tuple[Tensor, int]:
 
 def _tree(value: object, leaves: bytearray, where: str) -> object:
     """A value as JSON. Raises ``TypeError``: it, or what is in it, is no value."""
-    value = value.item() if isinstance(value, np.generic) else value
+    value = value.item() if isinstance(value, np.generic) and value.dtype.kind not in "mM" else value
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
@@ -168,7 +168,7 @@ def _tree(value: object, leaves: bytearray, where: str) -> object:
         leaf = ["tensor", DTYPE_NAMES[value.dtype], *value.shape]
     elif isinstance(value, bytes) and kind is bytes:
         leaf, raw = ["bytes", "uint8", len(value)], value
-    elif isinstance(value, np.ndarray) and value.dtype.name in DTYPES:
+    elif type(value) is np.ndarray and value.dtype.kind != "V" and value.dtype.name in DTYPES:
         leaf = ["array", value.dtype.name, *value.shape]
         raw = np.asarray(value, value.dtype.newbyteorder("=")).tobytes()
     else:

@@ -12,18 +12,11 @@ from engram._support import native
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
 from engram.reshard.plan import TRUNCATED, ReshardPlan, SavedShard, Source, fields_of, lanes_of, within
+from engram.saved import rows as saved_rows
 from engram.saved.description import BLOCK
 from engram.saved.documents import corrupt
 from engram.saved.part_reader import PartReader, Stretch, stretches
 from engram.saved.ragged import PartItems, check_longest
-from engram.saved.rows import (
-    Boundaries,
-    boundary_fields,
-    checked_numbers,
-    parallel_read,
-    read_rows_state,
-    ticket_stretches,
-)
 from engram.store.memory import DTYPE_OF
 from engram.store.ragged_state import Piece, check_room, compacted, fill_rings, oldest_first
 
@@ -33,7 +26,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from engram.saved.rows import Marks
     from engram.types import RowsTarget
 
 #: Bytes that are read at a time: as many as caches hold.
@@ -182,8 +174,8 @@ class Numbering:
         self._shards, self._plan, self._mine = shards, plan, mine
         fields = next(one.fields for one in shards if one.fields)
         roles = [field.role for field in fields]
-        self._says = Boundaries(schema, roles)
-        self._keys = [field.key for field in boundary_fields(fields, roles)["traj_id"]]
+        self._says = saved_rows.Boundaries(schema, roles)
+        self._keys = [field.key for field in saved_rows.boundary_fields(fields, roles)["traj_id"]]
         self._source, self._run = plan.source[mine], plan.run[mine]
 
     def numbers(self, tensors: Sequence[Tensor], first: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -231,7 +223,7 @@ class Numbering:
             found[its] = self._shards[which].source.runs[self._run[its], column]
         return found
 
-    def _marks(self, tensors: Sequence[Tensor], rows: NDArray[np.int64]) -> Marks:
+    def _marks(self, tensors: Sequence[Tensor], rows: NDArray[np.int64]) -> saved_rows.Marks:
         columns = (tensors[which] for which in self._says.which)
         at = torch.from_numpy(rows)
         return self._says.marks([_taken(column, at) for column in columns])
@@ -445,7 +437,7 @@ class Scatter:
         moved = []
         for which, one in enumerate(self._shards):
             if ((self._plan.rank == self._rank) & (self._plan.source == which)).any():
-                saved = read_rows_state(one.reader) if one.held is None else one.held
+                saved = saved_rows.read_rows_state(one.reader) if one.held is None else one.held
                 extents, rows = self._extents(which), np.full(len(saved["numbers"]), -1, np.int64)
                 at, to = _pairs(extents, 0, len(rows))
                 rows[at] = to
@@ -458,7 +450,7 @@ class Scatter:
         Fields whose role says so are rewritten: ``env_id`` to the lane, ``traj_id`` to the number of the trajectory, ``position``
         by how far it moved; and the last steps of the trajectories that the plan truncates.
         """
-        parallel_read(
+        saved_rows.parallel_read(
             [self._placed(which, tensors) for which, one in enumerate(self._shards) if len(one.source.runs)], tensors
         )
         if self._items is not None:
@@ -527,10 +519,10 @@ def _place_numbers(shard: SavedShard, extents: Extents, later: int, numbers: Ten
         put(torch.where(held != 0, held + later, 0), 0, extents, numbers)
         return
     reader = shard.reader
-    for stretch in ticket_stretches(reader):
+    for stretch in saved_rows.ticket_stretches(reader):
         for low, raw in windows(reader, stretch, extents, 8, memory):
             words, offset = raw.view(torch.int64), stretch.offset + 8 * (low - stretch.begin)
-            there = checked_numbers(words.numpy(), reader.folder / stretch.file, offset)
+            there = saved_rows.checked_numbers(words.numpy(), reader.folder / stretch.file, offset)
             np.add(there, later, out=there, where=there != 0)
             put(words, low, extents, numbers)
 
@@ -610,7 +602,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 def _truncate(fields: Sequence[schemas.PartField], tensors: Sequence[Tensor], rows: Tensor) -> None:
     """Mark steps as the last ones of trajectories that were cut short."""
-    said = boundary_fields(fields, [field.role for field in fields])
+    said = saved_rows.boundary_fields(fields, [field.role for field in fields])
     lasts = {role: said["last" if role == "step_type" else role] for role in TRUNCATED}
     for field, tensor in zip(fields, tensors, strict=True):
         if field in lasts.get(field.role, ()):

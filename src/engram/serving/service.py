@@ -197,10 +197,9 @@ class Service:
         #: Bytes of a row, as it is stored, and of one of batches, whose stacks are wider.
         records = 1 if unit is None else unit.total
         self._stored_bytes = records * usual_row_bytes(self._schema)
-        of = self._wiring.of_sampler  # what it draws is gone where it cannot be sent
-        ruled = isinstance(rb.sampler, RuledSampler) and rb.sampler.max_uses is not None
-        consumes = of.consumes or of.has_epochs or ruled
-        self._drawn_bytes = records * drawn_bytes(rb.sampler, self._schema, consumes=consumes)
+        of = self._wiring.of_sampler  # what it draws may be gone where it cannot be sent
+        gone = of.consumes or of.has_epochs or of.awaits_rows
+        self._drawn_bytes = records * drawn_bytes(rb.sampler, self._schema, consumes=gone)
         #: Clients that write.
         self.writers = 0
         #: Streams of batches; when the clients connected that have begun none yet; and the number of the newest client.

@@ -15,18 +15,9 @@ from engram.format import layout
 from engram.format import schema as schemas
 from engram.format.schema import Schema
 from engram.format.sizes import resized, rings_of, with_rings
+from engram.storages import ragged as ragged_fields
 from engram.storages._ragged_structure import structure_in
 from engram.storages._types import NO_DTYPES, Dtypes, check_stored, checked_dtypes
-from engram.storages.ragged import (
-    MAX_OPEN_ROWS,
-    NO_RAGGED,
-    RaggedArguments,
-    RaggedLayout,
-    RaggedOptions,
-    checked_bytes,
-    checked_ragged,
-)
-from engram.storages.ragged import Group as RingSize
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,7 +42,7 @@ class LaterArguments(TracingArguments, total=False):
     cleanup_memmap: Annotated[object, Later("rb.share()", (True,))]
 
 
-class LazyArguments(LaterArguments, RaggedArguments, total=False):
+class LazyArguments(LaterArguments, ragged_fields.RaggedArguments, total=False):
     """As those, of storages that begin with the first write."""
 
 
@@ -77,7 +68,7 @@ class Geometry(NamedTuple):
     """Of fields, by their paths: values of others are cast to them."""
     grouped: int = 0
     """Bytes of a row up to which fields share a file, where there are files; 0: none do."""
-    ragged: RaggedOptions = NO_RAGGED
+    ragged: ragged_fields.RaggedOptions = ragged_fields.NO_RAGGED
     """Fields whose rows have different lengths."""
 
     @classmethod
@@ -101,7 +92,7 @@ class Geometry(NamedTuple):
         """The same, with the option of that name. Raises ``TypeError``, ``ValueError``."""
         return self._replace(grouped=check_count(f"{where}: group_small_fields", group_small_fields, "bytes", least=0))
 
-    def with_ragged(self, arguments: RaggedArguments, where: str, elsewhere: str = "") -> Geometry:
+    def with_ragged(self, arguments: ragged_fields.RaggedArguments, where: str, elsewhere: str = "") -> Geometry:
         """The same, with the keywords for ragged fields, which are taken out of the arguments.
 
         ``elsewhere``: where the rows are, if they cannot have any there.
@@ -109,15 +100,15 @@ class Geometry(NamedTuple):
         Raises ``TypeError``, ``ValueError``: they are no declarations, size or layout; or there are some, and it can have none.
         """
         elsewhere = f"ndim={self.ndim}" if self.ndim > 1 else elsewhere
-        options = RaggedOptions({}, not elsewhere, None, self.max_size, self.lanes, where)
+        options = ragged_fields.RaggedOptions({}, not elsewhere, None, self.max_size, self.lanes, where)
         if {"ragged", "ragged_bytes", "layout", "open_rows"} & arguments.keys():
-            fields = checked_ragged(arguments.pop("ragged", None) or {}, where)
-            nbytes = checked_bytes(arguments.pop("ragged_bytes", None), where)
+            fields = ragged_fields.checked_ragged(arguments.pop("ragged", None) or {}, where)
+            nbytes = ragged_fields.checked_bytes(arguments.pop("ragged_bytes", None), where)
             slots = arguments.pop("open_rows", 0)
-            slots = check_count(f"{where}: open_rows", slots, "row", least=0, most=MAX_OPEN_ROWS)
+            slots = check_count(f"{where}: open_rows", slots, "row", least=0, most=ragged_fields.MAX_OPEN_ROWS)
             if elsewhere and (fields or nbytes is not None or slots):
                 raise ValueError(f"{where}: ragged: expected none with {elsewhere}, got {[*map(public, fields)]}.")
-            layout = RaggedLayout.checked(arguments.pop("layout", "jagged"), where)
+            layout = ragged_fields.RaggedLayout.checked(arguments.pop("layout", "jagged"), where)
             options = options._replace(fields=fields, nbytes=nbytes, layout=layout, open_rows=slots)
             options.check_room()
         return self._replace(ragged=options)
@@ -184,7 +175,9 @@ class Geometry(NamedTuple):
             return with_rings(schema, rings_of(resized(schema, self.capacity, self.lanes)))
         groups = schema.ragged_groups
         sizes = [
-            RingSize(longest[group.leader], sum(schema.ragged[number].item_bytes for number in group.members))
+            ragged_fields.Group(
+                longest[group.leader], sum(schema.ragged[number].item_bytes for number in group.members)
+            )
             for group in groups
         ]
         rings = zip(groups, self.ragged.rings(sizes), strict=True)

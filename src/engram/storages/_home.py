@@ -9,17 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from engram._support.mappings import Piece, shared_pieces
 from engram.format import layout
-from engram.store import (
-    Process,
-    create_store,
-    forget_temporary,
-    maker_of,
-    moved,
-    open_store,
-    shared_memory,
-    skip_numbers,
-    sweep_shared_memory,
-)
+from engram.store.lifetime import Process, forget_temporary, maker_of, shared_memory, sweep_shared_memory
+from engram.store.opening import create_store, moved, open_store, skip_numbers
 
 if TYPE_CHECKING:
     from pathlib import Path
