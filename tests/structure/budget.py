@@ -25,7 +25,7 @@ ROOMS = {
     "saved": 5_175,
     "serving": 1_305,
     "storages": 5_091,
-    "store": 6_912,
+    "store": 6_908,
     "testing": 600,
     "torchrl": 2_130,
     "transforms": 791,

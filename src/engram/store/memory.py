@@ -114,17 +114,6 @@ def as_rows(rows: Tensor, call: str) -> Tensor:
     return rows.contiguous()
 
 
-class Addresses(NamedTuple):
-    """Rows as calls of the core take them."""
-
-    columns: tuple[int, ...]
-    """Of each field; 0 of one whose rows have any number of items."""
-    items: tuple[tuple[int, int, int, tuple[int, ...]], ...] = ()
-    """Of each group of those."""
-    kept: object = None
-    """What must stay until the call is over, beside the columns."""
-
-
 class Block(NamedTuple):
     """Raw memory: the tensor keeps it alive."""
 

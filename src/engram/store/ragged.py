@@ -9,8 +9,8 @@ import torch
 
 from engram._support import native
 from engram.errors import RowError
-from engram.store.memory import Addresses, as_rows, dlpack_specs
-from engram.store.ragged_rows import Items, sharing
+from engram.store.memory import as_rows, dlpack_specs
+from engram.store.ragged_rows import Items, addresses_of, sharing, source_of
 from engram.store.ragged_state import RingsTarget, heads_of
 from engram.store.store import Store, StoreState
 from engram.types import RowsTarget, Write, WritePlan
@@ -69,20 +69,12 @@ class RaggedStore(Store):
                 f"write: ragged fields ({names}): expected rows that are appended to a lane, got ones that are placed. Use a "
                 "RoundRobinWriter."
             )
-        addresses, sources, _kept = self.addresses(columns)
+        addresses, sources, _kept = addresses_of(self.schema.ragged_groups, columns)
         rows = native.empty_rows(n)
         if isinstance(plan.lane, int):
             return Write(rows, self.core.append_ragged(plan.lane, n, addresses, rows.data_ptr(), sources))
         lanes = as_rows(plan.lane, "extend")
         return Write(rows, self.core.append_ragged_by_lane(lanes.data_ptr(), n, addresses, rows.data_ptr(), sources))
-
-    def addresses(self, columns: Sequence[Tensor | Items]) -> Addresses:
-        """Columns as for :meth:`write`, for a call of the core."""
-        groups = [
-            sharing([cast("Items", columns[number]) for number in it.members]) for it in self.schema.ragged_groups
-        ]
-        of_columns = tuple([0 if isinstance(column, Items) else column.data_ptr() for column in columns])
-        return Addresses(of_columns, tuple(map(_source, groups)), groups)
 
     def edit(self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor | Items]) -> Write:
         """As for every store. Rows whose items are replaced and that are overwritten meanwhile are left alone.
@@ -131,7 +123,7 @@ class RaggedStore(Store):
         for at, group in groups:
             given = [cast("Items", parts[number]) for number in group.members if number in parts]
             kept = Items(None, given[0].starts, given[0].lengths)
-            source = _source(members := sharing([cast("Items", parts.get(number, kept)) for number in group.members]))
+            source = source_of(members := sharing([cast("Items", parts.get(number, kept)) for number in group.members]))
             known, numbers = numbers, torch.empty_like(rows)
             first, written = self.core.patch_items(
                 at, rows.data_ptr(), len(rows), source, known.data_ptr(), numbers.data_ptr(), unedited
@@ -251,10 +243,3 @@ def _put(groups: _ItemsRead, columns: list[Tensor], rows: Tensor, at: Mapping[in
         for number, value in zip(fields, values, strict=True):
             place = number if at is None else at[number]
             columns[place] = cast("Tensor", Items(value, starts, lengths, rows, offsets, ends, longest))
-
-
-def _source(members: Sequence[Items]) -> tuple[int, int, int, tuple[int, ...]]:
-    """Rows of a group as the core takes them. They share starts and lengths, and must stay until the call is over."""
-    first, total = members[0], min(len(it.values) for it in members if it.values is not None)
-    values = tuple([0 if it.values is None else it.values.data_ptr() for it in members])
-    return first.lengths.data_ptr(), first.starts.data_ptr(), total, values

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from torch import Tensor
+
+    from engram.format.schema import RaggedGroup
 
 
 class Items:
@@ -186,3 +188,28 @@ def sharing(group: Iterable[Items]) -> list[Items]:
         starts = given[0].starts if given else members[0].starts
         return [it if it.starts is starts else Items(it.values, starts, it.lengths) for it in members]
     return [it.packed() for it in members]
+
+
+class Addresses(NamedTuple):
+    """Rows as calls of the core take them."""
+
+    columns: tuple[int, ...]
+    """Of each field; 0 of one whose rows have any number of items."""
+    items: tuple[tuple[int, int, int, tuple[int, ...]], ...] = ()
+    """Of each group of those."""
+    kept: object = None
+    """What must stay until the call is over, beside the columns."""
+
+
+def addresses_of(groups: Sequence[RaggedGroup], columns: Sequence[Tensor | Items]) -> Addresses:
+    """Columns of rows for a call of the core. ``groups``: those of the store's ragged fields."""
+    shared = [sharing([cast("Items", columns[number]) for number in it.members]) for it in groups]
+    of_columns = tuple([0 if isinstance(column, Items) else column.data_ptr() for column in columns])
+    return Addresses(of_columns, tuple(map(source_of, shared)), shared)
+
+
+def source_of(members: Sequence[Items]) -> tuple[int, int, int, tuple[int, ...]]:
+    """Rows of a group as the core takes them. They share starts and lengths, and must stay until the call is over."""
+    first, total = members[0], min(len(it.values) for it in members if it.values is not None)
+    values = tuple([0 if it.values is None else it.values.data_ptr() for it in members])
+    return first.lengths.data_ptr(), first.starts.data_ptr(), total, values

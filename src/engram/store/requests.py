@@ -9,8 +9,8 @@ import torch
 from engram._support import native
 from engram.errors import EngramError, RowError
 from engram.store.indexes import LockedIndex
-from engram.store.memory import Addresses, dlpack_specs
-from engram.store.ragged import RaggedStore
+from engram.store.memory import dlpack_specs
+from engram.store.ragged_rows import addresses_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -172,10 +172,7 @@ class Requests:
         """
         self._check(lane, columns, n, "append_by")
         rows, store = native.empty_rows(n), self._store
-        if isinstance(store, RaggedStore):
-            given = store.addresses(columns)
-        else:
-            given = Addresses(tuple(map(torch.Tensor.data_ptr, columns)))
+        given = addresses_of(store.schema.ragged_groups, columns)
         try:
             new, expected = store.core.append_by(
                 self._table(), *_halves(writer), number, lane, n, given.columns, rows.data_ptr(), given.items
