@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import torch
 
@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram._core import _ItemsRead
     from engram.format.schema import RaggedGroup, Schema
     from engram.store.blocks import Key
+
+    #: Of each group its fields, a number of items, the longest row, lengths, offsets as int64 and as int32, and the items of each field.
+    ItemsRead: TypeAlias = Sequence[tuple[list[int], int, int, Tensor, Tensor, Tensor, list[Tensor]]]
 
 
 def private_store(schema: Schema) -> Store:
@@ -236,7 +238,7 @@ class RaggedStore(Store):
         return native.ItemLayout(tuple(tuple((n, specs[n]) for n in it.members) for it in self.schema.ragged_groups))
 
 
-def _put(groups: _ItemsRead, columns: list[Tensor], rows: Tensor, at: Mapping[int, int] | None = None) -> None:
+def _put(groups: ItemsRead, columns: list[Tensor], rows: Tensor, at: Mapping[int, int] | None = None) -> None:
     """Put items, as the core has read them, in the place of spans. ``at``: where in the columns each field is; None: at its number."""
     for fields, _, longest, lengths, offsets, ends, values in groups:
         starts = offsets[:-1]
