@@ -10,6 +10,7 @@ from tests import stress
 from tests.samplers.groupers import rows, write, write_for_ever
 from tests.serving.servers import serving
 from tests.store.processes import Child
+from tests.waiting import until
 
 pytestmark = pytest.mark.filterwarnings("ignore:PromptGroupSampler", "ignore:this process was forked")
 
@@ -72,6 +73,8 @@ def test_writers_that_are_killed_leave_groups_whole(tmp_path):
         for _ in range(20):
             check(rb.sample())
             check(reader.sample())
+        # What the dead one had written and not told is noted when its death is noticed.
+        until(lambda: rb.sample() is not None and rb.sampler.groups == len(set(rb[:]["query"].tolist())))
         check_all(rb)
     reader.close()
     rb.close()
