@@ -12,7 +12,7 @@ ROOMS = {
     "around": 3_848,
     "buffer": 6_385,
     "checkpoint": 2_012,
-    "cli": 1_671,
+    "cli": 1_672,
     "device": 1_044,
     "env": 526,
     "format": 1_091,

@@ -40,6 +40,7 @@ _EXTRAS = {
     "gym": ("gymnasium", "recording of environments"),
     "plot": ("matplotlib", "figures, reports"),
     "serve": ("pyarrow", "serving a store to other machines"),
+    "transfer-queue": ("transferqueue", "values of TransferQueue"),
     "metrics": ("prometheus-client", "metrics for Prometheus"),
     "ray": ("ray", "buffers on Ray"),
     "hdf5": ("h5py", "dumps in HDF5 files"),
