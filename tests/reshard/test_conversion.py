@@ -28,7 +28,7 @@ from engram.format import schema as schemas
 from engram.reshard.plan import open_shard
 from engram.saved import rows, snapshot
 from engram.saved.part_reader import PartReader
-from engram.storages import tensor, tensor_state
+from engram.storages import tensor_state
 from tests.saved.test_damage import flip
 from tests.twins import contents
 
@@ -376,7 +376,7 @@ def test_fields_that_are_not_those_of_the_schema(tmp_path, monkeypatch, one_less
     rb.extend(episodes([5, 5], 0))
     schema = rb.storage.store.schema
     name = schema.fields[-1].key[-1]
-    describe = tensor.describe_store
+    describe = tensor_state.describe_store
     if one_less:
         more = msgspec.structs.replace(
             schema, fields=(*schema.fields, msgspec.structs.replace(schema.fields[0], key=("z",)))
@@ -391,7 +391,7 @@ def test_fields_that_are_not_those_of_the_schema(tmp_path, monkeypatch, one_less
         fields = (*schema.fields[:-1], msgspec.structs.replace(schema.fields[-1], dtype="complex128"))
         text = schemas.encode(msgspec.structs.replace(schema, fields=fields)).decode()
         says = rf"got others: field .*{name}.*: expected shape .* complex128, got shape"
-    monkeypatch.setattr(tensor, "describe_store", lambda *given: {**describe(*given), "schema": text})
+    monkeypatch.setattr(tensor_state, "describe_store", lambda *given: {**describe(*given), "schema": text})
     rb.dumps(tmp_path / "x")
     other = buffer(20)
     with pytest.raises(
