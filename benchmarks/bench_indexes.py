@@ -307,8 +307,8 @@ def _scaling(engram: Any, share: float) -> Iterator[Row]:
     generator = torch.Generator().manual_seed(1)
     sides = []
     for rows in TREE_ROWS:
-        index = PriorityIndex.of_list(rows, PriorityConfig(ALPHA, BETA, 1e-8, False))
-        index.written(torch.arange(rows))
+        index = PriorityIndex.of_no_store(rows, PriorityConfig(ALPHA, BETA, 1e-8, False))
+        index.core.written(torch.arange(rows))
 
         def turn(index: PriorityIndex = index, rows: int = rows) -> None:
             which = torch.randint(rows, (BATCH,), generator=generator)

@@ -25,7 +25,7 @@ class Leaves(RuleBasedStateMachine):
     @initialize(n=st.integers(1, 80), alpha=alphas, beta=betas, eps=st.sampled_from([0.0, 0.1]), within=st.booleans())
     def begin(self, n, alpha, beta, eps, within):
         self.alpha, self.beta, self.eps, self.within = alpha, beta, eps, within
-        self.index = PriorityIndex.of_list(n, PriorityConfig(alpha, beta, eps, within))
+        self.index = PriorityIndex.of_no_store(n, PriorityConfig(alpha, beta, eps, within))
         self.leaves, self.highest = np.zeros(n), 0.0
         self.given = np.zeros(n, bool)  # the rows that hold an item, as far as the index knows
 
@@ -39,7 +39,7 @@ class Leaves(RuleBasedStateMachine):
     @rule(data=st.data(), again=st.booleans())
     def write(self, data, again):
         rows = self.rows(data, first=-1 if again else 0)
-        (self.index.reset if again else self.index.written)(torch.tensor(rows))
+        (self.index.reset if again else self.index.core.written)(torch.tensor(rows))
         rows = [row for row in rows if row >= 0 and (self.given[row] or not again)]
         self.leaves[rows], self.given[rows] = self.new_leaf(), True
 
@@ -74,13 +74,13 @@ class Leaves(RuleBasedStateMachine):
 
     @rule()
     def empty(self):
-        self.index.emptied()
+        self.index.core.emptied()
         self.leaves[:], self.given[:], self.highest = 0, False, 0.0
 
     @rule(data=st.data())
     def lose(self, data):
         rows = self.rows(data)
-        self.index.lost(torch.tensor(rows))
+        self.index.core.lost(torch.tensor(rows))
         self.leaves[rows], self.given[rows] = 0, False
 
     @rule(how=st.sampled_from([copy.deepcopy, lambda index: pickle.loads(pickle.dumps(index))]))
