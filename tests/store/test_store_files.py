@@ -36,7 +36,7 @@ FAIL_AT = {
     "publishing": (os, "rename", errno.EIO),
     "mapping words and fields": (torch, "from_file", errno.ENOMEM),
     "locking": (fcntl, "flock", errno.ENOLCK),
-    "attaching": (engram.store.opening, "register", errno.EIO),
+    "attaching": (engram.store.lifetime, "register", errno.EIO),
 }
 
 
