@@ -199,6 +199,7 @@ def _main(folder):
     import engram.buffer
     import engram.buffer.tensordict  # noqa: F401
 
+    sys.path.append(str(Path(__file__).parents[1]))  # a program may import from `tests`
     gc.freeze()
     job = _serve(folder)
     if job is not None:

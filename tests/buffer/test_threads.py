@@ -338,7 +338,7 @@ def test_interrupts_leave_whole_rows(storage):
 
     victim = Interrupted(write)
     end = time.monotonic() + 0.8
-    while time.monotonic() < end or min(victim.interrupts, victim.calls) <= 5:
+    while (time.monotonic() < end or min(victim.interrupts, victim.calls) <= 5) and not victim.errors:
         victim.interrupt()
         time.sleep(0.0005 * (victim.interrupts % 5))
     victim.finish()
@@ -373,7 +373,7 @@ def test_interrupts_while_it_fills(storage):
     for i in itertools.count():
         victim.interrupt()
         time.sleep(0.0002 * (i % 7))
-        if victim.interrupts > 120:
+        if victim.interrupts > 120 or victim.errors:
             break
     victim.finish()
     n = len(rb)

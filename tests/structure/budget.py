@@ -24,7 +24,7 @@ ROOMS = {
     "samplers": 1_884,
     "saved": 5_175,
     "serving": 1_305,
-    "storages": 5_091,
+    "storages": 5_094,
     "store": 6_908,
     "testing": 600,
     "torchrl": 2_130,

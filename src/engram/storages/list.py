@@ -29,7 +29,7 @@ from engram.store.row_indexes import ALL_ROWS, ConsumptionIndex, GroupRules, Gro
 from engram.types import Decompress, Extent, ItemsSource, StorageLoad, Write, WritePlan
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from tensordict import TensorDict
 
@@ -88,7 +88,7 @@ class ListStorage(Storage):
     def bound(self, size: int) -> None:
         with self._lock:
             if self._max_size is None:
-                self._max_size = max(size, len(self._items))
+                self._max_size = max(size, self._filled())
                 self._resize(min(self._max_size, _FIRST_ROWS))
 
     def _resize(self, capacity: int) -> None:
@@ -183,18 +183,17 @@ class ListStorage(Storage):
         self.begin_change()
         check_plan(plan, n, lanes=1)
         with self._lock:
-            behind = (
-                self._rows.core.next_position(0) + n if plan.rows is None else self._checked_end(plan.rows.tolist())
-            )
+            rows = self._checked(plan.rows.tolist()) if plan.rows is not None else None
+            behind = self._rows.core.next_position(0) + n if rows is None else max(rows, default=-1) + 1
             if behind > self._rows.capacity:
                 self._resize(min(max(behind, 2 * self._rows.capacity), self.max_size))
-            write = self._rows.write(plan, [], n)
-            self._put(write.rows, prepared, edited=False)
-        return write
+            if rows is None:
+                rows = [row % self.max_size for row in range(behind - n, behind)]
+            return self._put(rows, prepared, partial(self._rows.write, plan, [], n))
 
-    def _checked_end(self, rows: list[int]) -> int:
-        """Where rows end that a writer has placed."""
-        length = len(self._items)
+    def _checked(self, rows: list[int]) -> list[int]:
+        """Rows that a writer has placed: none leaves a gap."""
+        length = self._filled()
         for row in rows:
             if not 0 <= row < self.max_size:
                 raise RowError(f"write: row {row} is outside [0, {self.max_size}).")
@@ -203,38 +202,46 @@ class ListStorage(Storage):
                     f"write: row {row}: expected at most {length}, the next row: a list cannot have a gap."
                 )
             length = max(length, row + 1)
-        return length
+        return rows
 
-    def _put(self, rows: Tensor, items: list[object], *, edited: bool) -> None:
-        """Keep the items of rows that have new tickets. If an interrupt ends this, the rows hold nothing."""
-        numbers = rows.tolist()
+    def _filled(self) -> int:
+        """Rows from the first to the last that was ever written. An interrupted write may leave items behind them."""
+        return int(self._rows.core.extent()[0][0])
+
+    def _put(self, rows: list[int], items: list[object], number: Callable[[], Write], *, edited: bool = False) -> Write:
+        """Keep the items of rows, which ``number()`` then gives their tickets. An interrupt leaves of each row the old item or the
+        new one, and no row without; where groups have to know its key, none. The lock is held.
+        """
+        self._items.extend([None] * (max(rows, default=-1) + 1 - len(self._items)))
         try:
-            for row, item in zip(numbers, items, strict=True):
-                if row == len(self._items):
-                    self._items.append(item)
-                else:
-                    self._items[row] = item
+            for row, item in zip(rows, items, strict=True):
+                self._items[row] = item
+            write = number()
             for groups in self._groups.values():
-                groups.written(numbers, items, edited=edited)
+                groups.written(rows, items, edited=edited)
         except BaseException:
-            self.remove(rows, None)
+            touched = torch.tensor(rows, device="cpu")
+            if self._groups:
+                self.remove(touched, None)
+            else:  # what was drawn before is not what they hold now
+                self._rows.edit(touched[self.tickets_of(touched) >= 0], (), [])
             raise
+        return write
 
     def edit(self, where: Rows, prepared: list[object]) -> Write:
         self.begin_change()
         with self._lock:
             self._live(where.rows)  # one that was removed since it was located stays void
-            write = self._rows.edit(where.rows, (), [])
-            self._put(where.rows, prepared, edited=True)
-        return write
+            number = partial(self._rows.edit, where.rows, (), [])
+            return self._put(where.rows.tolist(), prepared, number, edited=True)
 
     def read(self, rows: Tensor, expected: Tensor | None = None) -> tuple[list[object], list[int]]:
         with self._lock:
             items, wanted = self._items, rows.tolist()
-            end = len(items) if expected is None else self.max_size
+            end = self._filled() if expected is None else self.max_size
             if wanted and not 0 <= min(wanted) <= max(wanted) < end:
                 outside = next(row for row in wanted if not 0 <= row < end)
-                raise RowError(f"read: expected rows in [0, {len(items)}), got {outside}.")
+                raise RowError(f"read: expected rows in [0, {end}), got {outside}.")
             if expected is None and not self._rows.core.void_rows:
                 return [items[row] for row in wanted], []
             tickets = self.tickets_of(rows)  # before the items: one written meanwhile has moved
