@@ -3,7 +3,7 @@
 from tests.structure import figures
 
 #: What the sum may be: what there was when the budget was made, and what an issue allowed since.
-ALLOWED = {"before any issue": 46_630, "34, GPU": 1_700, "36, RAGGED": 2_200}
+ALLOWED = {"before any issue": 46_630, "34, GPU": 1_700, "36, RAGGED": 2_200, "37, DOORS": 2_400, "38, FLEET": 600}
 
 #: What each room may have: a folder of ``src/engram``. The modules that lie beside the folders are one room together.
 ROOMS = {
