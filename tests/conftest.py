@@ -53,6 +53,21 @@ def pytest_configure(config):
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     if config.getoption("numprocesses", None) and not config.option.collectonly:
         interpreter.share()
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Failures(config))
+
+
+class _Failures:
+    """Says which test failed as soon as it has. With several workers pytest keeps the names to its end, which a run may not reach."""
+
+    def __init__(self, config):
+        self._config = config
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+            terminal.ensure_newline()
+            terminal.write_line(f"failed in {report.when}: {report.nodeid}", red=True)
 
 
 @pytest.hookimpl(tryfirst=True)
