@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engram._support import native
-from engram._support.checks import check_count, check_number
+from engram._support.checks import check_choice, check_count, check_number, check_type
 from engram._support.field_paths import FieldPath, as_path, public
 from engram._support.retries import Retries
 from engram._support.words import warn_of_mixed
@@ -538,10 +538,7 @@ class Sequence(SampleUnit):
         end_when: str | None = None,
     ) -> None:
         self.length = check_count("Sequence: length", length, "records", most=_MAX_STEPS)
-        if episode_boundary not in _BOUNDARIES:
-            raise ValueError(
-                f"Sequence: episode_boundary: expected one of {list(_BOUNDARIES)}, got {episode_boundary!r}."
-            )
+        check_choice("Sequence: episode_boundary", episode_boundary, _BOUNDARIES)
         self.episode_boundary = episode_boundary
         self.done_key = as_path(done_key, "Sequence: done_key")
         self.burn_in = check_count("Sequence: burn_in", burn_in, "records", least=0, most=_MAX_STEPS)
@@ -645,8 +642,7 @@ class Sequence(SampleUnit):
         >>> Sequence(2, done_key="done").expand(torch.tensor([1, 2]), {}, rb.storage)[0].tolist()
         [1, 2, 2, 2]
         """
-        if not isinstance(storage, TensorStorage):
-            raise TypeError(f"{type(self).__name__}.expand: expected a tensor storage, got a {type(storage).__name__}.")
+        storage = check_type(f"{type(self).__name__}.expand", storage, TensorStorage, "a tensor storage")
         memory = storage.memory
         if memory is None:
             raise RuntimeError(

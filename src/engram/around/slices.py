@@ -10,6 +10,7 @@ import torch
 import xxhash
 
 from engram._support import native as _native
+from engram._support.checks import check_choice
 from engram._support.field_paths import FieldPath, as_path, plain
 from engram._support.state import Change, check_keys, integer, tensor_in, typed
 from engram._support.unsupported import reject_unsupported
@@ -385,8 +386,7 @@ class SliceSampler(WindowSampler):
 
 def _check_window(name: str, settings: WindowSettings, *, anchored: bool) -> None:
     """Raise for an unknown way to draw windows, and for arguments that a :class:`WindowSpec` does not go with, or that need one."""
-    if settings.uniform_over not in ("trajectories", "anchors"):
-        raise ValueError(f"{name}: uniform_over: expected 'trajectories' or 'anchors', got {settings.uniform_over!r}.")
+    check_choice(f"{name}: uniform_over", settings.uniform_over, ("trajectories", "anchors"))
     window = settings.window
     if window is None:
         if settings.online:

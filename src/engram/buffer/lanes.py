@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engram import storages
 from engram._support import words
-from engram._support.checks import as_numbers
+from engram._support.checks import as_numbers, check_choice
 from engram._support.field_paths import FieldPath, checked_path, public
 from engram._support.nested import find_field, map_leaves
 from engram._support.state import integer, typed
@@ -137,8 +137,7 @@ class Lanes:
             )
         if layout is None:
             return self._by_field(data, key)
-        if layout not in ("time_first", "lane_first"):
-            raise ValueError(f"extend: layout: expected 'time_first' or 'lane_first', got {layout!r}.")
+        check_choice("extend: layout", layout, ("time_first", "lane_first"))
         if self._wiring.storage.ndim > 1:
             raise RuntimeError(
                 "extend: layout: expected ndim=1, a storage with more takes [*columns, T, ...] as it is."

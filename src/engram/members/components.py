@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engram._support import native
-from engram._support.checks import as_numbers, check_count
+from engram._support.checks import as_numbers, check_count, check_type
 from engram._support.nested import is_tensordict
 from engram._support.state import Loads, check_keys, prepare_load, saved, typed
 from engram._support.tensordicts import is_tensor_collection, tensordict_type
@@ -555,8 +555,7 @@ class _Samplers(OnePerMember[Sampler], DeclaredSampler):
 
     def sources(self, storage: object) -> Sources:
         """Each sampler with its storage. Raises ``TypeError``: no ensemble. ``ValueError``: of another number of members."""
-        if not isinstance(storage, StorageEnsemble):
-            raise TypeError(f"sample: expected a StorageEnsemble, got {type(storage).__name__}.")
+        storage = check_type("sample", storage, StorageEnsemble, "a StorageEnsemble")
         if len(storage) != len(self):
             raise ValueError(f"sample: expected {len(self)} storages, one for each sampler, got {len(storage)}.")
         return list(zip(self._declared, storage.storages, strict=True))
@@ -768,8 +767,7 @@ class WriterEnsemble(_Writers):
         0
         """
         who = type(self).__name__
-        if not isinstance(storage, StorageEnsemble):
-            raise TypeError(f"{who}: expected a StorageEnsemble, got {type(storage).__name__}.")
+        storage = check_type(who, storage, StorageEnsemble, "a StorageEnsemble")
         if len(storage) != len(self._all):
             raise ValueError(f"{who}: expected {len(self._all)} storages, one for each writer, got {len(storage)}.")
         for number, (placer, one) in enumerate(zip(self._placers, storage.storages, strict=True)):

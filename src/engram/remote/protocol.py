@@ -12,6 +12,7 @@ from uuid import UUID
 import msgspec
 
 from engram import errors
+from engram._support.checks import check_type
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,8 +60,7 @@ def address_of(text: object, call: str, *, scheme: str = "grpc") -> Address:
 
     Raises ``TypeError``: no text. ``ValueError``: none of these.
     """
-    if not isinstance(text, str):
-        raise TypeError(f"{call}: address: expected a str, got {type(text).__name__}.")
+    text = check_type(f"{call}: address", text, str, "a str")
     if text.startswith("unix:"):
         path = text.removeprefix("unix:")
         if not path.startswith("/") or len(os.fsencode(path)) > 100:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-from engram._support.checks import check_count
+from engram._support.checks import check_choice, check_count
 from engram.buffer.configuration import READING_ARGUMENTS
 from engram.buffer.connecting import NAMESPACE, OnRay, Shards, Transport, attached, name_of
 from engram.buffer.services import imported_ray
@@ -29,10 +29,7 @@ _NODE_SHARE = 0.001
 
 def checked_placement(placement: object) -> Placement:
     """Raises ``ValueError``: no such placement."""
-    if placement not in get_args(Placement):
-        raise ValueError(
-            f"RayReplayBuffer: placement: expected one of {', '.join(get_args(Placement))}, got {placement!r}."
-        )
+    check_choice("RayReplayBuffer: placement", placement, get_args(Placement))
     return placement  # type: ignore[return-value]
 
 
