@@ -356,9 +356,7 @@ def _last_slot(cursor: object, steps: int) -> int:
         cursor = range(steps)[cursor]
     slots = torch.as_tensor(list(cursor[-1:]) if isinstance(cursor, range) else cursor).flatten()
     if not slots.numel():
-        raise RuntimeError(
-            "find_start_stop_traj: cursor: expected the slots that were written last, got none. Pass None."
-        )
+        raise RuntimeError("find_start_stop_traj: cursor: expected the slots written last, got none. Pass None.")
     slot = int(slots[-1])
     if not -steps <= slot < steps:
         raise ValueError(f"find_start_stop_traj: cursor: expected a slot in [0, {steps}), got {slot}.")

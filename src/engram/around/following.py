@@ -588,9 +588,7 @@ class NextFromFollowing(Expander):
         fields = {key: reading.number(key, "NextFromFollowing") for key in self.finals.keys}
         for key in fields:
             if ("next", *key) in reading.numbers:
-                raise ValueError(
-                    f"sample: NextFromFollowing: the rows have a field {public(('next', *key))!r} already."
-                )
+                raise ValueError(f"sample: NextFromFollowing: rows have a field {public(('next', *key))!r} already.")
         reading.following = Following(reading.numbers[MARK], fields, self.finals)
 
     @property

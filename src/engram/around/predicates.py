@@ -152,9 +152,7 @@ class TrajectoryPredicate:
     def _joined(self, other: object, symbol: str, joins: Compare) -> TrajectoryPredicate:
         if not isinstance(other, TrajectoryPredicate):
             reject(other, self._description)
-            raise TypeError(
-                f"{self._description} {symbol} …: expected a TrajectoryPredicate, got {type(other).__name__}."
-            )
+            raise TypeError(f"{self._description} {symbol} …: expected a predicate, got {type(other).__name__}.")
         mine, theirs, keys = self.many, other.many, None
         needed = self.required_keys(), other.required_keys()
         if needed[0] is not None and needed[1] is not None:

@@ -132,9 +132,7 @@ class SampleUnit(Noted):
         >>> Transition().expand(torch.tensor([3, 5]), {}, None)
         (tensor([3, 5]), {})
         """
-        raise NotImplementedError(
-            f"{type(self).__name__}.expand: a sample unit returns (index, info) of the rows to read."
-        )
+        raise NotImplementedError(f"{type(self).__name__}.expand: a unit returns (index, info) of the rows to read.")
 
     def check(self, storage: Storage, source: DeclaredSampler) -> None:
         """Refuse a storage or a sampler. A buffer calls it when it takes the unit.
@@ -645,9 +643,7 @@ class Sequence(SampleUnit):
         storage = check_type(f"{type(self).__name__}.expand", storage, TensorStorage, "a tensor storage")
         memory = storage.memory
         if memory is None:
-            raise RuntimeError(
-                f"{type(self).__name__}.expand: expected a storage that was written to, got an empty one."
-            )
+            raise RuntimeError(f"{type(self).__name__}.expand: expected a storage with rows, got an empty one.")
         named = torch.stack(list(index), -1) if isinstance(index, tuple) else index
         rows = rows_of(storage.rows_at(named.to("cpu", torch.int64)) if storage.ndim > 1 else named)
         table, redraw = WindowTable(memory, self), Redraw(storage, Draw(rows), None, None, "expand", _AROUND)
@@ -761,9 +757,7 @@ def of_anchors(td_error: Tensor, info: Entries, eta: float | None) -> AnchorPrio
     call = "anchor_priorities"
     missing = [key for key in _NEEDED if info.get(key, None) is None]
     if missing:
-        raise KeyError(
-            f"{call}: expected info of a batch of sequences, with {missing}, got {sorted(map(str, info.keys()))}."
-        )
+        raise KeyError(f"{call}: expected info of sequences, with {missing}, got {sorted(map(str, info.keys()))}.")
     valid, learned, index = (cast("Tensor", info.get(key, None)) for key in _NEEDED)
     generation = cast("Tensor | None", info.get("anchor_generation", None))
     count, batch = valid.numel(), valid.shape

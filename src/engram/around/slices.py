@@ -175,9 +175,7 @@ class SliceSampler(WindowSampler):
         if settings.static is not None and not cache_values:
             raise RuntimeError(f"{name}: ends and trajectories need cache_values=True, as they are kept.")
         if pad_output and settings.strict_length:
-            raise ValueError(
-                f"{name}: pad_output: expected strict_length=False: with it there are no short windows to pad."
-            )
+            raise ValueError(f"{name}: pad_output: expected strict_length=False: there are no short windows to pad.")
         if anchors is not None and not isinstance(anchors, PrioritizedSampler):
             raise TypeError(f"{name}: anchors: expected a PrioritizedSampler, got {type(anchors).__name__}.")
         left, right = _as_span(name, span)
@@ -409,9 +407,7 @@ def _check_fragmented(name: str, settings: WindowSettings, compiled: object, *, 
     """Raise for arguments that windows of interleaved trajectories do not go with."""
     for argument, given in {"span": any(settings.span), "compile": compiled}.items():
         if given:
-            raise NotImplementedError(
-                f"{name}: fragmented=True: expected no {argument}, which is not supported with it."
-            )
+            raise NotImplementedError(f"{name}: fragmented=True: expected no {argument}: they do not go together.")
     if settings.static is not None:
         raise ValueError(
             f"{name}: fragmented=True: expected traj_key and step_key, got {settings.static[0]}, which says nothing of steps that lie "

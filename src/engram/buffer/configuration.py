@@ -191,7 +191,7 @@ class Configuration:
             if name == "Trajectory":
                 advice = " It is what rb.query returns. Pass Sequence(length=…), or sampler=SliceSampler(…)."
             raise TypeError(
-                f"{call}: sample_unit: expected a SampleUnit, such as Sequence(length=…), got {name}.{advice}"
+                f"{call}: sample_unit: expected a SampleUnit such as Sequence(length=4), got {name}.{advice}"
             )
         if self.consume_after_n_samples is not None:
             sampler = consuming_sampler(sampler, self.consume_after_n_samples, call)
@@ -229,9 +229,7 @@ class Configuration:
         if isinstance(remover, FifoRemover):
             return self.writer
         if self.writer is not None:
-            raise TypeError(
-                f"{self.call}: expected one of writer and remover, got both. Use writer=RemovingWriter(remover)."
-            )
+            raise TypeError(f"{self.call}: expected writer or remover, got both. Use writer=RemovingWriter(remover).")
         return RemovingWriter(remover)
 
 
@@ -298,9 +296,7 @@ class Settings:
         """
         if batch_size is None:
             if self.batch_size is None:
-                raise RuntimeError(
-                    "sample: expected a batch size: pass sample(batch_size) or ReplayBuffer(batch_size=…)."
-                )
+                raise RuntimeError("sample: expected a batch size: sample(batch_size) or ReplayBuffer(batch_size=…).")
             return self.batch_size
         batch_size = check_count("batch_size", batch_size)
         if drawing and self.prefetch and batch_size != self.batch_size:

@@ -262,9 +262,7 @@ def attached_by_name(
     from engram.remote.shards import Shard, first_described
 
     if not ray.is_initialized():
-        raise ConnectionError(
-            "connect: expected a Ray cluster that this program has joined. Call ray.init(address=…) first."
-        )
+        raise ConnectionError("connect: expected a Ray cluster that was joined. Call ray.init(address=…) first.")
     number = re.compile(re.escape(name) + r"/(\d+)-of-(\d+)")
     known = [it["name"] for it in ray.util.list_named_actors(all_namespaces=True) if it["namespace"] == NAMESPACE]
     others = {int(found[1]): int(found[2]) for it in known if (found := number.fullmatch(it))}

@@ -167,9 +167,7 @@ class DeviceReplay(Closes):
         ...         replay.update_priority(info["index"], torch.rand(4, device="cuda"))
         """
         if self._reader.updates is None:
-            raise RuntimeError(
-                "DeviceReplay.update_priority: expected a buffer with a PrioritizedSampler, got one without."
-            )
+            raise RuntimeError("DeviceReplay.update_priority: expected a PrioritizedSampler, got a buffer without.")
         if generation is None:
             if self._last is None or index is not self._last[0]:
                 raise RuntimeError(

@@ -319,9 +319,7 @@ class StorageEnsemble(_Storages):
         given: object = () if transforms is None else transforms
         changes = tuple(given) if isinstance(given, Iterable) else (given,)
         if not isinstance(given, Iterable) or not all(one is None or callable(one) for one in changes):
-            raise TypeError(
-                f"{who}: transforms: expected a list of callables, or None for some, got {transforms!r:.80}."
-            )
+            raise TypeError(f"{who}: transforms: expected a list of callables or None, got {transforms!r:.80}.")
         if transforms is not None and len(changes) != len(storages):
             raise TypeError(
                 f"{who}: transforms: expected {len(storages)}, one for each storage, got {len(changes)}. None stands for no transform."
@@ -504,7 +502,7 @@ class Choice:
             if not ends[-1]:
                 check_drawable(sum(len(storage) for _, storage in sources))
                 raise NoSampleable(
-                    f"sample: expected a member of the ensemble that can give {rows} rows, got {n} that cannot."
+                    f"sample: expected a member of the ensemble that has {rows} rows, got {n} that have not."
                 )
         # A few parts: NumPy, as in plans.chosen, would take longer than the rest of the choice.
         at = [number / _FINE * ends[-1] for number in self._numbers(key, _FINE)]

@@ -345,7 +345,7 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
         """
         if update_priority is not None:
             raise NotImplementedError(
-                "extend: update_priority: expected None: the members take the priorities of their rows."
+                "extend: update_priority: expected None: members take the priorities of their rows."
             )
         self._materialize()
         return self._writing.extend(data)

@@ -64,9 +64,7 @@ def address_of(text: object, call: str, *, scheme: str = "grpc") -> Address:
     if text.startswith("unix:"):
         path = text.removeprefix("unix:")
         if not path.startswith("/") or len(os.fsencode(path)) > 100:
-            raise ValueError(
-                f"{call}: address: expected unix: and an absolute path of at most 100 bytes, got {text!r}."
-            )
+            raise ValueError(f"{call}: address: expected unix: and an absolute path, at most 100 bytes, got {text!r}.")
         return Address("unix", path)
     named, separator, place = text.partition("://")
     scheme, place = (named, place) if separator else (scheme, text)

@@ -545,7 +545,7 @@ def as_priorities(priority: object, n: int, reduced: Callable[[Tensor], Tensor],
         value = reduced(value)
     if value.shape not in ((), (1,)) and value.numel() != n:
         raise RuntimeError(
-            f"update_priority: expected one priority per row, {n}, or one for all, got {list(value.shape)}."
+            f"update_priority: expected a priority per row, {n}, or one for all, got {list(value.shape)}."
         )
     return value.reshape(-1).expand(n).contiguous()
 

@@ -296,9 +296,7 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
             ) from error
         values = cast("Tensor", found)
         if items_in(values) is not None:
-            raise ValueError(
-                f"sample: {self.version_key!r}: expected one number per row, got rows of any number of items."
-            )
+            raise ValueError(f"sample: {self.version_key!r}: expected one number per row, got any number of items.")
         if values.numel() != len(rows) or values.is_complex():
             raise ValueError(
                 f"sample: {self.version_key!r}: expected one number per row, got shape {list(values.shape[1:])} of {values.dtype}."

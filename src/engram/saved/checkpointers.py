@@ -180,7 +180,7 @@ def written_store(storage: SavedStorage, who: str) -> Store:
         return store
     if not storage.traits.has_fields:
         raise TypeError(
-            f"{who}: expected a storage of tensors, got a {type(storage).__name__}. Save it without this layout."
+            f"{who}: expected a storage of tensors, got a {type(storage).__name__}. Save it without the layout."
         )
     raise RuntimeError(f"{who}: dumps: expected rows, got a storage that was never written.")
 

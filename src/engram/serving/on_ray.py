@@ -62,9 +62,7 @@ def options_of(
     if not isinstance(each, Sequence) or not all(isinstance(one, Mapping) for one in each):
         raise TypeError(f"RayReplayBuffer: remote_config: expected a dict, or one for each shard, got {given!r:.100}.")
     if len(each) != shards:
-        raise ValueError(
-            f"RayReplayBuffer: remote_config: expected {shards} dicts, one for each shard, got {len(each)}."
-        )
+        raise ValueError(f"RayReplayBuffer: remote_config: expected {shards} dicts, one a shard, got {len(each)}.")
     options: list[dict[str, object]] = [{"num_cpus": 1, **defaults, **one} for one in each]
     for one, resources in zip(options, resources_of(shards, placement), strict=True):
         if not one.keys() & {"resources", "scheduling_strategy"}:

@@ -270,7 +270,7 @@ class CompressedListStorage(_CompressedItems):
             low, high = module.CompressionParameter.compression_level.bounds()
             if not low <= level <= high:
                 raise ValueError(
-                    f"{who}: compression_level: expected one in [{low}, {high}], as Zstandard has, got {level}."
+                    f"{who}: compression_level: expected one in [{low}, {high}] of Zstandard, got {level}."
                 )
 
     def bytes(self) -> int:

@@ -103,9 +103,7 @@ class OwnColumns:
         call = self._call("extent")
         found = check_type(call, found, Extent, "an Extent", "Return Extent(capacity, (filled,), (seam,)).")
         if len(found.filled) != 1 or len(found.seam) != 1 or found.holes is not None:
-            raise ValueError(
-                f"{call}: expected one lane without holes, Extent(capacity, (filled,), (seam,)), got {found}."
-            )
+            raise ValueError(f"{call}: expected one lane, no holes, Extent(capacity, (filled,), (seam,)), got {found}.")
         capacity, (filled,), (seam,), _ = found
         if not (0 <= filled <= capacity and 0 <= seam < capacity and capacity == (self.capacity or capacity)):
             expected = f"the capacity {self.capacity}" if self.capacity else "a capacity above 0"
