@@ -92,7 +92,7 @@ def test_mistakes():
         with pytest.raises(RuntimeError, match="expected a signal"):
             find_start_stop_traj(end=empty, at_capacity=True)
     for cursor in (torch.tensor([], dtype=torch.int64), [], range(0), slice(0, 0)):
-        with pytest.raises(RuntimeError, match="cursor: expected the slots that were written last, got none"):
+        with pytest.raises(RuntimeError, match="cursor: expected the slots written last, got none"):
             find_start_stop_traj(end=flag, at_capacity=True, cursor=cursor)
     for cursor in (3, -4):
         with pytest.raises(ValueError, match="cursor: expected a slot"):

@@ -43,7 +43,7 @@ def row(one, *, late=False):
         "extra": {"id": one, "of": [1.5, None, "x" * int(chance.integers(0, 20))]},
     }
     if late:
-        del said["log_prob"]
+        said["log_prob"] = None
     return said
 
 

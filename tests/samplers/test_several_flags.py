@@ -161,5 +161,5 @@ def test_another_choice_is_refused():
         lambda: NStep(RandomSampler(), 2, 1.0, end_when="most"),
         lambda: HERReplayBuffer(len, storage=LazyTensorStorage(5), end_when="most"),
     ):
-        with pytest.raises(ValueError, match="end_when: expected 'any' or 'all'.*got 'most'"):
+        with pytest.raises(ValueError, match="end_when: expected None, 'any' or 'all', got 'most'"):
             make()

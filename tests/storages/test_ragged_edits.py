@@ -105,7 +105,7 @@ def test_rows_are_replaced_by_rows_of_the_same_length(make):
 def test_fields_come_later_to_the_rows_that_were_drawn(make):
     storage = make(6, ragged=ragged_rows.fields(), ragged_bytes=ragged_rows.ROOMY)
     rb = ReplayBuffer(storage=storage, writer=RoundRobinWriter(track_generations=True))
-    rb.extend({**{k: v for k, v in ragged_rows.rows(0, 6).items() if k != "log_prob"}, "reward": torch.zeros(6)})
+    rb.extend({**ragged_rows.rows(0, 6), "log_prob": None, "reward": torch.zeros(6)})
     rows = torch.tensor([4, 2, 0])
     generation = rb.storage.tickets_of(rows)
     rb.add({**ragged_rows.row(6), "reward": 0.0})  # over row 0
@@ -207,7 +207,7 @@ def test_what_the_first_write_refuses(make):
             {"ragged": {"a": Ragged("utf-8")}},
             {"b": torch.zeros(2)},
             KeyError,
-            "ragged: expected fields of the first row",
+            "ragged: expected a value of 'a' in the first row, got fields",
         ),
         (
             {"ragged": fields, "dtypes": {"tokens": torch.int8}},
@@ -284,3 +284,29 @@ def test_copies_and_readers_have_the_same_rows(make):
         rb.extend(ragged_rows.rows(8, 4))
         assert set(ragged_rows.check(reader.sample(200))) == set(range(12))
         reader.close()
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_an_extend_that_would_overwrite_its_own_items_is_refused(make, lanes):
+    fields = {"a": Ragged(torch.uint8, max_length=10), "b": Ragged(torch.int16, max_length=4)}
+    storage = make(40 * lanes, ragged=fields, lanes=lanes, ragged_bytes=lanes * (40 + 2 * 12))
+    rb = ReplayBuffer(storage=storage)
+    rooms = dict(zip("ab", [group.items for group in rb_groups(rb, fields)], strict=True))
+
+    def rows(n, a, b):
+        return {"a": [torch.ones(a, dtype=torch.uint8)] * n, "b": [torch.ones(b, dtype=torch.int16)] * n}
+
+    lane, n = {} if lanes == 1 else {"lane": torch.tensor([1] * 15)}, len(rb)
+    for a, b in ((rooms["a"] // 15 + 1, 0), (0, rooms["b"] // 15 + 1)):
+        before = rb.storage.store.core.next_ticket
+        with pytest.raises(ValueError, match="extend: expected at most .* ragged items in one call, .*ragged_bytes"):
+            rb.extend(rows(15, a, b), **lane)
+        assert (rb.storage.store.core.next_ticket, len(rb)) == (before, n)
+    index = rb.extend(rows(15, rooms["a"] // 15, rooms["b"] // 15), **lane)
+    assert [len(row) for row in rb[index]["a"].unbind()] == [rooms["a"] // 15] * 15
+
+
+def rb_groups(rb, fields):
+    """The rings of a buffer after its first row, which has no items."""
+    rb.add({key: torch.ones(0, dtype=getattr(torch, it.dtype)) for key, it in fields.items()}, lane=0)
+    return rb.storage.store.schema.ragged_groups

@@ -133,16 +133,42 @@ def test_fields_of_a_group_get_one_shape(make):
     ]
 
 
-def test_a_follower_that_is_left_out_is_zeros(make):
-    rb = ReplayBuffer(storage=make(20, ragged=ragged_rows.fields(), ragged_bytes=ragged_rows.ROOMY))
-    without = {key: value for key, value in ragged_rows.rows(0, 3).items() if key != "log_prob"}
-    rb.extend(without)  # also of the first write
-    rb.extend(ragged_rows.rows(3, 2))
-    rb.add({key: value for key, value in ragged_rows.row(5).items() if key != "log_prob"})
-    rb.extend([{key: value for key, value in ragged_rows.row(6).items() if key != "log_prob"}])
+@pytest.mark.parametrize("tensordicts", [False, True], ids=["dicts", "TensorDicts"])
+def test_none_stands_for_items_that_come_later(make, tensordicts):
+    fields = {"tokens": Ragged(torch.int32, max_length=9), "log_prob": Ragged(torch.float32, like="tokens")}
+    rb = ReplayBuffer(storage=make(20, ragged=fields))
+
+    def rows(*lengths, alone=False, late=True):
+        tokens = [torch.full((length,), length, dtype=torch.int32) for length in lengths]
+        given = {"tokens": torch.nested.as_nested_tensor(tokens, layout=torch.jagged)}
+        given["log_prob"] = (
+            None if late else torch.nested.as_nested_tensor([it / 2 for it in tokens], layout=torch.jagged)
+        )
+        if alone:
+            given = {"tokens": tokens[0], "log_prob": None if late else tokens[0] / 2}
+        return TensorDict(given, [] if alone else [len(lengths)]) if tensordicts else given
+
+    rb.extend(rows(3, 0, 9))  # also of the first write
+    rb.extend(rows(2, 1, late=False))
+    rb.add(rows(5, alone=True))
+    rb.extend([rows(7, alone=True), rows(4, alone=True, late=False)])
     there = [row.tolist() for row in rb[:]["log_prob"].unbind()]
-    given = [-float(number) * (number in (3, 4)) for number in range(7)]
-    assert there == [[given[number]] * ragged_rows.length_of(number) for number in range(7)]
+    assert there == [[0.0] * 3, [], [0.0] * 9, [1.0] * 2, [0.5], [0.0] * 5, [0.0] * 7, [2.0] * 4]
+
+
+@pytest.mark.parametrize("written", [False, True], ids=["first", "later"])
+def test_a_follower_that_is_forgotten_is_asked_for(make, written):
+    storage = make(20, ragged=ragged_rows.fields(), ragged_bytes=ragged_rows.ROOMY)
+    rb = ReplayBuffer(storage=storage)
+    if written:
+        rb.extend(ragged_rows.rows(0, 2))
+    rows = {key: value for key, value in ragged_rows.rows(2, 2).items() if key != "log_prob"}
+    row = {key: value for key, value in ragged_rows.row(4).items() if key != "log_prob"}
+    for write, data in ((rb.extend, rows), (rb.add, row), (rb.extend, [row, row])):
+        with pytest.raises(KeyError, match="'log_prob'.*None"):
+            write(data)
+    assert len(rb) == 2 * written
+    assert storage.initialized == written
 
 
 def test_followers_may_come_first():
@@ -343,7 +369,8 @@ def test_rows_that_move_while_they_are_read(make, ragged_bytes):
     """Writers lap the ring while others sample and read by number: no row is torn, whatever comes first."""
     rb = ReplayBuffer(storage=make(8, ragged=ragged_rows.fields(), ragged_bytes=ragged_bytes), batch_size=8)
     weighed = ReplayBuffer(storage=rb.storage, sampler=PrioritizedSampler(8, 0.5, 0.5), batch_size=8)
-    rb.extend(ragged_rows.rows(0, 8))
+    for first in (0, 4):
+        rb.extend(ragged_rows.rows(first, 4))
     failed, stop = [], threading.Event()
 
     def guarded(work):

@@ -296,7 +296,7 @@ def test_storages_without_one_order_of_places_are_refused(storage):
 
 
 def test_arguments():
-    with pytest.raises(TypeError, match="expected one of writer and remover"):
+    with pytest.raises(TypeError, match="expected writer or remover"):
         ReplayBuffer(storage=LazyTensorStorage(4), writer=RoundRobinWriter(), remover=Lifo())
     for wrong in (Lifo, object(), "lifo"):
         with pytest.raises(TypeError, match="remover: expected a component with the method choose"):

@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 import operator
 import os
+from collections.abc import Collection
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engram.errors import RowError
+
+T = TypeVar("T")
 
 #: Above any number of rows, and an int64 with room to add to.
 _MAX_COUNT = 1 << 62
@@ -62,6 +66,28 @@ def check_number(what: str, value: object, *, least: float = -math.inf, most: fl
     if not (math.isfinite(number) and least <= number <= most):
         raise ValueError(f"{what}: expected {wanted}, got {value}.")
     return number
+
+
+def check_type(what: str, value: object, kind: type[T], wanted: str, advice: str = "") -> T:
+    """A value of a type. Raises ``TypeError``: it is of another one."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{what}: expected {wanted}, got {type(value).__name__}. {advice}".rstrip())
+    return value
+
+
+def check_callable(what: str, value: object, wanted: str, advice: str = "", *, optional: bool = False) -> None:
+    """Raise ``TypeError`` unless a value can be called, or is None where it is optional."""
+    if not (callable(value) or (optional and value is None)):
+        raise TypeError(f"{what}: expected {wanted}, got {type(value).__name__}. {advice}".rstrip())
+
+
+def check_choice(what: str, value: object, choices: Collection[object]) -> None:
+    """Raise ``ValueError`` unless a value is one of some."""
+    if value not in choices:
+        *first, last = map(repr, choices)
+        raise ValueError(
+            f"{what}: expected {' or '.join([*filter(None, [', '.join(first)]), last])}, got {value!r:.80}."
+        )
 
 
 def check_path(what: str, value: object) -> Path:

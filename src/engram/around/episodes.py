@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 import torch
 
 from engram._support import fork, native, progress
+from engram._support.checks import check_choice
 from engram._support.field_paths import FieldPath, as_path, as_paths, plain, public
 from engram.format.schema import DTYPES, Field
 from engram.saved.rows import of_the_step
@@ -93,10 +94,7 @@ def stored_ends(fields: Sequence[Field], known: Container[FieldPath]) -> list[Fi
 
 def checked_end_when(end_when: str | None, who: str) -> str | None:
     """``"any"``, ``"all"`` or None. Raises ``ValueError``: another value."""
-    if end_when is not None and end_when not in ("any", "all"):
-        raise ValueError(
-            f"{who}: end_when: expected 'any' or 'all' of the flags of a step that has several, got {end_when!r}."
-        )
+    check_choice(f"{who}: end_when", end_when, (None, "any", "all"))
     return end_when
 
 
@@ -358,9 +356,7 @@ def _last_slot(cursor: object, steps: int) -> int:
         cursor = range(steps)[cursor]
     slots = torch.as_tensor(list(cursor[-1:]) if isinstance(cursor, range) else cursor).flatten()
     if not slots.numel():
-        raise RuntimeError(
-            "find_start_stop_traj: cursor: expected the slots that were written last, got none. Pass None."
-        )
+        raise RuntimeError("find_start_stop_traj: cursor: expected the slots written last, got none. Pass None.")
     slot = int(slots[-1])
     if not -steps <= slot < steps:
         raise ValueError(f"find_start_stop_traj: cursor: expected a slot in [0, {steps}), got {slot}.")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 import torch
 
-from engram._support.checks import check_path
+from engram._support.checks import check_path, check_type
 from engram._support.field_paths import FieldPath, as_paths, plain, public
 from engram._support.nested import find
 from engram._support.state import Stateful, check_keys, integer, typed
@@ -553,8 +553,7 @@ class NextFromFollowing(Expander):
     def __init__(
         self, sampler: Sampler | type[Sampler], finals: FinalObservations, **trajectories: Unpack[TrajectoryArguments]
     ) -> None:
-        if not isinstance(finals, FinalObservations):
-            raise TypeError(f"NextFromFollowing: finals: expected FinalObservations, got {type(finals).__name__}.")
+        finals = check_type("NextFromFollowing: finals", finals, FinalObservations, "FinalObservations")
         self.finals = finals
         super().__init__(sampler, **trajectories)
         source = self.innermost
@@ -589,9 +588,7 @@ class NextFromFollowing(Expander):
         fields = {key: reading.number(key, "NextFromFollowing") for key in self.finals.keys}
         for key in fields:
             if ("next", *key) in reading.numbers:
-                raise ValueError(
-                    f"sample: NextFromFollowing: the rows have a field {public(('next', *key))!r} already."
-                )
+                raise ValueError(f"sample: NextFromFollowing: rows have a field {public(('next', *key))!r} already.")
         reading.following = Following(reading.numbers[MARK], fields, self.finals)
 
     @property

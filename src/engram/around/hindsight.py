@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engram._support import native as _native
-from engram._support.checks import check_number
+from engram._support.checks import check_callable, check_choice, check_number, check_type
 from engram._support.field_paths import FieldPath, as_path, checked_path, public
 from engram._support.tensordicts import add_fields
 from engram._support.words import warn
@@ -139,15 +139,9 @@ class Hindsight(Expander):
         **trajectories: Unpack[TrajectoryArguments],
     ) -> None:
         for name, function in {"reward_fn": reward_fn, "end_fn": bool if end_fn is None else end_fn}.items():
-            if not callable(function):
-                raise TypeError(
-                    f"Hindsight: {name}: expected a function of the relabelled rows, got {type(function).__name__}."
-                )
+            check_callable(f"Hindsight: {name}", function, "a function of the relabelled rows")
         ratio = check_number("Hindsight: her_ratio", her_ratio, least=0, most=1)
-        if strategy not in list(HindsightStrategy):
-            raise ValueError(
-                f"Hindsight: strategy: expected one of {[*map(str, HindsightStrategy)]}, got {strategy!r}."
-            )
+        check_choice("Hindsight: strategy", strategy, list(HindsightStrategy))
         self.reward_fn, self.end_fn = reward_fn, end_fn
         self.her_ratio = ratio
         self.strategy = HindsightStrategy(strategy)
@@ -357,10 +351,7 @@ class Goals:
 
 def _as_stored(reward: object, stored: Tensor) -> Tensor:
     """The reward of a function, in the shape of those that are stored. Raises ``TypeError``, ``RuntimeError``: it is none."""
-    if not isinstance(reward, Tensor):
-        raise TypeError(
-            f"sample: Hindsight: reward_fn: expected a tensor {list(stored.shape)}, got {type(reward).__name__}."
-        )
+    reward = check_type("sample: Hindsight: reward_fn", reward, Tensor, f"a tensor {list(stored.shape)}")
     shape, got = stored.shape, reward.shape
     if got != shape and shape[1:] == (1,) and got == shape[:1]:
         reward, got = reward.unsqueeze(-1), shape
@@ -376,8 +367,7 @@ def _put_ends(
     ends: dict[FieldPath, int], ended: object, first: list[Tensor], n: int, info: Info, cut: Tensor | None
 ) -> None:
     """Set the end flags of the first ``n`` rows of a batch. ``cut``: bool ``[B, 1]``, the marks of steps at which windows end."""
-    if not isinstance(ended, Tensor):
-        raise TypeError(f"sample: Hindsight: end_fn: expected a tensor [{n}], got {type(ended).__name__}.")
+    ended = check_type("sample: Hindsight: end_fn", ended, Tensor, f"a tensor [{n}]")
     if ended.shape not in ((n,), (n, 1)):
         raise RuntimeError(
             f"sample: Hindsight: end_fn: expected [{n}] or [{n}, 1], got {list(ended.shape)}. Return one flag per row of the batch."

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engram._support.checks import check_callable
 from engram._support.field_paths import checked_path, public
 
 if TYPE_CHECKING:
@@ -113,8 +114,7 @@ class TrajectoryPredicate:
         self, fn: Callable[[Trajectory], object], description: str = "predicate", keys: Iterable[object] | None = None
     ) -> None:
         who = "TrajectoryPredicate"
-        if not callable(fn):
-            raise TypeError(f"{who}: fn: expected a function of a Trajectory, got {type(fn).__name__}.")
+        check_callable(f"{who}: fn", fn, "a function of a Trajectory")
         if isinstance(keys, str) or not (keys is None or isinstance(keys, Iterable)):
             raise TypeError(f"{who}: keys: expected a set of keys, got {keys!r}. Put one in braces.")
         self._fn = fn
@@ -152,9 +152,7 @@ class TrajectoryPredicate:
     def _joined(self, other: object, symbol: str, joins: Compare) -> TrajectoryPredicate:
         if not isinstance(other, TrajectoryPredicate):
             reject(other, self._description)
-            raise TypeError(
-                f"{self._description} {symbol} …: expected a TrajectoryPredicate, got {type(other).__name__}."
-            )
+            raise TypeError(f"{self._description} {symbol} …: expected a predicate, got {type(other).__name__}.")
         mine, theirs, keys = self.many, other.many, None
         needed = self.required_keys(), other.required_keys()
         if needed[0] is not None and needed[1] is not None:
@@ -408,7 +406,6 @@ def reject(predicate: object, call: str) -> None:
     """Raise ``TypeError`` for a comparison of each step, or what cannot be called."""
     if isinstance(predicate, Comparison):
         predicate()
-    if predicate is not None and not callable(predicate):
-        raise TypeError(
-            f"{call}: expected a predicate, such as traj.length > 3, or a function of a Trajectory, got {type(predicate).__name__}."
-        )
+    check_callable(
+        call, predicate, "a predicate, such as traj.length > 3, or a function of a Trajectory", optional=True
+    )

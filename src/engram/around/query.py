@@ -234,9 +234,7 @@ class Query:
         items = [TensorDict(item, []) if isinstance(item, dict) else item for item in storage[rows]]
         full = extent.filled[0] == extent.capacity
         if not all(isinstance(item, TensorDictBase) and not item.batch_dims for item in items):
-            raise TypeError(
-                "query: expected items that are TensorDicts or dicts of one step each, got others in the list."
-            )
+            raise TypeError("query: expected TensorDicts or dicts of one step each, got others in the list.")
         order = (rows - extent.seam[0] * full).remainder(extent.capacity).argsort()
         parts = torch.tensor_split(order, (rows[order].diff() % extent.capacity != 1).nonzero().flatten() + 1)
         stacks = [torch.stack([items[i] for i in part.tolist()]) for part in parts]  # void rows are between them

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Unpack
 
 import torch
 
-from engram._support.checks import check_count, check_number
+from engram._support.checks import check_choice, check_count, check_number
 from engram._support.field_paths import WINDOW_ENDS, FieldPath, as_path, as_paths, public
 from engram._support.nested import is_tensordict
 from engram.around.expander import Expander, TrajectoryArguments, check_discount, check_steps
@@ -226,8 +226,7 @@ class _Unstack(Transform):
 
 def _checked_padding(who: str, padding: str, value: object) -> float:
     """The value of padding. Raises ``ValueError``: an unknown kind. ``TypeError``: no number."""
-    if padding not in ("same", "constant"):
-        raise ValueError(f"{who}: padding: expected 'same' or 'constant', got {padding!r}.")
+    check_choice(f"{who}: padding", padding, ("same", "constant"))
     return check_number(f"{who}: padding_value", value)
 
 

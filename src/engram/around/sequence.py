@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engram._support import native
-from engram._support.checks import check_count, check_number
+from engram._support.checks import check_choice, check_count, check_number, check_type
 from engram._support.field_paths import FieldPath, as_path, public
 from engram._support.retries import Retries
 from engram._support.words import warn_of_mixed
@@ -132,9 +132,7 @@ class SampleUnit(Noted):
         >>> Transition().expand(torch.tensor([3, 5]), {}, None)
         (tensor([3, 5]), {})
         """
-        raise NotImplementedError(
-            f"{type(self).__name__}.expand: a sample unit returns (index, info) of the rows to read."
-        )
+        raise NotImplementedError(f"{type(self).__name__}.expand: a unit returns (index, info) of the rows to read.")
 
     def check(self, storage: Storage, source: DeclaredSampler) -> None:
         """Refuse a storage or a sampler. A buffer calls it when it takes the unit.
@@ -538,10 +536,7 @@ class Sequence(SampleUnit):
         end_when: str | None = None,
     ) -> None:
         self.length = check_count("Sequence: length", length, "records", most=_MAX_STEPS)
-        if episode_boundary not in _BOUNDARIES:
-            raise ValueError(
-                f"Sequence: episode_boundary: expected one of {list(_BOUNDARIES)}, got {episode_boundary!r}."
-            )
+        check_choice("Sequence: episode_boundary", episode_boundary, _BOUNDARIES)
         self.episode_boundary = episode_boundary
         self.done_key = as_path(done_key, "Sequence: done_key")
         self.burn_in = check_count("Sequence: burn_in", burn_in, "records", least=0, most=_MAX_STEPS)
@@ -645,13 +640,10 @@ class Sequence(SampleUnit):
         >>> Sequence(2, done_key="done").expand(torch.tensor([1, 2]), {}, rb.storage)[0].tolist()
         [1, 2, 2, 2]
         """
-        if not isinstance(storage, TensorStorage):
-            raise TypeError(f"{type(self).__name__}.expand: expected a tensor storage, got a {type(storage).__name__}.")
+        storage = check_type(f"{type(self).__name__}.expand", storage, TensorStorage, "a tensor storage")
         memory = storage.memory
         if memory is None:
-            raise RuntimeError(
-                f"{type(self).__name__}.expand: expected a storage that was written to, got an empty one."
-            )
+            raise RuntimeError(f"{type(self).__name__}.expand: expected a storage with rows, got an empty one.")
         named = torch.stack(list(index), -1) if isinstance(index, tuple) else index
         rows = rows_of(storage.rows_at(named.to("cpu", torch.int64)) if storage.ndim > 1 else named)
         table, redraw = WindowTable(memory, self), Redraw(storage, Draw(rows), None, None, "expand", _AROUND)
@@ -765,9 +757,7 @@ def of_anchors(td_error: Tensor, info: Entries, eta: float | None) -> AnchorPrio
     call = "anchor_priorities"
     missing = [key for key in _NEEDED if info.get(key, None) is None]
     if missing:
-        raise KeyError(
-            f"{call}: expected info of a batch of sequences, with {missing}, got {sorted(map(str, info.keys()))}."
-        )
+        raise KeyError(f"{call}: expected info of sequences, with {missing}, got {sorted(map(str, info.keys()))}.")
     valid, learned, index = (cast("Tensor", info.get(key, None)) for key in _NEEDED)
     generation = cast("Tensor | None", info.get("anchor_generation", None))
     count, batch = valid.numel(), valid.shape

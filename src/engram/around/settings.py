@@ -92,9 +92,7 @@ class WindowSettings:
             )
         flat = bool(arguments.get("flat", True))
         if window is None and not flat:
-            raise TypeError(
-                f"{who}: flat=False: expected window=WindowSpec(…) beside it, which says how long windows are."
-            )
+            raise TypeError(f"{who}: flat=False: expected window=WindowSpec(…) beside it: how long windows are.")
         signals = ("ends", "trajectories", "end_key", "end_keys", "traj_key")
         given = {name for name, value in arguments.items() if name in signals and value is not None}
         if {"end_key", "end_keys"} <= given:

@@ -10,6 +10,7 @@ import torch
 import xxhash
 
 from engram._support import native as _native
+from engram._support.checks import check_choice
 from engram._support.field_paths import FieldPath, as_path, plain
 from engram._support.state import Change, check_keys, integer, tensor_in, typed
 from engram._support.unsupported import reject_unsupported
@@ -174,9 +175,7 @@ class SliceSampler(WindowSampler):
         if settings.static is not None and not cache_values:
             raise RuntimeError(f"{name}: ends and trajectories need cache_values=True, as they are kept.")
         if pad_output and settings.strict_length:
-            raise ValueError(
-                f"{name}: pad_output: expected strict_length=False: with it there are no short windows to pad."
-            )
+            raise ValueError(f"{name}: pad_output: expected strict_length=False: there are no short windows to pad.")
         if anchors is not None and not isinstance(anchors, PrioritizedSampler):
             raise TypeError(f"{name}: anchors: expected a PrioritizedSampler, got {type(anchors).__name__}.")
         left, right = _as_span(name, span)
@@ -385,8 +384,7 @@ class SliceSampler(WindowSampler):
 
 def _check_window(name: str, settings: WindowSettings, *, anchored: bool) -> None:
     """Raise for an unknown way to draw windows, and for arguments that a :class:`WindowSpec` does not go with, or that need one."""
-    if settings.uniform_over not in ("trajectories", "anchors"):
-        raise ValueError(f"{name}: uniform_over: expected 'trajectories' or 'anchors', got {settings.uniform_over!r}.")
+    check_choice(f"{name}: uniform_over", settings.uniform_over, ("trajectories", "anchors"))
     window = settings.window
     if window is None:
         if settings.online:
@@ -409,9 +407,7 @@ def _check_fragmented(name: str, settings: WindowSettings, compiled: object, *, 
     """Raise for arguments that windows of interleaved trajectories do not go with."""
     for argument, given in {"span": any(settings.span), "compile": compiled}.items():
         if given:
-            raise NotImplementedError(
-                f"{name}: fragmented=True: expected no {argument}, which is not supported with it."
-            )
+            raise NotImplementedError(f"{name}: fragmented=True: expected no {argument}: they do not go together.")
     if settings.static is not None:
         raise ValueError(
             f"{name}: fragmented=True: expected traj_key and step_key, got {settings.static[0]}, which says nothing of steps that lie "

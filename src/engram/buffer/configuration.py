@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, SupportsIndex, TypeA
 
 from engram import samplers
 from engram._support import fork
-from engram._support.checks import check_count
+from engram._support.checks import check_callable, check_choice, check_count
 from engram._support.unsupported import Later, carriers
 from engram._support.words import warn
 from engram.around import Expander, SampleUnit
@@ -180,14 +180,10 @@ class Configuration:
         """Make the components. Raises as ``ReplayBuffer``."""
         call, sampler, transform, factory = self.call, self.sampler, self.transform, self.transform_factory
         if factory is not None:
-            if not callable(factory):
-                raise TypeError(
-                    f"{call}: transform_factory: expected a callable that makes a transform, got {type(factory).__name__}."
-                )
+            check_callable(f"{call}: transform_factory", factory, "a callable that makes a transform")
             if transform is not None:
                 raise TypeError(f"{call}: expected one of transform and transform_factory, got both.")
-        if self.collate_fn is not None and not callable(self.collate_fn):
-            raise TypeError(f"{call}: collate_fn: expected a callable, got {type(self.collate_fn).__name__}.")
+        check_callable(f"{call}: collate_fn", self.collate_fn, "a callable", optional=True)
         unit: object = self.sample_unit
         if not isinstance(unit, SampleUnit | None):
             name = unit.__name__ if isinstance(unit, type) else type(unit).__name__
@@ -195,7 +191,7 @@ class Configuration:
             if name == "Trajectory":
                 advice = " It is what rb.query returns. Pass Sequence(length=…), or sampler=SliceSampler(…)."
             raise TypeError(
-                f"{call}: sample_unit: expected a SampleUnit, such as Sequence(length=…), got {name}.{advice}"
+                f"{call}: sample_unit: expected a SampleUnit such as Sequence(length=4), got {name}.{advice}"
             )
         if self.consume_after_n_samples is not None:
             sampler = consuming_sampler(sampler, self.consume_after_n_samples, call)
@@ -233,9 +229,7 @@ class Configuration:
         if isinstance(remover, FifoRemover):
             return self.writer
         if self.writer is not None:
-            raise TypeError(
-                f"{self.call}: expected one of writer and remover, got both. Use writer=RemovingWriter(remover)."
-            )
+            raise TypeError(f"{self.call}: expected writer or remover, got both. Use writer=RemovingWriter(remover).")
         return RemovingWriter(remover)
 
 
@@ -267,8 +261,7 @@ class Settings:
         output: object = "torch",
         unmade: Configuration | None = None,
     ) -> None:
-        if output not in FORMS:
-            raise ValueError(f"{kind}: output: expected 'torch', 'numpy' or 'namedtuple', got {output!r}.")
+        check_choice(f"{kind}: output", output, FORMS)
         self.kind = kind
         self.output = str(output)
         self.batch_size = None if batch_size is None else check_count("batch_size", batch_size)
@@ -303,9 +296,7 @@ class Settings:
         """
         if batch_size is None:
             if self.batch_size is None:
-                raise RuntimeError(
-                    "sample: expected a batch size: pass sample(batch_size) or ReplayBuffer(batch_size=…)."
-                )
+                raise RuntimeError("sample: expected a batch size: sample(batch_size) or ReplayBuffer(batch_size=…).")
             return self.batch_size
         batch_size = check_count("batch_size", batch_size)
         if drawing and self.prefetch and batch_size != self.batch_size:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from engram._support import fork
-from engram._support.checks import check_path
+from engram._support.checks import check_choice, check_path
 from engram._support.native import NotAdmitted
 from engram._support.progress import OnProgress, Work
 from engram._support.unsupported import BY_NUMBER, meant, refused, refusing
@@ -86,8 +86,7 @@ def connect_buffer(asked: type[Facade], address: object, arguments: ConnectArgum
                 f"connect: {name}: a connection takes {', '.join((*_Way._fields, *READING_ARGUMENTS))}. The storage, the sampler and "
                 f"the writer are those of the server.{meant(name, (*_Way._fields, *READING_ARGUMENTS))}"
             )
-    if way.full not in (None, "block", "raise", "drop"):
-        raise ValueError(f"connect: full: expected None, 'block', 'raise' or 'drop', got {way.full!r:.40}.")
+    check_choice("connect: full", way.full, (None, "block", "raise", "drop"))
     try:
         if isinstance(address, str) and address.startswith(_ON_RAY):
             way.check_on_ray()
@@ -263,9 +262,7 @@ def attached_by_name(
     from engram.remote.shards import Shard, first_described
 
     if not ray.is_initialized():
-        raise ConnectionError(
-            "connect: expected a Ray cluster that this program has joined. Call ray.init(address=…) first."
-        )
+        raise ConnectionError("connect: expected a Ray cluster that was joined. Call ray.init(address=…) first.")
     number = re.compile(re.escape(name) + r"/(\d+)-of-(\d+)")
     known = [it["name"] for it in ray.util.list_named_actors(all_namespaces=True) if it["namespace"] == NAMESPACE]
     others = {int(found[1]): int(found[2]) for it in known if (found := number.fullmatch(it))}
@@ -439,8 +436,7 @@ class ConnectedSaving:
 
     def dumps(self, path: str | os.PathLike[str], prefetch: str, progress: OnProgress | None) -> None:
         """As :meth:`ReplayBuffer.dumps`: the server dumps, and its files are written here. Batches under way are not in it."""
-        if prefetch not in ("save", "drop"):
-            raise ValueError(f"dumps: prefetch: expected 'save' or 'drop', got {prefetch!r}.")
+        check_choice("dumps: prefetch", prefetch, ("save", "drop"))
         with replacing(Path(check_path("dumps", path))) as folder, Work("copying", 0, progress) as work:
             self._wiring.storage.fetch_dump(folder, work)
 

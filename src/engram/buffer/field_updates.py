@@ -409,9 +409,7 @@ def _checked(storage: Storage) -> storages.TensorStorage:
     if not isinstance(storage, storages.TensorStorage):
         raise TypeError(f"{_CALL}: expected a tensor storage, a {type(storage).__name__} has no fields.")
     if storage.memory is None:
-        raise RuntimeError(
-            f"{_CALL}: expected a store, but nothing was ever written. Write the field in the first row."
-        )
+        raise RuntimeError(f"{_CALL}: expected a store; nothing was ever written. Write the field in the first row.")
     storage.memory.check_writable()
     if storage.memory.schema.ragged and OpenRowIndex.existing(storage.memory) is not None:
         raise RuntimeError(

@@ -220,9 +220,7 @@ class Following(NotFollowing):
             IncompatibleCheckpoint, TypeError: the newest one does not fit what :meth:`follow` was told.
         """
         if self._thread is None or not self._thread.is_alive():
-            raise RuntimeError(
-                "refresh: the thread that follows is not in this process. Call ReplayBuffer.follow here."
-            )
+            raise RuntimeError("refresh: the following thread is not in this process. Call ReplayBuffer.follow here.")
         with self._changed:
             self._asked += 1
             number, before = self._asked, self._name
@@ -234,9 +232,7 @@ class Following(NotFollowing):
             return self._name != before
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "a buffer that follows checkpoints cannot be copied or sent to another process. Call follow there."
-        )
+        raise TypeError("a buffer that follows checkpoints cannot be copied or sent elsewhere. Call follow there.")
 
     def close(self) -> None:
         """End the thread, and remove temporary copies. Repeatable."""

@@ -308,9 +308,7 @@ class GrowingRows:
             number = numbers.get(key, -1)
             if number not in schema.ragged:
                 names = [public(schema.fields[it].key) for it in schema.ragged]
-                raise KeyError(
-                    f"{call}: expected ragged fields, of {names}, got {public(key)!r}. Give the others to seal()."
-                )
+                raise KeyError(f"{call}: expected ragged fields, of {names}, got {public(key)!r}. seal() takes others.")
             it = schema.ragged[number]
             leader = number if it.is_leader else it.like
             if it.kind == "json" and slot.length(leader):
@@ -326,7 +324,7 @@ class GrowingRows:
         sizes = {public(schema.fields[number].key): len(values) for number, values in items.items()}
         if len({*sizes.values()}) > 1:
             raise RuntimeError(
-                f"{call}: expected as many items in fields that share lengths, got {sizes}. Give each its own."
+                f"{call}: expected as many items in fields of one length, got {sizes}. Give each its own."
             )
         n, before, most = next(iter(sizes.values())), slot.length(leader), schema.ragged[leader].max_length
         if before + n > most:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engram import storages
 from engram._support import words
-from engram._support.checks import as_numbers
+from engram._support.checks import as_numbers, check_choice
 from engram._support.field_paths import FieldPath, checked_path, public
 from engram._support.nested import find_field, map_leaves
 from engram._support.state import integer, typed
@@ -132,17 +132,12 @@ class Lanes:
     def arranged(self, data: object, lane: Lane, layout: Layout, key: object) -> tuple[object, Lane]:
         """A batch of steps of several lanes as rows, and the lane of each. Raises: as ``ReplayBuffer.extend``."""
         if key is not None and (lane is not None or layout is not None):
-            raise ValueError(
-                "extend: lane_key: expected neither lane= nor layout= beside it: the field names the lanes."
-            )
+            raise ValueError("extend: lane_key: expected no lane= and no layout= beside it: the field names lanes.")
         if layout is None:
             return self._by_field(data, key)
-        if layout not in ("time_first", "lane_first"):
-            raise ValueError(f"extend: layout: expected 'time_first' or 'lane_first', got {layout!r}.")
+        check_choice("extend: layout", layout, ("time_first", "lane_first"))
         if self._wiring.storage.ndim > 1:
-            raise RuntimeError(
-                "extend: layout: expected ndim=1, a storage with more takes [*columns, T, ...] as it is."
-            )
+            raise RuntimeError("extend: layout: expected ndim=1: one with more takes [*columns, T, ...] as it is.")
         lanes = self.meant(lane, "extend")
         shape = data.batch_size[:2] if is_tensor_collection(data) else torch.Size()
         if len(shape) == 2:

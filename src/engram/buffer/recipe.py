@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from engram import around, samplers, storages, writers
-from engram._support.checks import check_path
+from engram._support.checks import check_choice, check_path
 from engram.buffer.configuration import Settings
 from engram.errors import CorruptStore, EngramError, IncompatibleStore
 from engram.format import files, layout
@@ -225,8 +225,7 @@ def open_or_create(
 
 
 def _check_unclean(call: str, unclean: object) -> None:
-    if unclean not in ("refuse", "accept"):
-        raise ValueError(f"{call}: unclean: expected 'refuse' or 'accept', got {unclean!r}.")
+    check_choice(f"{call}: unclean", unclean, ("refuse", "accept"))
 
 
 def _announce_repair(storage: storages.LazyMemmapStorage) -> None:

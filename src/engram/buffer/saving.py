@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from engram._support import fork
-from engram._support.checks import check_count, check_path
+from engram._support.checks import check_choice, check_count, check_path
 from engram._support.progress import OnProgress, Work
 from engram._support.state import Loads, check_keys, integer, prepare_load, read_from, saved, tensor_in, typed
 from engram._support.words import warn
@@ -112,8 +112,7 @@ class Saving:
 
     def prepare_dump(self, prefetch: str) -> DumpPreparation:
         """Begin what :meth:`dumps` does. Raises ``ValueError``: ``prefetch`` is neither ``"save"`` nor ``"drop"``."""
-        if prefetch not in ("save", "drop"):
-            raise ValueError(f"dumps: prefetch: expected 'save' or 'drop', got {prefetch!r}.")
+        check_choice("dumps: prefetch", prefetch, ("save", "drop"))
         self._settle()
 
         def prepare() -> StoragePreparation:

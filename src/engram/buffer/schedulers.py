@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Literal
 
-from engram._support.checks import check_count, check_number
+from engram._support.checks import check_callable, check_choice, check_count, check_number
 from engram._support.state import check_keys, integer, real
 from engram.buffer import ReplayBuffer
 from engram.types import Sampler
@@ -168,10 +168,7 @@ class LambdaScheduler(ParameterScheduler):
         max_value: float | None = None,
     ) -> None:
         super().__init__(obj, param_name, min_value, max_value)
-        if not callable(lambda_fn):
-            raise TypeError(
-                f"LambdaScheduler: lambda_fn: expected a function of the number of steps, got {type(lambda_fn).__name__}."
-            )
+        check_callable("LambdaScheduler: lambda_fn", lambda_fn, "a function of the number of steps")
         self.lambda_fn = lambda_fn
 
     def value(self) -> float:
@@ -237,8 +234,7 @@ class StepScheduler(ParameterScheduler):
         max_value: float | None = None,
     ) -> None:
         super().__init__(obj, param_name, min_value, max_value)
-        if mode not in ("multiplicative", "additive"):
-            raise ValueError(f"StepScheduler: mode: expected 'multiplicative' or 'additive', got {mode!r}.")
+        check_choice("StepScheduler: mode", mode, ("multiplicative", "additive"))
         self.gamma, self.mode = check_number("StepScheduler: gamma", gamma), mode
         self.n_steps = check_count("StepScheduler: n_steps", n_steps)
 

@@ -157,5 +157,5 @@ def imported_ray(call: str, *also: str) -> Any:
         return [importlib.import_module(name) for name in (*also, "ray")][-1]
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f'{call}: needs {error.name}: pip install "engram-replay[ray]".', name=error.name
+            f'{call} needs {error.name}: pip install "engram-replay[ray]".', name=error.name
         ) from error

@@ -355,9 +355,7 @@ def checked_generator(generator: torch.Generator | None) -> torch.Generator | No
             f"generator: expected a torch.Generator, got {type(generator).__name__}. Write torch.Generator().manual_seed(0)."
         )
     if generator is not None and generator.device.type != "cpu":
-        raise ValueError(
-            f"generator: expected a CPU generator, got one on {generator.device}. Rows are drawn on the CPU."
-        )
+        raise ValueError(f"generator: expected one of the CPU, which draws rows, got one on {generator.device}.")
     return generator
 
 

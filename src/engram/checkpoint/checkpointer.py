@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack, overload
 
-from engram._support.checks import check_count
+from engram._support.checks import check_callable, check_choice, check_count
 from engram._support.progress import OnProgress, Work
 from engram._support.unsupported import reject_unsupported
 from engram._support.words import warn
@@ -654,8 +654,7 @@ class Checkpointer:
         >>> checkpoints.verify(name)
         []
         """
-        if level not in ("meta", "read", "full"):
-            raise ValueError(f"verify: level: expected 'meta', 'read' or 'full', got {level!r}.")
+        check_choice("verify: level", level, ("meta", "read", "full"))
         if name not in map(str, attempts.names(self.root)):
             raise FileNotFoundError(
                 f"verify: {self.root}: expected one of {[str(n) for n in attempts.names(self.root)]}, got {name!r}."
@@ -732,10 +731,7 @@ class StatefulReplay:
         keep: int,
         restore: reports.RestoreArguments,
     ) -> None:
-        if not callable(step):
-            raise TypeError(
-                f"stateful: step: expected a function that returns the step, got {type(step).__name__}. Pass lambda: step."
-            )
+        check_callable("stateful: step", step, "a function that returns the step", "Pass lambda: step.")
         self._checkpointer, self._job, self._step = checkpointer, job, step
         self._keep = check_count("stateful: keep", keep, most=MAX_PINS)
         self._restore = restore

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 import msgspec
 
-from engram._support.checks import check_count
+from engram._support.checks import check_choice, check_count
 from engram._support.words import count, format_size, warn
 from engram.errors import CorruptCheckpoint
 from engram.reshard.driver import Lost, format_reshard, reshard_lines
@@ -93,8 +93,7 @@ class Options(NamedTuple):
 def _check_choices(call: str, *given: tuple[str, object, tuple[str, ...]]) -> None:
     """Raise ``ValueError`` for an argument whose value is not allowed. ``given``: name, value and those that are."""
     for argument, value, allowed in given:
-        if value not in allowed:
-            raise ValueError(f"{call}: {argument}: expected {' or '.join(map(repr, allowed))}, got {value!r}.")
+        check_choice(f"{call}: {argument}", value, allowed)
 
 
 class SaveRequest(NamedTuple):
@@ -337,9 +336,7 @@ class Wanted(NamedTuple):
         """Raise ``ValueError``: ``step`` beside another."""
         for argument, other in (("at_most", self.at_most), ("name", self.name)):
             if self.step is not None and other is not None:
-                raise ValueError(
-                    f"restore: expected step or {argument}, got step={self.step} and {argument}={other!r}."
-                )
+                raise ValueError(f"restore: expected step or {argument}, got {self.step} and {argument}={other!r}.")
 
     @property
     def is_open(self) -> bool:

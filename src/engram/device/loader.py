@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engram._support import native
-from engram._support.checks import check_count
+from engram._support.checks import check_choice, check_count
 from engram._support.closing import Closes
 from engram._support.devices import existing_device
 from engram._support.nested import map_tensors, tensors
@@ -473,8 +473,7 @@ class DeviceLoader(Closes):
 
 def _checked(transport: str | None, device: torch.device) -> str | None:
     """The way that the user asks for. Raises ``ValueError``: it does not exist, or does not lead to that device."""
-    if transport not in (None, "block", "direct", "resident"):
-        raise ValueError(f"DeviceLoader: transport: expected 'direct', 'resident', 'block' or None, got {transport!r}.")
+    check_choice("DeviceLoader: transport", transport, (None, "block", "direct", "resident"))
     if transport is not None and device.type in ("cpu", "meta"):
         raise ValueError(
             f"DeviceLoader: transport: expected an accelerator for {transport!r}, got device='{device}', where batches are handed on "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from engram._support.checks import check_count
+from engram._support.checks import check_choice, check_count
 from engram._support.closing import Closes
 from engram._support.devices import existing_device
 from engram._support.nested import is_tensordict
@@ -69,8 +69,7 @@ class DeviceReplay(Closes):
         graphs: int = 4,
         transport: str = "direct",
     ) -> None:
-        if transport not in ("direct", "resident"):
-            raise ValueError(f"DeviceReplay: transport: expected 'direct' or 'resident', got {transport!r}.")
+        check_choice("DeviceReplay: transport", transport, ("direct", "resident"))
         graphs = check_count("DeviceReplay: graphs", graphs)
         on = existing_device(device, "DeviceReplay: device")
         if on.type in ("cpu", "meta"):
@@ -168,9 +167,7 @@ class DeviceReplay(Closes):
         ...         replay.update_priority(info["index"], torch.rand(4, device="cuda"))
         """
         if self._reader.updates is None:
-            raise RuntimeError(
-                "DeviceReplay.update_priority: expected a buffer with a PrioritizedSampler, got one without."
-            )
+            raise RuntimeError("DeviceReplay.update_priority: expected a PrioritizedSampler, got a buffer without.")
         if generation is None:
             if self._last is None or index is not self._last[0]:
                 raise RuntimeError(

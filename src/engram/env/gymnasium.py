@@ -139,9 +139,7 @@ class RecordedVector(_VectorWrapper):
             return observation
         final = infos.get("final_obs")
         if final is None:
-            raise RuntimeError(
-                f"step: expected infos['final_obs'] of episodes that are over, got {list(infos.keys())}."
-            )
+            raise RuntimeError(f"step: expected infos['final_obs'] of ended episodes, got {list(infos.keys())}.")
         following = copied(conformed(self._spec_of_observation, observation, "observation"))
         for i in over.nonzero()[0].tolist():
             put(following, i, conformed(self._spec_of_observation, pick(final, i), f"infos['final_obs'] of {i}"))

@@ -313,7 +313,7 @@ def _check(storage: Storage, lanes: Tensor, count: int) -> None:
     if not storage.traits.has_fields or storage.ndim > 1:
         got = type(storage).__name__ if storage.ndim == 1 else f"ndim={storage.ndim}"
         raise TypeError(
-            f"record: expected a tensor storage, such as LazyTensorStorage(max_size, lanes={count}), got {got}."
+            f"record: expected a LazyTensorStorage(max_size, lanes={count}) or another of tensors, got {got}."
         )
     if len(lanes) != count or len(set(lanes.tolist())) != count:
         raise ValueError(
@@ -398,9 +398,7 @@ def conformed(spec: Spec, value: object, field: str) -> Nested:
         raise TypeError(f"record: {field}: expected {spec}, as the environment says, got {array.dtype}.")
     cast = array.astype(spec)
     if spec.kind in _WHOLE and not np.can_cast(array.dtype, spec) and not np.array_equal(cast, array):
-        raise TypeError(
-            f"record: {field}: expected values of {spec}, as the environment says, got {array.dtype} beyond it."
-        )
+        raise TypeError(f"record: {field}: expected {spec}, as the environment says, got {array.dtype} beyond it.")
     return cast
 
 

@@ -410,9 +410,7 @@ class Plots:
         """
         found = Scan(self._buffer, "plot.returns").trajectories(as_path(reward, "plot.returns: reward"))
         if not len(found.returns):
-            raise RuntimeError(
-                "plot.returns: no trajectory is whole: expected at least one with its first and last step."
-            )
+            raise RuntimeError("plot.returns: expected a trajectory with its first and last step, got none.")
         axes = _axes(ax)
         axes.plot(found.ends, found.returns, ".", color=_ROWS, label="a trajectory")
         window = min(20, len(found.returns))

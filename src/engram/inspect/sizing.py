@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from engram._support.checks import check_count
+from engram._support.checks import check_count, check_type
 from engram._support.devices import foreseen
 from engram._support.memory import missing_share
 from engram._support.words import count, format_share, format_size
@@ -206,8 +206,7 @@ def plan(
     structure = Structure.of(example, batched=False, call="plan", dtypes=checked)
     fields, ready, finals = structure.fields, 0, 0
     if sampler is not None:
-        if not isinstance(sampler, Expander):
-            raise TypeError(f"plan: sampler: expected an expander, such as a FrameStack, got {type(sampler).__name__}.")
+        sampler = check_type("plan: sampler", sampler, Expander, "an expander, such as a FrameStack")
         fields = sampler.stored(fields)
         ready = sampler.ready_bytes(fields)
         finals = sum(expander.beside_bytes(fields) for expander in sampler.chain)

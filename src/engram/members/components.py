@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engram._support import native
-from engram._support.checks import as_numbers, check_count
+from engram._support.checks import as_numbers, check_count, check_type
 from engram._support.nested import is_tensordict
 from engram._support.state import Loads, check_keys, prepare_load, saved, typed
 from engram._support.tensordicts import is_tensor_collection, tensordict_type
@@ -319,9 +319,7 @@ class StorageEnsemble(_Storages):
         given: object = () if transforms is None else transforms
         changes = tuple(given) if isinstance(given, Iterable) else (given,)
         if not isinstance(given, Iterable) or not all(one is None or callable(one) for one in changes):
-            raise TypeError(
-                f"{who}: transforms: expected a list of callables, or None for some, got {transforms!r:.80}."
-            )
+            raise TypeError(f"{who}: transforms: expected a list of callables or None, got {transforms!r:.80}.")
         if transforms is not None and len(changes) != len(storages):
             raise TypeError(
                 f"{who}: transforms: expected {len(storages)}, one for each storage, got {len(changes)}. None stands for no transform."
@@ -504,7 +502,7 @@ class Choice:
             if not ends[-1]:
                 check_drawable(sum(len(storage) for _, storage in sources))
                 raise NoSampleable(
-                    f"sample: expected a member of the ensemble that can give {rows} rows, got {n} that cannot."
+                    f"sample: expected a member of the ensemble that has {rows} rows, got {n} that have not."
                 )
         # A few parts: NumPy, as in plans.chosen, would take longer than the rest of the choice.
         at = [number / _FINE * ends[-1] for number in self._numbers(key, _FINE)]
@@ -555,8 +553,7 @@ class _Samplers(OnePerMember[Sampler], DeclaredSampler):
 
     def sources(self, storage: object) -> Sources:
         """Each sampler with its storage. Raises ``TypeError``: no ensemble. ``ValueError``: of another number of members."""
-        if not isinstance(storage, StorageEnsemble):
-            raise TypeError(f"sample: expected a StorageEnsemble, got {type(storage).__name__}.")
+        storage = check_type("sample", storage, StorageEnsemble, "a StorageEnsemble")
         if len(storage) != len(self):
             raise ValueError(f"sample: expected {len(self)} storages, one for each sampler, got {len(storage)}.")
         return list(zip(self._declared, storage.storages, strict=True))
@@ -768,8 +765,7 @@ class WriterEnsemble(_Writers):
         0
         """
         who = type(self).__name__
-        if not isinstance(storage, StorageEnsemble):
-            raise TypeError(f"{who}: expected a StorageEnsemble, got {type(storage).__name__}.")
+        storage = check_type(who, storage, StorageEnsemble, "a StorageEnsemble")
         if len(storage) != len(self._all):
             raise ValueError(f"{who}: expected {len(self._all)} storages, one for each writer, got {len(storage)}.")
         for number, (placer, one) in enumerate(zip(self._placers, storage.storages, strict=True)):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
 import torch
 
-from engram._support.checks import check_count, check_number
+from engram._support.checks import check_callable, check_count, check_number
 from engram._support.tensordicts import is_tensor_collection
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.buffer.tensordict import TensorDictReplayBuffer
@@ -92,8 +92,7 @@ class OfflineToOnlineReplayBuffer(Generic[Batch]):
         fraction = check_number(f"{who}: offline_fraction", offline_fraction, least=0, most=1)
         if fraction in (0, 1):
             raise ValueError(f"{who}: offline_fraction: expected a number between 0 and 1, got {offline_fraction}.")
-        if transform is not None and not callable(transform):
-            raise TypeError(f"{who}: transform: expected a function of a batch, got {type(transform).__name__}.")
+        check_callable(f"{who}: transform", transform, "a function of a batch", optional=True)
         self._batch_size = None if batch_size is None else check_count(f"{who}: batch_size", batch_size)
         if online_capacity is not None:
             online_storage = LazyTensorStorage(check_count(f"{who}: online_capacity", online_capacity))

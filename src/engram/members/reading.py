@@ -356,9 +356,7 @@ class EnsembleReadPath(ReadPath):
         parts = batch.parts
         index = [part.member.wiring.user_index(part.drawn.rows) for part in parts]
         if any(one.ndim != index[0].ndim for one in index):
-            raise RuntimeError(
-                "sample: expected members with the same ndim, got several. Sample from each of them by itself."
-            )
+            raise RuntimeError("sample: expected members with the same ndim, got several. Sample from each.")
         info: dict[Entry, Tensor] = {_INDEX: batch.joined(index)}
         for key in dict.fromkeys([key for part in parts for key in part.drawn.info]):
             found = [(part, part.drawn.info.get(key)) for part in parts]

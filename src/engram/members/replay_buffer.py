@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypedDi
 
 import torch
 
+from engram._support.checks import check_callable, check_type
 from engram._support.closing import end
 from engram._support.overrides import refuse_others
 from engram._support.tensordicts import is_tensor_collection
@@ -68,8 +69,7 @@ def check_components(call: str, given: object, kind: type[Components], members: 
 
     Raises ``TypeError``: something else, or a class that overrides what is never called. ``ValueError``: another number.
     """
-    if not isinstance(given, kind):
-        raise TypeError(f"{call}: expected a {kind.__name__}, one for each member, got {type(given).__name__}.")
+    given = check_type(call, given, kind, f"a {kind.__name__}, one for each member")
     if len(given) != members:
         raise ValueError(f"{call}: expected a {kind.__name__} of {members}, one for each member, got {len(given)}.")
     refuse_others(given, **_OF_MEMBERS)
@@ -184,8 +184,7 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
             if any(one is not None for one in (*components, others.get("collate_fns"))):
                 raise RuntimeError(f"{who}: expected members, or storages, samplers and writers of some, got both.")
             for number, rb in enumerate(rbs):
-                if not isinstance(rb, ReplayBuffer):
-                    raise TypeError(f"{who}: member {number}: expected a ReplayBuffer, got {type(rb).__name__}.")
+                rb = check_type(f"{who}: member {number}", rb, ReplayBuffer, "a ReplayBuffer")
             samplers = SamplerEnsemble(
                 *(rb.sampler for rb in rbs), p=p, sample_from_all=sample_from_all, num_buffer_sampled=num_buffer_sampled
             )
@@ -197,8 +196,7 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
                 raise RuntimeError(
                     f"{who}: p, sample_from_all, num_buffer_sampled: expected none of them beside samplers. Pass them to SamplerEnsemble."
                 )
-        if collate_fn is not None and not callable(collate_fn):
-            raise TypeError(f"{who}: collate_fn: expected a callable, got {type(collate_fn).__name__}.")
+        check_callable(f"{who}: collate_fn", collate_fn, "a callable", optional=True)
         self._rbs: tuple[ReplayBuffer[Batch], ...] = tuple(rbs)
         self._routing = Routing(routing_key, routing_dim)
         self._settings = Settings(who, batch_size, others.get("prefetch"), None, others.get("output", "torch"), None)
@@ -347,7 +345,7 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
         """
         if update_priority is not None:
             raise NotImplementedError(
-                "extend: update_priority: expected None: the members take the priorities of their rows."
+                "extend: update_priority: expected None: members take the priorities of their rows."
             )
         self._materialize()
         return self._writing.extend(data)
@@ -913,8 +911,7 @@ def _made(
     storages, samplers, writers = components
     kinds = StorageEnsemble, SamplerEnsemble, WriterEnsemble
     for name, one, kind in zip(("storages", "samplers", "writers"), components, kinds, strict=True):
-        if not isinstance(one, kind):
-            raise TypeError(f"{who}: {name}: expected members, or a {kind.__name__}, got {type(one).__name__}.")
+        one = check_type(f"{who}: {name}", one, kind, f"members, or a {kind.__name__}")
         refuse_others(one, **_OF_MEMBERS)
     assert isinstance(storages, StorageEnsemble)
     assert isinstance(samplers, SamplerEnsemble)

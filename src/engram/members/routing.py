@@ -289,7 +289,7 @@ def _of_rows(leaf: object, shape: torch.Size, share: plans.Share[Member, Tensor]
     value = as_numbers(f"{CALL}: patch", leaf) if not is_tensor_collection(leaf) else leaf
     if value.shape[: len(shape)] != shape:
         raise ValueError(
-            f"{CALL}: patch: expected entries that begin with shape {list(shape)}, got {list(value.shape)}."
+            f"{CALL}: patch: expected entries beginning with shape {list(shape)}, got {list(value.shape)}."
         )
     return share.of(value.reshape(shape.numel(), *value.shape[len(shape) :]))
 

@@ -12,6 +12,7 @@ from uuid import UUID
 import msgspec
 
 from engram import errors
+from engram._support.checks import check_type
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,14 +60,11 @@ def address_of(text: object, call: str, *, scheme: str = "grpc") -> Address:
 
     Raises ``TypeError``: no text. ``ValueError``: none of these.
     """
-    if not isinstance(text, str):
-        raise TypeError(f"{call}: address: expected a str, got {type(text).__name__}.")
+    text = check_type(f"{call}: address", text, str, "a str")
     if text.startswith("unix:"):
         path = text.removeprefix("unix:")
         if not path.startswith("/") or len(os.fsencode(path)) > 100:
-            raise ValueError(
-                f"{call}: address: expected unix: and an absolute path of at most 100 bytes, got {text!r}."
-            )
+            raise ValueError(f"{call}: address: expected unix: and an absolute path, at most 100 bytes, got {text!r}.")
         return Address("unix", path)
     named, separator, place = text.partition("://")
     scheme, place = (named, place) if separator else (scheme, text)

@@ -211,9 +211,7 @@ class ServedStorage(Storage, ServedRows):
     def admit(self, component: object, call: str) -> None:
         """Raise to refuse a sampler or a writer that a buffer is to take, in this call."""
         if not isinstance(component, OfServer):
-            raise refused(
-                call, "The store is drawn from and written to as its server does: change it where the store is."
-            )
+            raise refused(call, "The store is drawn from and written to as its server does: change that.")
 
     def limit(self, rules: Rules, unconsumed: int) -> None:  # noqa: ARG002 - it is refused
         raise refused("limit", "Call it where the store is.")

@@ -249,9 +249,7 @@ def convert(
     if schemas.encode(schema) == saved:
         return Converted(PlacedRows(shard.head, SavedRowsSource(shard.reader)), {})
     if ndim > 1:
-        raise IncompatibleCheckpoint(
-            f"{where}: expected the geometry of a storage with ndim={ndim}: it cannot be converted."
-        )
+        raise IncompatibleCheckpoint(f"{where}: expected the geometry of one with ndim={ndim}: it cannot be converted.")
     target = plans.Target(schema.lanes, schema.capacity // schema.lanes)
     policy = plans.Policy(plans.Incomplete(open="keep", headless="keep"), "cut", ranking)
     made = reshard([shard], [target], policy)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
+from engram._support.checks import check_choice
 from engram.errors import IncompatibleCheckpoint
 from engram.format import layout
 from engram.saved import parts
@@ -495,10 +496,8 @@ def _round_robin(room: Sequence[int], n: int) -> NDArray[np.int64]:
 def checked_incomplete(given: Mapping[str, str] | None) -> Incomplete:
     """Policies by kind. Raises ``ValueError``: a kind or a policy that there is not."""
     for kind, policy in (given or {}).items():
-        if kind not in _POLICIES:
-            raise ValueError(f"incomplete: expected the keys {', '.join(_POLICIES)}, got {kind!r}.")
-        if policy not in _POLICIES[kind]:
-            raise ValueError(f"incomplete: {kind!r}: expected one of {', '.join(_POLICIES[kind])}, got {policy!r}.")
+        check_choice("incomplete", kind, _POLICIES)
+        check_choice(f"incomplete: {kind!r}", policy, _POLICIES[kind])
     return Incomplete(**(given or {}))  # type: ignore[arg-type]
 
 

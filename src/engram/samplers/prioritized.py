@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram._support.checks import as_numbers, check_count, check_number
+from engram._support.checks import as_numbers, check_choice, check_count, check_number
 from engram._support.devices import named_device
 from engram._support.state import Change, check_keys, tensor_in
 from engram._support.unsupported import reject_unsupported
@@ -105,8 +105,7 @@ class PrioritizedSampler(NativeSampler):
         **unknown: Never,
     ) -> None:
         reject_unsupported("PrioritizedSampler", unknown, {}, PrioritizedSampler)
-        if normalize not in ("store", "batch"):
-            raise ValueError(f"PrioritizedSampler: normalize: expected 'store' or 'batch', got {normalize!r:.40}.")
+        check_choice("PrioritizedSampler: normalize", normalize, ("store", "batch"))
         if reduction not in _REDUCTIONS:
             raise NotImplementedError(
                 f"PrioritizedSampler: reduction: expected one of {tuple(_REDUCTIONS)}, got {reduction!r}."
@@ -546,7 +545,7 @@ def as_priorities(priority: object, n: int, reduced: Callable[[Tensor], Tensor],
         value = reduced(value)
     if value.shape not in ((), (1,)) and value.numel() != n:
         raise RuntimeError(
-            f"update_priority: expected one priority per row, {n}, or one for all, got {list(value.shape)}."
+            f"update_priority: expected a priority per row, {n}, or one for all, got {list(value.shape)}."
         )
     return value.reshape(-1).expand(n).contiguous()
 

@@ -180,9 +180,7 @@ class RandomSampler(NativeSampler):
             "RandomSampler: recent_steps", recent_steps, least=1 if self.recent_share else 0
         )
         if self.recent_steps and not self.recent_share:
-            raise ValueError(
-                f"RandomSampler: recent_steps: expected a recent_share above 0 beside it, got {recent_share}."
-            )
+            raise ValueError(f"RandomSampler: recent_steps: expected a recent_share above 0, too, got {recent_share}.")
         if self.recent_share:
             self.traits, self.noted = self.traits._replace(draws_uniformly=False), ("recent_share", "recent_steps")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engram._support import fork, native
-from engram._support.checks import check_count
+from engram._support.checks import check_callable, check_count, check_type
 from engram._support.field_paths import FieldPath, checked_path, plain, public
 from engram._support.state import Change, check_keys, integer, tensor_in
 from engram.errors import IncompatibleCheckpoint, NoSampleable
@@ -162,10 +162,7 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
         *,
         index: str = "main",
     ) -> None:
-        if staleness_weight_fn is not None and not callable(staleness_weight_fn):
-            raise TypeError(
-                f"StalenessAwareSampler: staleness_weight_fn: expected a callable, got {type(staleness_weight_fn).__name__}."
-            )
+        check_callable("StalenessAwareSampler: staleness_weight_fn", staleness_weight_fn, "a callable", optional=True)
         check_index_name(index, "StalenessAwareSampler: index")
         self.max_staleness = max_staleness
         self._weigh = staleness_weight_fn
@@ -254,10 +251,7 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
             weights = 1 / (staleness.clamp(min=0) + 1)
         else:
             made = self._weigh(staleness.float())
-            if not isinstance(made, Tensor):
-                raise TypeError(
-                    f"sample: staleness_weight_fn: expected a tensor of weights, got {type(made).__name__}."
-                )
+            made = check_type("sample: staleness_weight_fn", made, Tensor, "a tensor of weights")
             weights = made.detach().to("cpu", torch.float64)
             if weights.shape != staleness.shape or not bool((weights.isfinite() & (weights >= 0)).all()):
                 raise ValueError(
@@ -302,9 +296,7 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
             ) from error
         values = cast("Tensor", found)
         if items_in(values) is not None:
-            raise ValueError(
-                f"sample: {self.version_key!r}: expected one number per row, got rows of any number of items."
-            )
+            raise ValueError(f"sample: {self.version_key!r}: expected one number per row, got any number of items.")
         if values.numel() != len(rows) or values.is_complex():
             raise ValueError(
                 f"sample: {self.version_key!r}: expected one number per row, got shape {list(values.shape[1:])} of {values.dtype}."

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast, ru
 import msgspec
 import torch
 
+from engram._support.checks import check_type
 from engram._support.state import raised_by_the_user, typed
 from engram._support.tensordicts import tensordict_type
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
@@ -179,7 +180,7 @@ def written_store(storage: SavedStorage, who: str) -> Store:
         return store
     if not storage.traits.has_fields:
         raise TypeError(
-            f"{who}: expected a storage of tensors, got a {type(storage).__name__}. Save it without this layout."
+            f"{who}: expected a storage of tensors, got a {type(storage).__name__}. Save it without the layout."
         )
     raise RuntimeError(f"{who}: dumps: expected rows, got a storage that was never written.")
 
@@ -629,9 +630,7 @@ def tensordicts_of(keys: Iterable[Key]) -> schemas.Node:
 
 def check_storage(storage: object, call: str) -> Dumpable:
     """The same, as what saves itself. Raises ``TypeError``: it is no storage of engram's."""
-    if not isinstance(storage, Dumpable):
-        raise TypeError(f"{call}: expected a storage of engram's, got a {type(storage).__name__}.")
-    return storage
+    return check_type(call, storage, Dumpable, "a storage of engram's")
 
 
 class LayoutPreparation(NamedTuple):

@@ -309,7 +309,7 @@ class Checkpoint(Closes):
             )
         if not 1 <= manifest.world <= documents.MAX_RANKS or (manifest.name == "" and manifest.world != 1):
             raise documents.corrupt(
-                path, f"expected 1 to {documents.MAX_RANKS} ranks, and 1 in a dump, got {manifest.world}"
+                path, f"expected 1 to {documents.MAX_RANKS} ranks, 1 in a dump, got {manifest.world}"
             )
         ranks = [shard.rank for shard in manifest.shards]
         if ranks != list(range(manifest.world)) or len(manifest.steps_by_rank) != manifest.world:

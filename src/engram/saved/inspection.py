@@ -161,9 +161,7 @@ def read_store(path: Path) -> tuple[schema.Schema, files.ControlHeader]:
         raise CorruptStore(f"{folder / layout.CONTROL}: {error}.") from error
     sums = schema.first_fingerprints(decoded, description)
     if (header.capacity, header.lanes) != (decoded.capacity, decoded.lanes) or header.schema_sum not in sums:
-        raise CorruptStore(
-            f"{folder / layout.CONTROL}: expected the header of this store's description, got another's."
-        )
+        raise CorruptStore(f"{folder / layout.CONTROL}: expected the header of this description, got another's.")
     return decoded, header
 
 

@@ -414,9 +414,7 @@ class PartWriter:
         names += [it.name for it in segments] + [it.name for it in pieces]
         strangers = sorted(set(sizes).symmetric_difference(names))
         if strangers:
-            raise ValueError(
-                f"{self.folder}: expected the files that schema and segments name, differs: {strangers[:10]}."
-            )
+            raise ValueError(f"{self.folder}: expected the files of schema and segments, differs: {strangers[:10]}.")
         placed, at = {}, 0
         for name in names:
             placed[name] = SummedFile(sizes[name], at)
@@ -426,9 +424,7 @@ class PartWriter:
     def _complete(self, relative: str) -> _Written:
         written = self._files.get(relative)
         if written is None:
-            raise ValueError(
-                f"{self.folder / relative}: expected a complete file. It was not closed, or a write failed."
-            )
+            raise ValueError(f"{self.folder / relative}: expected a complete file: not closed, or a write failed.")
         return written
 
     def _begin(self, relative: str) -> None:

@@ -11,6 +11,7 @@ import tempfile
 import time
 from typing import IO, TYPE_CHECKING
 
+from engram._support.checks import check_type
 from engram.buffer import ReplayBuffer
 
 if TYPE_CHECKING:
@@ -111,8 +112,7 @@ class serve:  # noqa: N801 - used as a function
 def _directory_of(buffer: object) -> str:
     if isinstance(buffer, str | os.PathLike):
         return os.fspath(buffer)
-    if not isinstance(buffer, ReplayBuffer):
-        raise TypeError(f"serve: expected a ReplayBuffer or the directory of a store, got {type(buffer).__name__}.")
+    buffer = check_type("serve", buffer, ReplayBuffer, "a ReplayBuffer or the directory of a store")
     storage = buffer.storage
     if not buffer.shared:
         raise TypeError(

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-from engram._support.checks import check_count
+from engram._support.checks import check_choice, check_count
 from engram.buffer.configuration import READING_ARGUMENTS
 from engram.buffer.connecting import NAMESPACE, OnRay, Shards, Transport, attached, name_of
 from engram.buffer.services import imported_ray
@@ -29,10 +29,7 @@ _NODE_SHARE = 0.001
 
 def checked_placement(placement: object) -> Placement:
     """Raises ``ValueError``: no such placement."""
-    if placement not in get_args(Placement):
-        raise ValueError(
-            f"RayReplayBuffer: placement: expected one of {', '.join(get_args(Placement))}, got {placement!r}."
-        )
+    check_choice("RayReplayBuffer: placement", placement, get_args(Placement))
     return placement  # type: ignore[return-value]
 
 
@@ -65,9 +62,7 @@ def options_of(
     if not isinstance(each, Sequence) or not all(isinstance(one, Mapping) for one in each):
         raise TypeError(f"RayReplayBuffer: remote_config: expected a dict, or one for each shard, got {given!r:.100}.")
     if len(each) != shards:
-        raise ValueError(
-            f"RayReplayBuffer: remote_config: expected {shards} dicts, one for each shard, got {len(each)}."
-        )
+        raise ValueError(f"RayReplayBuffer: remote_config: expected {shards} dicts, one a shard, got {len(each)}.")
     options: list[dict[str, object]] = [{"num_cpus": 1, **defaults, **one} for one in each]
     for one, resources in zip(options, resources_of(shards, placement), strict=True):
         if not one.keys() & {"resources", "scheduling_strategy"}:

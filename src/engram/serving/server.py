@@ -363,9 +363,7 @@ def listening(
     if at.scheme == "unix":
         _check_free(Path(at.host))
     elif (at.scheme == "grpc+tls") != (tls_cert is not None):
-        raise ValueError(
-            f"serve: expected tls_cert and tls_key for grpc+tls addresses and for no others, got {address!r}."
-        )
+        raise ValueError(f"serve: expected tls_cert and tls_key for grpc+tls and no other addresses, got {address!r}.")
     secret = protocol.token_in(token, "serve")
     if not insecure and at.scheme != "unix":
         if not secret:

@@ -104,9 +104,7 @@ def rows_of_selection(data: object, shape: torch.Size, call: str, structure: Str
     spreads = map_with_paths(data, spread)
     rows, found = _rearrange(spreads, len(shape), merge, call, "data for the rows of the index")
     if found != tuple(shape):
-        raise RuntimeError(
-            f"{call}: expected leading dimensions {list(shape)}, as the index selects, got {list(found)}."
-        )
+        raise RuntimeError(f"{call}: expected leading dimensions {list(shape)} of the index, got {list(found)}.")
     return rows
 
 

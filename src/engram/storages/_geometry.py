@@ -83,9 +83,7 @@ class Geometry(NamedTuple):
         if lanes > max_size:
             raise ValueError(f"{where}: lanes: expected at most max_size={max_size}, got {lanes}.")
         if lanes > 1 and ndim > 1:
-            raise ValueError(
-                f"{where}: lanes: expected 1 with ndim={ndim}, whose columns advance together; got {lanes}."
-            )
+            raise ValueError(f"{where}: lanes: expected 1 with ndim={ndim}, whose columns go together; got {lanes}.")
         return cls(max_size, lanes, ndim, NO_DTYPES if dtypes is None else checked_dtypes(dtypes, where))
 
     def grouping(self, group_small_fields: object, where: str) -> Geometry:

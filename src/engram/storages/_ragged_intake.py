@@ -182,6 +182,12 @@ def _kind_of(texts: object) -> Ragged | None:
     return None
 
 
+def comes_later(value: object) -> bool:
+    """Whether None stands for the items of a field, which has the lengths of another; in TensorDicts one None a row."""
+    objects = tensordicts.objects_in(value) if tensordicts.is_non_tensor(value) else value
+    return objects is None or (isinstance(objects, list) and bool(objects) and all(it is None for it in objects))
+
+
 def count_rows(value: object) -> int | None:
     """How many rows a leaf of a ragged field holds; None: it is none that is known."""
     if isinstance(value, Items | list):
@@ -283,7 +289,7 @@ def _of_even(field: ItemField, value: object, call: str) -> Items:
             " It looks like one row: did you mean add()?" if rows.shape[1:] == field.shape and call == "extend" else ""
         )
         raise RuntimeError(
-            f"{call}: {field.where}: expected {_FORMS}, of {field.expected}, got {nested.describe(rows)}.{one}"
+            f"{call}: {field.where}: expected {_FORMS} of {field.expected}, got {nested.describe(rows)}.{one}"
         )
     lengths = torch.full((len(rows),), rows.shape[1], dtype=torch.int32, device="cpu")
     return Items.of_lengths(rows.reshape(-1, *field.shape), lengths)

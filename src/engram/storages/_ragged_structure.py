@@ -13,8 +13,8 @@ from torch import Tensor
 from engram._support import native, tensordicts
 from engram._support.words import count
 from engram.format.layout import SINGLE
-from engram.format.schema import NO_SPAN, SPAN, Field, Node, RaggedItems, Schema, name_of, validate_key
-from engram.storages._ragged_intake import count_rows, found_in, row_in, rows_in, same_lengths
+from engram.format.schema import NO_SPAN, SPAN, Field, Node, RaggedItems, Schema, name_of
+from engram.storages._ragged_intake import comes_later, count_rows, found_in, row_in, rows_in, same_lengths
 from engram.storages._ragged_layouts import Batches, single
 from engram.storages._structure import Structure, _Builder, renumbered
 from engram.storages._types import NO_DTYPES, NOTHING_ADDED, Added, Dtypes, as_tensor, check_stored, find_types
@@ -36,6 +36,7 @@ class RaggedStructure(Structure):
     #: What the storage was asked for.
     options = NO_RAGGED
     intake = None  # only Python knows such fields
+    _instead = f"{Structure._instead}, and None stands for items with like= that come later"
 
     def __init__(
         self,
@@ -104,7 +105,9 @@ class RaggedStructure(Structure):
         found.update(zip(self._fixed.values(), fixed, strict=True))
         take = row_in if n is None else rows_in
         for name, number in self._numbers.items():
-            if number in self.ragged:
+            if self.leaders.get(number, number) != number and comes_later(source[name]):
+                found[number] = cast("Tensor", None)
+            elif number in self.ragged:
                 found[number] = cast("Tensor", take(self.ragged[number], source[name], call))
         return True
 
@@ -119,19 +122,12 @@ class RaggedStructure(Structure):
         ignored: frozenset[str],
     ) -> None:
         field = self.ragged.get(node.field)
-        if field is not None:
-            found[node.field] = cast("Tensor", (rows_in if batch else row_in)(field, value, call))
-        else:
+        if field is None:
             super()._walk(node, value, batch, found, call, path, ignored)
-
-    def _expected(self, node: Node, given: Mapping[str, object]) -> Mapping[str, Node]:
-        """Fields that have the lengths of others may be left out."""
-        children = super()._expected(node, given)
-        leads = {name: self.leaders.get(it.field, it.field) == it.field for name, it in children.items()}
-        return {name: it for name, it in children.items() if name in given or leads[name]}
-
-    def _fill(self, number: int, batch: tuple[int, ...]) -> Tensor:
-        return cast("Tensor", None) if number in self.ragged else super()._fill(number, batch)
+        elif self.leaders[node.field] != node.field and comes_later(value):
+            found[node.field] = cast("Tensor", None)
+        else:
+            found[node.field] = cast("Tensor", (rows_in if batch else row_in)(field, value, call))
 
     def columns(
         self, entries: Mapping[Path, object], batch: tuple[int, ...], *, call: str, loose: bool = False
@@ -250,7 +246,7 @@ def structure_of(
         return Structure.of(data, batched=batched, call=call, dtypes=dtypes)
     builder = RaggedBuilder(ragged, batched=batched, call=call)
     root = builder.node(data, ())
-    builder.complete(root)
+    builder.complete()
     if not builder.fields:
         return Structure.of(data, batched=batched, call=call, dtypes=dtypes)  # which says so
     if dtypes:
@@ -300,7 +296,7 @@ class RaggedBuilder(_Builder):
         declared = self.options.fields.get(key) or found_in(value, batched=self.batched)
         if declared is None:
             return super().node(value, path)
-        if isinstance(value, Items) and value.values is None:  # it was left out
+        if (isinstance(value, Items) and value.values is None) or (declared.like is not None and comes_later(value)):
             return self._note(key, _Found(declared, 0, 0))
         field = ItemField.of(key, declared)
         items = rows_in(field, value, self.call) if self.batched else row_in(field, value, self.call)
@@ -322,20 +318,14 @@ class RaggedBuilder(_Builder):
                 )
         super().give(dtypes)
 
-    def complete(self, root: Node) -> None:
-        """Add declared fields that the data leaves out, as those with ``like`` may be. Raises ``KeyError``: another one is missing."""
+    def complete(self) -> None:
+        """Raise ``KeyError``: a declared field is missing."""
+        got = [field.key for field in self.fields]
         for key, declared in self.options.fields.items():
-            if any(field.key == key for field in self.fields):
-                continue
-            parent = root
-            for name in key[:-1]:
-                parent = parent.children.get(name, Node("leaf"))
-            if declared.like is None or parent.kind not in ("dict", "tensordict"):
-                raise KeyError(
-                    f"{self.call}: ragged: expected fields of the first row, of {[f.name for f in self.fields]}, got {name_of(key)!r}."
-                )
-            validate_key(key)
-            parent.children[key[-1]] = self._note(key, _Found(declared, 0, 0))
+            if key not in got:
+                later = ", or None where it comes later" if declared.like is not None else ""
+                expected = f"expected a value of {name_of(key)!r} in the first row{later}"
+                raise KeyError(f"{self.call}: ragged: {expected}, got fields {[*map(name_of, got)]}.")
 
     # ---- fields ------------------------------------------------------------------------------------------------------
 

@@ -292,6 +292,9 @@ class Structure:
             return message + f" If these are {n} x {m} rows, flatten them: TensorDicts by .reshape(-1)."
         return message
 
+    #: What to do in place of leaving fields out.
+    _instead = "rb.add_field(key, example) adds one to all rows"
+
     def _walk(
         self,
         node: Node,
@@ -326,7 +329,7 @@ class Structure:
                 check_tensor(child, (*path, str(key)), call)
             raise KeyError(
                 f"{call}: {_types.at(path)}: expected the fields of the first row, got others: {differs}. Write the same fields in every "
-                f"row; rb.add_field(key, example) adds one to all rows.{self.whose}"
+                f"row; {self._instead}.{self.whose}"
             )
         for key, child in children.items():
             self._walk(child, named[key], batch, found, call, (*path, key), frozenset())
@@ -631,8 +634,10 @@ def _note_sizes(
     data: object, path: tuple[str, ...], sizes: dict[int, tuple[str, ...]], call: str, ragged: CountsRows | None
 ) -> None:
     """The leading sizes of all leaves, and where each was met first."""
-    if ragged is not None and (n := ragged.rows_at(data, path)) is not None:
+    n = None if ragged is None else ragged.rows_at(data, path)
+    if n is not None:
         sizes.setdefault(n, path)
+    if n is not None or (data is None and ragged is not None):  # None: items that come later
         return
     if tensordicts.is_tensor_collection(data) and not tensordicts.is_non_tensor(data):
         shape = data.batch_size

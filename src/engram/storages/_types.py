@@ -313,9 +313,7 @@ def as_tensor(value: object, key: tuple[str, ...], call: str, dtype: torch.dtype
     try:
         array = np.asarray(value)
     except ValueError as error:
-        raise TypeError(
-            f"{call}: {at(key)}: expected lists of one length, got ragged ones. Use a ListStorage."
-        ) from error
+        raise TypeError(f"{call}: {at(key)}: expected lists of one length, got ragged. Use a ListStorage.") from error
     if array.dtype.kind in _NUMBERS and nested.is_numbers(value) and not _are_of_numpy(value):
         numbers = torch.as_tensor(array, device="cpu")
         wanted = dtype or _NUMBERS[array.dtype.kind]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engram._support import tensordicts
-from engram._support.checks import check_count
+from engram._support.checks import check_callable, check_count, check_type
 from engram._support.copies import deflated, inflated, raw_bytes, zstd
 from engram._support.nested import map_leaves
 from engram.storages.items import ItemGroups
@@ -159,11 +159,9 @@ class _CompressedItems(ListStorage):
             plain = leaf.detach().to("cpu").resolve_conj().resolve_neg()
             if self._compress is not None:
                 data = self._compress(plain)
-                if not isinstance(data, Tensor):
-                    raise TypeError(
-                        f"{type(self).__name__}: compression_fn: expected a uint8 tensor from {self._compress!r:.80}, got a "
-                        f"{type(data).__name__}. Return one: torch.frombuffer(bytearray(data), dtype=torch.uint8) makes it of bytes."
-                    )
+                made = f"a uint8 tensor from {self._compress!r:.80}"
+                advice = "Return one: torch.frombuffer(bytearray(data), dtype=torch.uint8) makes it of bytes."
+                data = check_type(f"{type(self).__name__}: compression_fn", data, Tensor, made, advice)
             else:
                 raw = deflated(_bytes_of(plain), self.compression_level)
                 data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
@@ -262,8 +260,7 @@ class CompressedListStorage(_CompressedItems):
         super().__init__(max_size, device=device, **later)
         who = type(self).__name__
         for name, one in (("compression_fn", compression_fn), ("decompression_fn", decompression_fn)):
-            if one is not None and not callable(one):
-                raise TypeError(f"{who}: {name}: expected a callable, got {type(one).__name__}.")
+            check_callable(f"{who}: {name}", one, "a callable", optional=True)
         if (compression_fn is None) != (decompression_fn is None):
             raise TypeError(f"{who}: expected compression_fn and decompression_fn together, got one of them.")
         level = check_count(f"{who}: compression_level", compression_level, least=-sys.maxsize)
@@ -273,7 +270,7 @@ class CompressedListStorage(_CompressedItems):
             low, high = module.CompressionParameter.compression_level.bounds()
             if not low <= level <= high:
                 raise ValueError(
-                    f"{who}: compression_level: expected one in [{low}, {high}], as Zstandard has, got {level}."
+                    f"{who}: compression_level: expected one in [{low}, {high}] of Zstandard, got {level}."
                 )
 
     def bytes(self) -> int:

@@ -198,9 +198,7 @@ class ListStorage(Storage):
             if not 0 <= row < self.max_size:
                 raise RowError(f"write: row {row} is outside [0, {self.max_size}).")
             if row > length:
-                raise RuntimeError(
-                    f"write: row {row}: expected at most {length}, the next row: a list cannot have a gap."
-                )
+                raise RuntimeError(f"write: row {row}: expected at most {length}, the next row: a list has no gaps.")
             length = max(length, row + 1)
         return rows
 
@@ -404,9 +402,7 @@ class ListStorage(Storage):
         if n and not (
             int(numbers.min()) >= 0 and int(numbers.max()) < clock and len(torch.unique(tickets)) == len(tickets)
         ):
-            raise ValueError(
-                f"{where}: numbers: expected each ticket once, in [1, {clock}), or 0 of a row that was removed."
-            )
+            raise ValueError(f"{where}: numbers: expected each ticket once, in [1, {clock}), or 0 of a removed row.")
         writes = tensor_in(state_dict, "writes", torch.int64, (n,), where) if "writes" in state_dict else numbers
         if bool(((writes > numbers) | (writes < numbers.clamp(max=1))).any()):
             raise ValueError(f"{where}: writes: expected a number of at most its ticket, 0 of a row that was removed.")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Unpack
 
 import torch
 
-from engram._support.checks import check_path
+from engram._support.checks import check_choice, check_path
 from engram._support.tensordicts import is_tensor_collection
 from engram._support.unsupported import Later, TracingArguments, carriers, reject_unsupported, take_compilable
 from engram.errors import IncompatibleStore
@@ -312,8 +312,7 @@ class LazyMemmapStorage(LazyTensorStorage):
 
 def check_io(call: str, io: object) -> str:
     """``io``, which says how rows are moved. Raises ``ValueError``: it is none of the words."""
-    if io not in ("auto", "map", "read"):
-        raise ValueError(f"{call}: io: expected 'auto', 'map' or 'read', got {io!r}.")
+    check_choice(f"{call}: io", io, ("auto", "map", "read"))
     return str(io)
 
 

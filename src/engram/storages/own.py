@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias, Unpack, ca
 import msgspec
 import torch
 
-from engram._support.checks import check_path
+from engram._support.checks import check_path, check_type
 from engram._support.state import copied
 from engram._support.tensordicts import is_tensor_collection, wrap
 from engram._support.words import count, warn
@@ -79,8 +79,7 @@ class OwnColumns:
         self.own = own
         self.name = type(own).__name__
         declared = own.traits if isinstance(own, _Declares) else Traits()
-        if not isinstance(declared, Traits):
-            raise TypeError(f"{self.name}: traits: expected a Traits, got {type(declared).__name__}. Write Traits(…).")
+        declared = check_type(f"{self.name}: traits", declared, Traits, "a Traits", "Write Traits(…).")
         if declared.empties and not isinstance(own, _Empties):
             raise TypeError(f"{self.name}: expected the method empty, which Traits(empties=True) declares, got none.")
         self.in_order, self._empties = declared.in_order, declared.empties
@@ -102,14 +101,9 @@ class OwnColumns:
         """Raises ``TypeError``, ``ValueError``: it is none, or none that a storage of one's own has."""
         found = self.own.extent()
         call = self._call("extent")
-        if not isinstance(found, Extent):
-            raise TypeError(
-                f"{call}: expected an Extent, got {type(found).__name__}. Return Extent(capacity, (filled,), (seam,))."
-            )
+        found = check_type(call, found, Extent, "an Extent", "Return Extent(capacity, (filled,), (seam,)).")
         if len(found.filled) != 1 or len(found.seam) != 1 or found.holes is not None:
-            raise ValueError(
-                f"{call}: expected one lane without holes, Extent(capacity, (filled,), (seam,)), got {found}."
-            )
+            raise ValueError(f"{call}: expected one lane, no holes, Extent(capacity, (filled,), (seam,)), got {found}.")
         capacity, (filled,), (seam,), _ = found
         if not (0 <= filled <= capacity and 0 <= seam < capacity and capacity == (self.capacity or capacity)):
             expected = f"the capacity {self.capacity}" if self.capacity else "a capacity above 0"

@@ -44,7 +44,7 @@ class Ragged:
         max_length: items that a row may have at most; of strings and JSON the bytes of the text in UTF-8. None: the
             next power of two of four times the longest row of the first write, at least 64, which is logged.
         like: the field whose lengths the rows of this one have, such as the tokens of which it holds the
-            log-probabilities. A write may leave it out: its items are zeros then, and may be replaced later.
+            log-probabilities. Where a write has None in its place, its items are zeros, and may be replaced later.
         shape: of an item; ``()`` for numbers.
 
     Raises:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from engram._support import native
+from engram._support.checks import check_type
 from engram._support.state import check_keys, integer, tensor_in, typed
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
@@ -69,8 +70,7 @@ def checked_priorities(
 
 def check_names(state: object, where: str) -> list[str]:
     """The names in a dict of indexes. Raises ``TypeError``, ``ValueError``: it is none, or one is no name."""
-    if not isinstance(state, dict):
-        raise TypeError(f"{where}: expected a dict, got a {type(state).__name__}.")
+    state = check_type(where, state, dict, "a dict")
     for name in state:
         check_index_name(name, where)
     return list(state)

@@ -164,9 +164,7 @@ class BlockLayout:
             raise ValueError(f"views: expected 0 to {rows} rows, at 0 or behind it, got {n} rows at {at}.")
         available = memoryview(block).nbytes  # type: ignore[arg-type] # says itself what has no bytes
         if at + self.nbytes(rows) > available:
-            raise ValueError(
-                f"views: expected {self.nbytes(rows)} bytes for {rows} rows at {at}, got {available} in all."
-            )
+            raise ValueError(f"views: expected {self.nbytes(rows)} bytes for {rows} rows at {at}, got {available}.")
         try:
             return native.block_views(block, self._native, [at + offset for offset in self.offsets(rows)], n)
         except ValueError as error:

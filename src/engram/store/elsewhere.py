@@ -183,9 +183,7 @@ class ForeignStore(HostedStore):
         fresh = torch.unique(rows[(rows < 0) | (rows >= live)])
         if len(fresh) and not torch.equal(fresh, torch.arange(live, live + len(fresh), device="cpu")):
             odd = int(fresh[fresh != torch.arange(live, live + len(fresh), device="cpu")][0])
-            raise RuntimeError(
-                f"{call}: row {odd}: expected one of the {live} live rows, or the rows after them in order."
-            )
+            raise RuntimeError(f"{call}: row {odd}: expected one of the {live} live rows, or the next ones in order.")
         if len(rows) and int(rows.max()) >= self.capacity:
             raise RuntimeError(f"{call}: expected rows below the capacity {self.capacity}, got {int(rows.max())}.")
 

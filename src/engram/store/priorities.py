@@ -85,9 +85,7 @@ def check_priorities(state: dict[str, object], config: PriorityConfig | None, ro
     least, largest = leaves.aminmax() if leaves.numel() else (leaves.new_zeros(()),) * 2  # NaN, if one is
     if not (least >= 0 and largest < most):
         row = int((~((leaves >= 0) & (leaves < most))).nonzero()[0])
-        raise PriorityError(
-            f"{where}: leaves: expected finite ones of at least 0, got {float(leaves[row])} of row {row}."
-        )
+        raise PriorityError(f"{where}: leaves: expected finite ones of at least 0, row {row} has {float(leaves[row])}.")
     return found
 
 

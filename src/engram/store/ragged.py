@@ -10,7 +10,7 @@ import torch
 from engram._support import native
 from engram.errors import RowError
 from engram.store.memory import as_rows, dlpack_specs
-from engram.store.ragged_rows import Items, addresses_of, sharing, source_of
+from engram.store.ragged_rows import Items, addresses_of, check_room, sharing, source_of
 from engram.store.ragged_state import RingsTarget, heads_of
 from engram.store.store import Store, StoreState
 from engram.types import RowsTarget, Write, WritePlan
@@ -64,18 +64,24 @@ class RaggedStore(Store):
     # ---- writing -----------------------------------------------------------------------------------------------------
 
     def write(self, plan: WritePlan, columns: Sequence[Tensor | Items], n: int) -> Write:
-        """As for every store. Raises, too: ``RuntimeError``: the plan names rows. Nothing is written."""
+        """As for every store. Raises, too: ``RuntimeError``: the plan names rows. ``ValueError``: a lane has no room for the items of
+        all its rows. Nothing is written.
+        """
         if plan.lane is None:
             names = ", ".join(self.schema.fields[number].name for number in self.schema.ragged)
             raise RuntimeError(
                 f"write: ragged fields ({names}): expected rows that are appended to a lane, got ones that are placed. Use a "
                 "RoundRobinWriter."
             )
-        addresses, sources, _kept = addresses_of(self.schema.ragged_groups, columns)
+        groups, lanes = (
+            self.schema.ragged_groups,
+            plan.lane if isinstance(plan.lane, int) else as_rows(plan.lane, "extend"),
+        )
+        check_room(groups, columns, lanes, self.lane_length)
+        addresses, sources, _kept = addresses_of(groups, columns)
         rows = native.empty_rows(n)
-        if isinstance(plan.lane, int):
-            return Write(rows, self.core.append_ragged(plan.lane, n, addresses, rows.data_ptr(), sources))
-        lanes = as_rows(plan.lane, "extend")
+        if isinstance(lanes, int):
+            return Write(rows, self.core.append_ragged(lanes, n, addresses, rows.data_ptr(), sources))
         return Write(rows, self.core.append_ragged_by_lane(lanes.data_ptr(), n, addresses, rows.data_ptr(), sources))
 
     def edit(self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor | Items]) -> Write:

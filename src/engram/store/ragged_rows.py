@@ -190,6 +190,24 @@ def sharing(group: Iterable[Items]) -> list[Items]:
     return [it.packed() for it in members]
 
 
+def check_room(
+    groups: Sequence[RaggedGroup], columns: Sequence[Tensor | Items], lane: int | Tensor, length: int
+) -> None:
+    """Raise ``ValueError`` where the last rows of a call need the room of others. ``lane``: of all or each; ``length``: its rows."""
+    for leader, most, _ in groups:
+        items = cast("Items", columns[leader])
+        if items.total <= most:
+            continue
+        for one in [lane] if isinstance(lane, int) else set(lane.tolist()):
+            lengths = items.lengths if isinstance(lane, int) else items.lengths[lane == one]
+            needed = int(lengths[-length:].sum())
+            if needed > most:
+                raise ValueError(
+                    f"extend: expected at most {most:,} ragged items in one call, the room of a lane, got {needed:,}: the last rows would "
+                    "overwrite the first. Write fewer rows at once, or make the storage with more ragged_bytes."
+                )
+
+
 class Addresses(NamedTuple):
     """Rows as calls of the core take them."""
 

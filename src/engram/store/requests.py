@@ -10,7 +10,7 @@ from engram._support import native
 from engram.errors import EngramError, RowError
 from engram.store.indexes import LockedIndex
 from engram.store.memory import dlpack_specs
-from engram.store.ragged_rows import addresses_of
+from engram.store.ragged_rows import addresses_of, check_room
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -172,6 +172,7 @@ class Requests:
         """
         self._check(lane, columns, n, "append_by")
         rows, store = native.empty_rows(n), self._store
+        check_room(store.schema.ragged_groups, columns, lane, store.lane_length)
         given = addresses_of(store.schema.ragged_groups, columns)
         try:
             new, expected = store.core.append_by(

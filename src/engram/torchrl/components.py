@@ -128,9 +128,7 @@ class DumpedStorage:
             return self._tensordict(meta, parts, key)
         match = _CLASS.fullmatch(kind)
         if match is None or not self.folder.is_folder((*parts, "_tensordict")):
-            raise IncompatibleCheckpoint(
-                f"{name}: expected a TensorDict or a tensorclass, got {kind!r}: it cannot be read."
-            )
+            raise IncompatibleCheckpoint(f"{name}: expected a TensorDict or a tensorclass, cannot read {kind!r}.")
         others = sorted(entry for entry in meta if entry != "_type")
         if "other.pickle" in self.folder.names(parts):
             others.append("other.pickle, a pickle")

@@ -236,9 +236,7 @@ def _read_items(folder: Folder, places: components.Places, max_bytes: int | None
     cursor, count = (len(items), None) if writer is None else (writer.cursor, writer.write_count)
     if cursor > len(items):
         name = folder.name((*places.writer, "metadata.json"))
-        raise CorruptCheckpoint(
-            f"{name}: expected a cursor of at most {len(items)}, as many as are live, got {cursor}."
-        )
+        raise CorruptCheckpoint(f"{name}: expected a cursor of at most {len(items)}, the live items, got {cursor}.")
     priorities = components.read_sampler(folder, places.sampler, len(items), left_out)
     return TorchRLItems(folder.path, items, cursor, count, None, priorities, None, tuple(left_out))
 
@@ -265,9 +263,7 @@ def _empty_members(folder: Folder, expected: int) -> set[int]:
             f"{_said(empty)}."
         )
     if count != expected:
-        raise IncompatibleCheckpoint(
-            f"{name}: expected an ensemble of {expected} members, as here, got one of {count}."
-        )
+        raise IncompatibleCheckpoint(f"{name}: expected {expected} members, as here, got an ensemble of {count}.")
     return empty
 
 

@@ -134,9 +134,7 @@ class TorchRLDump:
         try:
             field = next(field for field in self.fields if field.key == key)
         except StopIteration:
-            raise KeyError(
-                f"expected a field of the dump, one of {[f.name for f in self.fields]}, got {key}."
-            ) from None
+            raise KeyError(f"expected a field of the dump, of {[f.name for f in self.fields]}, got {key}.") from None
         dtype = DTYPE_OF[field.dtype]
         if out.dtype is not dtype or out.ndim < 1 or out.shape[1:] != torch.Size(field.shape):
             raise ValueError(
@@ -303,7 +301,7 @@ class CompressedItems:
         self._places: list[int | None] = convert(self._json(_PLACES), list[Count | None], name)
         if len(self._places) != len(self._items):
             raise CorruptCheckpoint(
-                f"{name}: expected {len(self._items)} places, one for each item, got {len(self._places)}."
+                f"{name}: expected {len(self._items)} places, one an item, got {len(self._places)}."
             )
         there = [place for place in self._places if place is not None]
         data = (*parts, _DATA)
@@ -413,7 +411,7 @@ class CompressedItems:
         nbytes = math.prod(leaf.shape) * DTYPES[known_dtype(leaf.dtype, f"{name}: field {key!r:.100}")]
         if nbytes > self._most:
             raise IncompatibleCheckpoint(
-                f"{where}: expected at most {self._most} bytes, as there is memory, got {nbytes}."
+                f"{where}: expected at most {self._most} bytes, which there are, got {nbytes}."
             )
         if not nbytes:  # it may have no file
             return torch.empty(leaf.shape, dtype=DTYPE_OF[leaf.dtype.removeprefix("torch.")], device="cpu")

@@ -194,7 +194,7 @@ class FolderLeaves:
             row = math.prod(leaf.shape) * DTYPES[leaf.dtype]
             if (first + n) * row > nbytes:
                 raise CorruptCheckpoint(
-                    f"{self._folder.name(parts)}: expected at least {first + n} values, it ends earlier."
+                    f"{self._folder.name(parts)}: expected at least {first + n} values, it ends early."
                 )
             self._folder.read_into(bytes_of(values), parts, nbytes, first * row)
         return values
@@ -304,9 +304,7 @@ class Layout(NamedTuple):
         """Describe and check the layout in a folder. Raises as :func:`open_layout`."""
         found = open_layout(Folder(folder), (), self.keys)
         if found is None:
-            raise IncompatibleCheckpoint(
-                f"{self.who}: loads: {folder}: expected a storage saved flat or nested, found none."
-            )
+            raise IncompatibleCheckpoint(f"{self.who}: loads: {folder}: expected one saved flat or nested, found none.")
         return found
 
 

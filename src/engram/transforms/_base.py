@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engram._support import nested
+from engram._support.checks import check_type
 from engram._support.field_paths import as_paths, checked_path, public
 from engram._support.nested import is_tensordict
 from engram._support.state import HasState, Loads, Stateful, check_keys, has_state, prepare_load, saved
@@ -379,8 +380,7 @@ class Compose(Stateful):
         >>> len(chain)
         2
         """
-        if not isinstance(index, int):
-            raise TypeError(f"insert_transform: index: expected an int, got {type(index).__name__}.")
+        index = check_type("insert_transform: index", index, int, "an int")
         if not -len(self) <= index <= len(self):
             raise ValueError(f"insert_transform: index: expected one in [{-len(self)}, {len(self)}], got {index}.")
         self._steps.insert(index, _Step(transform, invert=invert))

@@ -129,9 +129,7 @@ class NativeWriter(Component):
 
     def _registered(self) -> Any:
         if self._storage is None:
-            raise RuntimeError(
-                f"{type(self).__name__}: expected a registered storage. Hand the writer to a buffer first."
-            )
+            raise RuntimeError(f"{type(self).__name__}: expected a registered storage. Hand it to a buffer first.")
         return self._storage
 
     def _write(self, call: str, data: object, plan: WritePlan | None, *, batched: bool) -> Write:
@@ -231,9 +229,7 @@ class NativeWriter(Component):
         if self._storage is None:
             return torch.full_like(rows, -1)
         if self.traits.rejects or not self.keeps_order:
-            raise TypeError(
-                f"positions_of: expected rows in the order of steps, {type(self).__name__} chooses where they go."
-            )
+            raise TypeError(f"positions_of: expected rows in the order of steps, not of a {type(self).__name__}.")
         positions: Tensor = self._storage.positions_of(rows.reshape(-1))
         return positions.reshape(rows.shape)
 

@@ -250,7 +250,7 @@ def test_what_cannot_be_made():
     at = columns_of(filled(3))
     with pytest.raises(ValueError, match="batch_size: expected at least 1, got 0"):
         Chain(at, 0, "cpu")
-    with pytest.raises(ValueError, match="kind: expected one of"):
+    with pytest.raises(ValueError, match="kind: expected 'uniform'.* got 'slices'"):
         Chain(at, 1, "cpu", kind="slices")
     with pytest.raises(ValueError, match="expected columns with a priority tree"):
         Chain(at, 1, "cpu", kind="prioritized")

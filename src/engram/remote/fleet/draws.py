@@ -160,9 +160,7 @@ class Draws:
             )
         if not masses.any():
             begin = "sample" if any(shard.mass.live for shard in shards) else "Cannot sample from an empty storage"
-            raise NoSampleable(
-                f"{begin}: no store of the fleet has a row that could be drawn. Add data before sampling."
-            )
+            raise NoSampleable(f"{begin}: no store of the fleet has a row to draw. Add data before sampling.")
         if not self._epochs:
             used = np.array([shard.weight for shard in shards])
             return _Batch(key, units, plans.chosen(masses, plans.random_of(key, attempt).random(units)), used, shards)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 import torch
 
 from engram._support import fork, native
+from engram._support.checks import check_choice
 from engram._support.words import no_space
 from engram.format.files import FIXED_BYTES
 from engram.format.schema import Field
@@ -361,8 +362,7 @@ class Chain:
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"Chain: batch_size: expected at least 1, got {batch_size}.")
-        if kind not in KINDS:
-            raise ValueError(f"Chain: kind: expected one of {KINDS}, got {kind!r}.")
+        check_choice("Chain: kind", kind, KINDS)
         if kind == "prioritized" and columns.tree is None:
             raise ValueError("Chain: expected columns with a priority tree, got none. Give columns_of the priorities.")
         self.batch_size = batch_size

@@ -184,9 +184,7 @@ class DeviceRows:
         self._checked = now
         left_out = "since the last look at the device; they were left out."
         if bad:
-            raise PriorityError(
-                f"update_priority: expected finite priorities of at least 0, got {bad} others {left_out}"
-            )
+            raise PriorityError(f"update_priority: expected finite priorities, at least 0, got {bad} others {left_out}")
         if outside:
             raise RowError(f"expected rows that hold data, got {outside} others {left_out}")
         if empty:
