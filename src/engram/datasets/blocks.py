@@ -187,7 +187,9 @@ def _any(flag: Array) -> NDArray[np.bool_]:
     return found
 
 
-def new_names(call: str, found: Iterable[FieldPath], rename: Rename | None) -> dict[FieldPath, FieldPath | None]:
+def new_names(
+    call: str, found: Iterable[FieldPath], rename: Rename | None, usual: Mapping[str, FieldPath] = USUAL
+) -> dict[FieldPath, FieldPath | None]:
     """What the fields of a data set become.
 
     A name that stands for a group of fields, such as ``"infos"``, names all of them.
@@ -209,7 +211,7 @@ def new_names(call: str, found: Iterable[FieldPath], rename: Rename | None) -> d
     for field in found:
         group = next((field[:n] for n in range(len(field), 0, -1) if field[:n] in given), None)
         if group is None:
-            names[field] = (*USUAL.get(field[0], field[:1]), *field[1:])
+            names[field] = (*usual.get(field[0], field[:1]), *field[1:])
         else:
             new_path = given[group]
             names[field] = None if new_path is None else (*new_path, *field[len(group) :])

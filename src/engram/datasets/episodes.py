@@ -19,10 +19,10 @@ from engram.buffer.replay_buffer import ReplayBuffer
 from engram.datasets.blocks import BLOCK_BYTES, Block, Table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
-    from engram.datasets.blocks import Columns
+    from engram.datasets.blocks import Array, Columns
 
 
 class Stored(Table):
@@ -42,6 +42,9 @@ class Stored(Table):
         self.ends = [fields[number].key for number in boundaries.ends]
         self._paths = [field.key for field in fields]
         self.names = {path: path for path in self._paths if path != MARK}
+        for field in fields:
+            if "float8" in field.dtype or field.dtype in ("bfloat16", "complex32"):
+                raise self.refuse(f"field {field.name}: expected a dtype that NumPy has, got {field.dtype}.")
         self._finals = finals_of(buffer.sampler)
         self._extent = self._storage.extent()
         self.rows = self._extent.size
@@ -81,26 +84,31 @@ class Stored(Table):
                     finals |= {key: value.numpy() for key, value in zip(self._finals.keys, values, strict=True)}
             yield Block(block.columns, block.lengths, finals)
 
-    def episodes(self, final: str, keys: Callable[[FieldPath], bool]) -> Iterator[tuple[Columns, Columns]]:
-        """Each episode, and the observations after its last step.
+    def after(self, block: Block, path: FieldPath, final: str) -> Array:
+        """The observations after the last steps of a block, ``[episodes, …]``.
 
         Args:
-            final: what those are that are not stored: ``"repeat"``, the observations of the last step, or ``"refuse"``.
-            keys: whether a field is an observation.
+            block: of this store.
+            path: the observation.
+            final: what those are that are not stored: ``"repeat"``, the observations of the last steps, or ``"refuse"``.
         """
+        if path in block.finals:
+            return block.finals[path]
+        if final != "repeat":
+            raise self.refuse(
+                f"expected the observation after the last step of each episode, but none is stored of {public(path)!r}. "
+                "final='repeat' takes that of the last step in its place."
+            )
+        return block.columns[path][np.cumsum(block.lengths) - 1]
+
+    def episodes(self, final: str) -> Iterator[tuple[Columns, Columns]]:
+        """Each episode, and the observations after its last step. ``final``: as for :meth:`after`."""
         for block in self.blocks(0, 0):
             ends = np.cumsum(block.lengths)
+            after = {path: self.after(block, path, final) for path in block.columns if path[0] == "observation"}
             for number, (start, end) in enumerate(zip(ends - block.lengths, ends, strict=True)):
                 columns = {path: column[start:end] for path, column in block.columns.items()}
-                after = {}
-                for path in filter(keys, columns):
-                    if path not in block.finals and final != "repeat":
-                        raise self.refuse(
-                            f"expected the observation after the last step of each episode, but none is stored of {public(path)!r}. "
-                            "final='repeat' takes that of the last step in its place."
-                        )
-                    after[path] = block.finals[path][number] if path in block.finals else columns[path][-1]
-                yield columns, after
+                yield columns, {path: column[number] for path, column in after.items()}
 
 
 @contextmanager

@@ -215,18 +215,14 @@ def to_minari(
             if not any(field[0] == key for field in store.names):
                 raise store.refuse(f"expected a field {key!r}, got {[*store.names]}.")
         partial.mkdir()
-        first = next(store.episodes(final, _observed))[0]
+        first = next(store.episodes(final))[0]
         spaces = [
             space or _space(_entries({field[1:]: column for field, column in first.items() if field[0] == key}))
             for key, space in (("observation", observation_space), ("action", action_space))
         ]
         data = minari_storage.MinariStorage.new(partial / "data", *spaces, jpeg_encoding=False)
-        data.update_episodes(_buffers(store.episodes(final, _observed), minari.data_collector.EpisodeBuffer))
+        data.update_episodes(_buffers(store.episodes(final), minari.data_collector.EpisodeBuffer))
         data.update_metadata({"dataset_id": name, "minari_version": minari.__version__})
-
-
-def _observed(path: FieldPath) -> bool:
-    return path[0] == "observation"
 
 
 def _space(column: Any) -> Any:
