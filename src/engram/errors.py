@@ -16,6 +16,7 @@
     ├── UncleanStore       RuntimeError   the store was open when the machine crashed
     ├── IncompatibleCheckpoint  ValueError     another schema or geometry, or a newer format version
     ├── CorruptCheckpoint       RuntimeError   a missing, truncated, changed or hostile file
+    ├── DatasetError       ValueError     a data set that cannot be read, imported or written as asked
     └── RankFailed         RuntimeError   a rank of the job failed, died or did not answer in time
 
 Plain mistakes in a call keep their builtin class (``TypeError``, ``KeyError``, ``ValueError``, ``RuntimeError``,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CorruptCheckpoint",
     "CorruptStore",
+    "DatasetError",
     "EngramError",
     "ForkedHandle",
     "IncompatibleCheckpoint",
@@ -111,6 +113,13 @@ class CorruptCheckpoint(EngramError, RuntimeError):
     """A checkpoint with a missing, truncated or changed file, or a file that engram did not write. Names file and byte.
 
     Neither the checkpoint nor the object to load it into was changed.
+    """
+
+
+class DatasetError(EngramError, ValueError):
+    """A data set of another program that is damaged, of another version, or cannot be stored or written as asked.
+
+    Of an import that had begun, the finished episodes stay in the directory; the same call goes on with them.
     """
 
 

@@ -291,7 +291,7 @@ def test_what_is_refused():
     with pytest.raises(TypeError, match="a NextFromFollowing inside"):
         NextFromFollowing(NextFromFollowing(RandomSampler(), kept), kept)
     with pytest.raises(TypeError, match="expected FinalObservations"):
-        NextFromFollowing(RandomSampler(), ["obs"])
+        NextFromFollowing(RandomSampler(), None)
     with pytest.raises(TypeError, match="expected a LazyTensorStorage"):
         FinalObservations(["obs"], ListStorage(9))
     with pytest.raises(TypeError, match="expected a list"):

@@ -72,6 +72,11 @@ class Expander(SamplerAround):
         return ()
 
     @property
+    def marks(self) -> bool:
+        """Whether rows say where their final observation is."""
+        return False
+
+    @property
     def chain(self) -> tuple[Expander, ...]:
         """The expanders inside this one, the innermost first, and this one."""
         return (*self._inside, self)
@@ -185,7 +190,8 @@ class Expander(SamplerAround):
         """The fields of rows as they are stored, of rows as they are written."""
         gone = {("next", *key) for key in self._followed}
         kept = tuple(field for field in fields if field.key not in gone)
-        return kept if not gone else (*(field for field in kept if field.key != MARK), Field(MARK, "int64", (2,)))
+        marked = any(expander.marks for expander in self.chain)
+        return kept if not marked else (*(field for field in kept if field.key != MARK), Field(MARK, "int64", (2,)))
 
     def ready_bytes(self, stored: Sequence[Field]) -> int:
         """Bytes of a row that holds what batches have: all frames of its stacks, and its next observations.

@@ -510,12 +510,14 @@ class NextFromFollowing(Expander):
 
     Args:
         sampler: draws the rows: a sampler (also of slices), a sampler class, or another expander.
-        finals: also the buffer's write transform: ``ReplayBuffer(..., transform=finals)``.
+        finals: also the buffer's write transform: ``ReplayBuffer(..., transform=finals)``. Or a list of the keys alone, for rows that
+            were written without one, such as those of a data set: then the last step of an episode has no next observation and is
+            not drawn, and windows are refused.
         traj_key, end_keys, index, end_when: as for :class:`NStep`.
 
     Raises: as :class:`NStep`, and
-        TypeError: ``finals`` is not a ``FinalObservations``; ``sampler`` is a ``SamplerWithoutReplacement``, or one of
-            windows with a ``draw`` of its own: these cannot draw another row or window.
+        TypeError: ``finals`` is neither a ``FinalObservations`` nor a list of keys; ``sampler`` is a ``SamplerWithoutReplacement``,
+            or one of windows with a ``draw`` of its own: these cannot draw another row or window.
         KeyError: when drawing: rows were written without the transform.
         RuntimeError: when drawing: a final observation is in another storage; an episode ends, by its id, at a row
             without end flag. When a buffer takes it, or when drawing: the buffer is shared and ``finals.storage`` is
@@ -537,9 +539,20 @@ class NextFromFollowing(Expander):
     >>> bool((batch["next", "obs"] == batch["obs"] + 1).all()), [field.name for field in rb.storage.store.schema.fields]
     (True, ['obs', "('next', 'done')", "('next', 'final')"])
 
+    A data set in which the last steps of episodes have no next observation:
+
+    >>> from engram import ReplayBuffer
+    >>> rows = {"obs": torch.arange(6), "terminals": torch.arange(6) == 2, "timeouts": torch.arange(6) == 5}
+    >>> sampler = NextFromFollowing(RandomSampler(), ["obs"], end_keys=["terminals", "timeouts"])
+    >>> rb = ReplayBuffer(storage=LazyTensorStorage(6), sampler=sampler, batch_size=64)
+    >>> _ = rb.extend(rows)
+    >>> batch = rb.sample()
+    >>> sorted(set(batch["obs"].tolist())), bool((batch["next"]["obs"] == batch["obs"] + 1).all())
+    ([0, 1, 3, 4], True)
+
     Frames stored once, with stacks of both:
 
-    >>> from engram import FrameStack, ReplayBuffer
+    >>> from engram import FrameStack
     >>> finals = FinalObservations(["frame"], LazyTensorStorage(10))
     >>> sampler = FrameStack(NextFromFollowing(RandomSampler(), finals), n=4, dim=-3, in_keys=["frame"])
     >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, transform=finals, batch_size=32)
@@ -551,12 +564,25 @@ class NextFromFollowing(Expander):
     """
 
     def __init__(
-        self, sampler: Sampler | type[Sampler], finals: FinalObservations, **trajectories: Unpack[TrajectoryArguments]
+        self,
+        sampler: Sampler | type[Sampler],
+        finals: FinalObservations | Sequence[str | FieldPath],
+        **trajectories: Unpack[TrajectoryArguments],
     ) -> None:
-        finals = check_type("NextFromFollowing: finals", finals, FinalObservations, "FinalObservations")
-        self.finals = finals
+        keys = None if isinstance(finals, FinalObservations) else as_paths(finals, "NextFromFollowing: finals")
+        if not (keys or isinstance(finals, FinalObservations)):
+            raise TypeError(
+                "NextFromFollowing: finals: expected FinalObservations, or the keys of observations, got None."
+            )
+        self.finals: Any = finals if keys is None else None
+        self._keys = keys or ()
         super().__init__(sampler, **trajectories)
         source = self.innermost
+        if source.traits.draws_windows and keys is not None:
+            raise TypeError(
+                f"NextFromFollowing: finals: expected FinalObservations around a {type(source).__name__}, got keys: windows would hold "
+                "last steps, whose next observations are nowhere. Draw rows, or write them through ReplayBuffer(..., transform=finals)."
+            )
         if source.traits.draws_once:
             raise TypeError(
                 "NextFromFollowing: sampler: expected one with replacement: in place of a row whose next one is not written yet "
@@ -577,25 +603,31 @@ class NextFromFollowing(Expander):
 
     @property
     def followed(self) -> tuple[FieldPath, ...]:
-        return self.finals.keys
+        return self._keys if self.finals is None else cast("tuple[FieldPath, ...]", self.finals.keys)
+
+    @property
+    def marks(self) -> bool:
+        return self.finals is not None
 
     def change(self, reading: Reading) -> None:
-        if MARK not in reading.numbers:
+        if self.finals is not None and MARK not in reading.numbers:
             raise KeyError(
                 f"sample: NextFromFollowing: expected rows with {public(MARK)!r}, got {[*map(public, reading.numbers)]}. Write them "
                 "through ReplayBuffer(..., transform=finals)."
             )
-        fields = {key: reading.number(key, "NextFromFollowing") for key in self.finals.keys}
+        fields = {key: reading.number(key, "NextFromFollowing") for key in self.followed}
         for key in fields:
             if ("next", *key) in reading.numbers:
-                raise ValueError(f"sample: NextFromFollowing: rows have a field {public(('next', *key))!r} already.")
-        reading.following = Following(reading.numbers[MARK], fields, self.finals)
+                raise ValueError(
+                    f"sample: NextFromFollowing: the rows have a field {public(('next', *key))!r} already."
+                )
+        reading.following = Following(reading, fields, self.finals)
 
     @property
     def reads_there(self) -> bool:
         of = self._source.traits
         by_priority = isinstance(self._source, PrioritizedSampler) and not of.draws_windows
-        return not self._inside and (of.draws_uniformly or by_priority)
+        return self.finals is not None and not self._inside and (of.draws_uniformly or by_priority)
 
     @property
     def draws_on_device(self) -> bool:  # type: ignore[override]
@@ -644,8 +676,10 @@ class NextFromFollowing(Expander):
         return found
 
     def beside_bytes(self, stored: Sequence[Field]) -> int:
+        if self.finals is None:
+            return 0
         observations = sum(field.row_bytes for field in stored if field.key in self.finals.keys)
-        return self.finals.storage.max_size * (observations + 8)  # and a tag
+        return int(self.finals.storage.max_size) * (observations + 8)  # and a tag
 
     def bind(self, storage: SampledStorage) -> None:
         """As for every expander. Raises ``RuntimeError``: ``storage`` is shared, and that of final observations is not.
@@ -657,7 +691,7 @@ class NextFromFollowing(Expander):
         Traceback (most recent call last):
         RuntimeError: NextFromFollowing: the buffer is one that processes share, but the storage of final observations is not. ...
         """
-        if isinstance(storage, TensorStorage):
+        if self.finals is not None and isinstance(storage, TensorStorage):
             self.finals.follow(storage)
         super().bind(storage)
 
@@ -668,7 +702,8 @@ class NextFromFollowing(Expander):
         >>> NextFromFollowing(RandomSampler(), FinalObservations(["obs"], LazyTensorStorage(10))).moved()
         """
         super().moved()
-        self.finals.move()
+        if self.finals is not None:
+            self.finals.move()
 
     def observe(self, write: Write | None, data: object) -> None:
         """As for every sampler. Warns, once, if the write lost final observations of other rows.
@@ -676,23 +711,28 @@ class NextFromFollowing(Expander):
         >>> from engram import FinalObservations, LazyTensorStorage, NextFromFollowing, RandomSampler
         >>> NextFromFollowing(RandomSampler(), FinalObservations(["obs"], LazyTensorStorage(10))).observe(None, None)
         """
-        self.finals.written()
+        if self.finals is not None:
+            self.finals.written()
         super().observe(write, data)
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        return super().traits._replace(listens=True)
+        return super().traits if self.finals is None else super().traits._replace(listens=True)
 
     @property
     def recordable(self) -> bool:
         """Whether final observations lie in a directory, which a store can note."""
-        return self.finals.folder is not None and super().recordable
+        return (self.finals is None or self.finals.folder is not None) and super().recordable
 
     def config(self) -> dict[str, object]:
-        return {**super().config(), "finals": self.finals}
+        return {**super().config(), "finals": plain(self._keys) if self.finals is None else self.finals}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({"_keys": (), **state})  # which earlier versions did not have
 
     def __repr__(self) -> str:
-        return f"NextFromFollowing({self.sampler!r}, {self.finals!r})"
+        finals = [*map(public, self._keys)] if self.finals is None else self.finals
+        return f"NextFromFollowing({self.sampler!r}, {finals!r})"
 
 
 def finals_of(sampler: object) -> FinalObservations | None:
@@ -716,27 +756,31 @@ class Following:
     A row whose next observation is nowhere is drawn again: the newest one of a lane, or one that was made an end after it was written.
     """
 
-    def __init__(self, mark: int, fields: dict[FieldPath, int], finals: FinalObservations) -> None:
-        """``mark``: the field in which a row names its final observation. ``fields``: the observations, by path."""
+    def __init__(self, reading: Reading, fields: dict[FieldPath, int], finals: FinalObservations | None) -> None:
+        """``fields``: the observations, by path. ``finals``: None: last steps have no next observations."""
         self.names = [("next", *path) for path in fields]
-        self.mark = mark
+        #: The field in which a row names its final observation; -1: there is none.
+        self.mark = -1 if finals is None else reading.numbers[MARK]
         self.fields = fields
-        self._finals = finals
+        self._reading, self._finals = reading, finals
 
     def check(self, memory: Store) -> None:
         """Raise ``RuntimeError`` unless every process of the store can read the final observations."""
-        if memory.directory is not None:
+        if self._finals is not None and memory.directory is not None:
             self._finals.check_shared()
 
     def columns(self, others: list[Column]) -> list[Column]:
         """The next observations, stacked as the observations are, then what comes after the observed row, for :meth:`complete`."""
-        ahead = others[self.mark].ahead
+        ahead = self._ahead(others)
         following = [others[number]._replace(ahead=ahead, following=True) for number in self.fields.values()]
         return [*following, Column("after", ahead=ahead)]
 
+    def _ahead(self, others: list[Column]) -> int:
+        return self._reading.ahead if self._finals is None else others[self.mark].ahead
+
     def finished(self, others: list[Column]) -> tuple[int, int]:
-        """The field of :meth:`__init__`, and how many steps at the end of a trajectory have no next observation if that is negative."""
-        return self.mark, others[self.mark].ahead + 1
+        """The field :attr:`mark`, and how many steps at the end of a trajectory have no next observation if that is negative."""
+        return self.mark, self._ahead(others) + 1
 
     def complete(self, memory: Store, rows: Tensor, tensors: list[Tensor], moved: list[int]) -> tuple[list[int], bool]:
         """Put final observations where no row follows: ``(places to draw again, whether all of those wait for a next step)``.
@@ -758,10 +802,10 @@ class Following:
         stands = torch.ones(len(rows), dtype=torch.bool, device="cpu")
         stands[moved] = False
         mark = tensors[self.mark]
-        final = stands & (mark[:, 0] >= 0)
+        final = stands & (mark[:, 0] >= 0) if self._finals is not None else torch.zeros_like(stands)
         at, alone = final.nonzero().flatten(), stands & ~final & (after != 0)
         unmarked = alone & (after == _ANOTHER)
-        if len(at):
+        if self._finals is not None and len(at):
             columns, found = self._finals.read(mark[at])
             gone = at[~found]
             if len(gone):  # unless the row is, too
@@ -781,7 +825,7 @@ class Following:
                     tensor[at[found], -1] = values
                 else:
                     tensor[at[found]] = values
-        if bool(unmarked.any()):
+        if self._finals is not None and bool(unmarked.any()):
             raise RuntimeError(
                 f"sample: NextFromFollowing: row {int(rows[unmarked.nonzero()[0, 0]])}, or one that follows it, is the last of its "
                 "trajectory, but was written without an end flag, so its final observation was not kept. Set one of the end keys of "

@@ -116,6 +116,8 @@ class Reading:
         self.entries: dict[FieldPath, Column] = {}
         """Of what is not stored."""
         self.following: Following | None = None
+        #: Steps from the drawn one to that whose next observation is read, where no field says it.
+        self.ahead = 0
         self.relabelling: Relabelling | None = None
 
     def number(self, key: FieldPath, who: str) -> int:

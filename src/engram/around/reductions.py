@@ -446,6 +446,10 @@ class NStep(Expander):
         moved = set(reading.flags(self.rules))
         for key in self.next_keys:
             found = reading.below(key)
+            if any(("next", *path)[: len(key)] == key for path in reading.followed):
+                reading.ahead = ahead
+                if not found and key != ("next",):
+                    continue
             if key == ("next",):
                 found += reading.of_next_step()
             elif not found:

@@ -276,7 +276,7 @@ def _made_again(noted: object, known: dict[str, Any], kind: str) -> object:
 def _finals_in(noted: object) -> dict[str, object] | None:
     """The arguments of an expander, among those of a sampler, that hold final observations; None: no expander has some."""
     while isinstance(noted, dict) and isinstance(config := noted.get("config"), dict):
-        if "finals" in config:
+        if "finals" in config and not isinstance(config["finals"], list):  # the keys alone
             return config
         noted = config.get("sampler")
     return None

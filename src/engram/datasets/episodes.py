@@ -1,0 +1,141 @@
+"""From a directory to other formats: the episodes of a store, in order."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from engram._support.checks import check_path
+from engram._support.field_paths import FieldPath, public
+from engram.around.episodes import TrajectoryKeys, numbers_by_path
+from engram.around.following import finals_of
+from engram.around.reading import MARK
+from engram.buffer.replay_buffer import ReplayBuffer
+from engram.datasets.blocks import BLOCK_BYTES, Block, Table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from engram.datasets.blocks import Array, Columns
+
+
+class Stored(Table):
+    """The rows of a store, lane after lane and oldest first."""
+
+    def __init__(self, buffer: ReplayBuffer[Any], call: str, where: str) -> None:
+        super().__init__(call, where)
+        self._storage = buffer.storage
+        if not len(buffer):
+            raise self.refuse("expected rows, got an empty store.")
+        memory = self._storage.memory
+        assert memory is not None  # it was opened from its directory
+        fields = memory.schema.fields
+        numbers = numbers_by_path(memory)
+        boundaries = TrajectoryKeys(None, None, None).boundaries(fields, numbers, f"{call}: {where}")
+        self.id, self.sorted = next((fields[number].key for number in boundaries.ids), None), False
+        self.ends = [fields[number].key for number in boundaries.ends]
+        self._paths = [field.key for field in fields]
+        self.names = {path: path for path in self._paths if path != MARK}
+        for field in fields:
+            if "float8" in field.dtype or field.dtype in ("bfloat16", "complex32"):
+                raise self.refuse(f"field {field.name}: expected a dtype that NumPy has, got {field.dtype}.")
+        self._finals = finals_of(buffer.sampler)
+        self._extent = self._storage.extent()
+        self.rows = self._extent.size
+        self._piece = max(1, BLOCK_BYTES // memory.schema.row_bytes)
+
+    def identity(self) -> dict[str, object]:
+        return {"source": self.where}
+
+    def parts(self, row: int) -> Iterator[Iterator[Columns]]:
+        assert row == 0  # exports begin anew
+        yield from map(self._lane, range(len(self._extent.filled)))
+
+    def _lane(self, lane: int) -> Iterator[Columns]:
+        filled = self._extent.filled[lane]
+        for start in range(0, filled, self._piece):
+            places = torch.arange(start, min(start + self._piece, filled))
+            rows = self._extent.in_order(torch.tensor([lane]), places=places)
+            columns, moved = self._storage.read(rows)
+            if moved:
+                raise self.refuse("expected a store that nobody writes to, but its rows change while they are read.")
+            if len(rows):
+                yield {path: column.numpy() for path, column in zip(self._paths, columns, strict=True)}
+
+    def blocks(self, row: int, episode: int) -> Iterator[Block]:
+        """Its episodes, and the observations after their last steps, where all of a block are known."""
+        for block in super().blocks(row, episode):
+            mark = block.columns.pop(MARK, None)
+            last = np.cumsum(block.lengths) - 1
+            finals = {
+                path[1:]: column[last]
+                for path, column in block.columns.items()
+                if path[0] == "next" and path[1:] in block.columns
+            }
+            if mark is not None and self._finals is not None:
+                values, found = self._finals.read(torch.from_numpy(mark[last]))
+                if bool(found.all()):
+                    finals |= {key: value.numpy() for key, value in zip(self._finals.keys, values, strict=True)}
+            yield Block(block.columns, block.lengths, finals)
+
+    def after(self, block: Block, path: FieldPath, final: str) -> Array:
+        """The observations after the last steps of a block, ``[episodes, …]``.
+
+        Args:
+            block: of this store.
+            path: the observation.
+            final: what those are that are not stored: ``"repeat"``, the observations of the last steps, or ``"refuse"``.
+        """
+        if path in block.finals:
+            return block.finals[path]
+        if final != "repeat":
+            raise self.refuse(
+                f"expected the observation after the last step of each episode, but none is stored of {public(path)!r}. "
+                "final='repeat' takes that of the last step in its place."
+            )
+        return block.columns[path][np.cumsum(block.lengths) - 1]
+
+    def episodes(self, final: str) -> Iterator[tuple[Columns, Columns]]:
+        """Each episode, and the observations after its last step. ``final``: as for :meth:`after`."""
+        for block in self.blocks(0, 0):
+            ends = np.cumsum(block.lengths)
+            after = {path: self.after(block, path, final) for path in block.columns if path[0] == "observation"}
+            for number, (start, end) in enumerate(zip(ends - block.lengths, ends, strict=True)):
+                columns = {path: column[start:end] for path, column in block.columns.items()}
+                yield columns, {path: column[number] for path, column in after.items()}
+
+
+@contextmanager
+def stored(directory: str | os.PathLike[str], call: str) -> Iterator[Stored]:
+    """The rows of a store, which is only read."""
+    folder = check_path(f"{call}: directory", directory)
+    with ReplayBuffer.open(folder, readonly=True) as buffer:
+        yield Stored(buffer, call, str(folder))
+
+
+@contextmanager
+def written_whole(path: str | os.PathLike[str], call: str) -> Iterator[Path]:
+    """Where to write a file or folder that then appears, whole, under a path. Raises ``FileExistsError``: that is there."""
+    target = check_path(f"{call}: path", path)
+    if target.exists():
+        raise FileExistsError(
+            17,
+            f"{call}: expected a path where nothing is, got one of a {'folder' if target.is_dir() else 'file'}",
+            str(target),
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        os.rename(partial, target)
+    finally:
+        if partial.is_dir():
+            shutil.rmtree(partial)
+        else:
+            partial.unlink(missing_ok=True)
