@@ -1,0 +1,468 @@
+"""The uniform replay buffer, which the others extend."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from stable_baselines3.common import buffers as sb3
+from stable_baselines3.common.preprocessing import get_action_dim, get_obs_shape
+from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
+from stable_baselines3.common.utils import get_device
+
+import engram
+from engram._support.checks import check_count, check_number, check_path
+from engram.adapters.sb3.rows import Column, Columns, Following, Frames, action_column
+from engram.around import FinalObservations, FrameStack, NextFromFollowing, NStep, finals_of
+from engram.errors import IncompatibleStore
+from engram.samplers import RandomSampler
+from engram.storages import LazyTensorStorage
+from engram.types import Draw
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+    from stable_baselines3.common.vec_env import VecNormalize
+    from torch import Tensor
+
+    from engram.adapters.sb3.rows import Array, Nested
+    from engram.types import Extent, Sampler
+
+Path: TypeAlias = tuple[str, ...]
+Samples: TypeAlias = ReplayBufferSamples | DictReplayBufferSamples
+#: A batch of rows.
+Rows: TypeAlias = dict[str, object]
+Part: TypeAlias = "Tensor | dict[str, Tensor]"
+Index: TypeAlias = "int | slice | tuple[int | slice | NDArray[np.int64], ...]"
+OBSERVATION, ACTION = ("observation",), ("action",)
+REWARD, TERMINATED, DONE = ("next", "reward"), ("next", "terminated"), ("next", "done")
+#: In place of a next observation: which final observation it is.
+FINAL = ("next", "final")
+_ONE, _FLAG = Column(np.dtype(np.float32), (1,)), Column(np.dtype(np.bool_), (1,))
+
+
+class ReplayBuffer(sb3.ReplayBuffer):
+    """Stable-Baselines3's replay buffer, whose rows lie in RAM or in a directory that survives ``kill -9``.
+
+    ``DQN("MlpPolicy", env, replay_buffer_class=ReplayBuffer, replay_buffer_kwargs={"scratch_dir": "run/replay"})`` goes on with the
+    steps that an earlier process wrote there; ``SAC``, ``TD3``, ``DDPG`` and sb3-contrib's ``QRDQN`` and ``TQC`` take the same.
+    Batches are those of Stable-Baselines3. Observations are ``Box``, ``Discrete``, ``MultiDiscrete``, ``MultiBinary``, or a ``Dict``
+    of these.
+
+    Args:
+        buffer_size, observation_space, action_space, device, n_envs, handle_timeout_termination: as in Stable-Baselines3.
+        optimize_memory_usage: store each observation once. It may be combined with ``handle_timeout_termination``, ``n_steps`` and
+            ``Dict`` observations, which Stable-Baselines3 refuses: next observations are exact at the ends of episodes. The newest step
+            of an environment is drawn as soon as the next one is added.
+        scratch_dir: the directory of the rows, of one running process at a time. Default: RAM.
+        n_steps, gamma: draw returns of ``n_steps`` steps, as ``NStepReplayBuffer`` does, with ``discounts``. The ``n_steps`` of an
+            algorithm does not reach a custom class.
+        frame_stack: observations are stacks of so many frames, channels first or last, or flat; with ``optimize_memory_usage`` only
+            the newest frame of each is stored, and stacks are built again when drawn. Needs a ``Box``.
+        frame_padding: what older frames are where an episode begins: ``"zeros"``, as ``VecFrameStack`` has it, or ``"first"``, the
+            first frame, as Gymnasium's ``FrameStackObservation`` does.
+        unclean: as for ``engram.ReplayBuffer.open_or_create``: what to do after the machine has crashed.
+
+    Raises:
+        TypeError: a space that cannot be stored. ValueError: ``frame_stack`` without ``optimize_memory_usage``, of observations that are
+            no such stacks, or another ``frame_padding``; a number out of range.
+        IncompatibleStore: the directory holds rows of another ``n_envs``, ``buffer_size`` or other spaces. Nothing is changed.
+
+    What was open when the directory is opened counts as truncated, as its environments are reset. :attr:`rb` is the engram buffer, for
+    :meth:`stats <engram.ReplayBuffer.stats>`, plots and checkpoints. ``observations``, ``actions``, ``rewards``, ``dones`` and
+    ``timeouts`` are copies ``[buffer_size, n_envs, …]``; only ``dones`` takes assignments.
+
+    >>> import gymnasium, tempfile
+    >>> from engram.adapters.sb3 import ReplayBuffer
+    >>> from stable_baselines3 import DQN
+    >>> where = {"scratch_dir": tempfile.mkdtemp() + "/replay"}
+    >>> for start in range(2):  # the second time, the steps of the first are there
+    ...     model = DQN("MlpPolicy", "CartPole-v1", buffer_size=1_000, replay_buffer_class=ReplayBuffer, replay_buffer_kwargs=where)
+    ...     _ = model.learn(40)
+    ...     print(model.replay_buffer.size())
+    40
+    80
+    """
+
+    #: Attributes that pickles leave out.
+    not_pickled: tuple[str, ...] = ("rb", "_source", "_unended")
+
+    def __init__(
+        self,
+        buffer_size: int,
+        observation_space: spaces.Space[object],
+        action_space: spaces.Space[object],
+        device: torch.device | str = "auto",
+        n_envs: int = 1,
+        optimize_memory_usage: bool = False,
+        handle_timeout_termination: bool = True,
+        *,
+        scratch_dir: str | os.PathLike[str] | None = None,
+        n_steps: int = 1,
+        gamma: float = 0.99,
+        frame_stack: int = 1,
+        frame_padding: str = "zeros",
+        unclean: str = "refuse",
+    ) -> None:
+        who = type(self).__name__
+        self._columns = Columns(who, observation_space)
+        self._actions = action_column(who, action_space)
+        self.observation_space, self.action_space = observation_space, action_space
+        self.obs_shape = get_obs_shape(observation_space)  # type: ignore[assignment] # a dict for Dict, as in Stable-Baselines3
+        self.action_dim = get_action_dim(action_space)
+        self.n_envs = check_count(f"{who}: n_envs", n_envs)
+        self.buffer_size = max(check_count(f"{who}: buffer_size", buffer_size) // n_envs, 1)
+        self.device = get_device(device)
+        self.optimize_memory_usage, self.handle_timeout_termination = optimize_memory_usage, handle_timeout_termination
+        self.n_steps = check_count(f"{who}: n_steps", n_steps)
+        self.gamma = check_number(f"{who}: gamma", gamma, least=0, most=1)
+        self.scratch_dir = None if scratch_dir is None else check_path(f"{who}: scratch_dir", scratch_dir)
+        self._unclean = unclean
+        frames = check_count(f"{who}: frame_stack", frame_stack)
+        if frames > 1 and not optimize_memory_usage:
+            raise ValueError(f"{who}: frame_stack: expected optimize_memory_usage=True beside it, got False.")
+        self._frames = None if frames == 1 else Frames(who, observation_space, frames, frame_padding)
+        self._lane: Literal["each"] | None = "each" if n_envs > 1 else None
+        self._form: Callable[..., Samples] = (
+            DictReplayBufferSamples if isinstance(observation_space, spaces.Dict) else ReplayBufferSamples
+        )
+        self._following = Following(self.n_envs)
+        self._open()
+
+    # ---- the store -----------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        """Make the engram buffer, or open its directory. What was open there ends."""
+        finals = self._finals() if self.optimize_memory_usage else None
+        self._source = self._new_source()
+        size, sampler = self.buffer_size * self.n_envs, self._around(self._source, finals)
+        if self.scratch_dir is None:
+            storage = LazyTensorStorage(size, lanes=self.n_envs)
+            self.rb = engram.ReplayBuffer[Rows](storage=storage, sampler=sampler, transform=finals)
+        else:
+            try:
+                self.rb = engram.ReplayBuffer[Rows].open_or_create(
+                    self.scratch_dir, size, lanes=self.n_envs, sampler=sampler, transform=finals, unclean=self._unclean
+                )
+            except IncompatibleStore as error:
+                raise IncompatibleStore(
+                    f"{type(self).__name__}: scratch_dir: expected steps of n_envs={self.n_envs}, which are lanes, and of buffer_size="
+                    f"{self.buffer_size} for each: {error}"
+                ) from None
+            self._check_fields()
+        #: Writes rows that end no episode, past the transform: they have no final observation.
+        self._unended = self.rb if finals is None else engram.ReplayBuffer[Rows](storage=self.rb.storage)
+        if len(self.rb):
+            self.rb.end_trajectory("each")
+
+    def _finals(self) -> FinalObservations:
+        keys = [*self._columns.paths(*OBSERVATION)]
+        if self.scratch_dir is None:
+            return FinalObservations(keys, end_keys=[DONE])
+        folder, size = self.scratch_dir.with_name(f"{self.scratch_dir.name}-finals"), self.buffer_size * self.n_envs
+        return FinalObservations.open_or_create(keys, folder, size, end_keys=[DONE], unclean=self._unclean)
+
+    def _new_source(self) -> Sampler:
+        """What draws rows."""
+        return RandomSampler()
+
+    def _around(self, source: Sampler, finals: FinalObservations | None) -> Sampler:
+        """A sampler of rows with what batches need of the steps around them."""
+        if self.n_steps > 1:
+            source = NStep(source, self.n_steps, self.gamma, end_keys=[DONE])
+        if finals is not None:
+            source = NextFromFollowing(source, finals, end_keys=[DONE])
+        if self._frames is not None:
+            padding = "same" if self._frames.padding == "first" else "constant"
+            stacked = [OBSERVATION, ("next", *OBSERVATION)]
+            source = FrameStack(source, self._frames.n, self._frames.axis, stacked, padding=padding, end_keys=[DONE])
+        return source
+
+    def _fields(self) -> dict[Path, Column]:
+        """What rows have."""
+        observed = self._columns.paths(*OBSERVATION)
+        if self._frames is not None:
+            observed = {path: self._frames.column(column) for path, column in observed.items()}
+        following = {("next", *path): column for path, column in observed.items()}
+        if self.optimize_memory_usage:
+            following = {FINAL: Column(np.dtype(np.int64), (2,))}
+        return {**observed, ACTION: self._actions, **following, REWARD: _ONE, TERMINATED: _ONE, DONE: _FLAG}
+
+    def _more(self, infos: Sequence[Mapping[str, object]]) -> dict[str, object]:  # noqa: ARG002 - of a subclass
+        """Other fields of rows."""
+        return {}
+
+    def _check_fields(self) -> None:
+        """Raise ``IncompatibleStore`` if the directory holds rows of other spaces."""
+        memory = self.rb.storage.memory
+        if memory is None:
+            return
+        held = {field.key: Column(np.dtype(field.dtype), tuple(field.shape)) for field in memory.schema.fields}
+        expected = self._fields()
+        for path in {**expected, **held}:
+            if held.get(path) != expected.get(path):
+                raise IncompatibleStore(
+                    f"{type(self).__name__}: scratch_dir: expected {_said(expected.get(path))} under {'.'.join(path)!r}, as the spaces and "
+                    f"arguments here say, got {_said(held.get(path))} in {str(self.scratch_dir)!r}. Use another directory."
+                )
+
+    def __getstate__(self) -> dict[str, object]:
+        """What a pickle holds: all rows in RAM, or the directory's name."""
+        state = {name: value for name, value in vars(self).items() if name not in self.not_pickled}
+        return state if self.scratch_dir is not None else {**state, "rows": self.rb.state_dict()}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        rows = cast("dict[str, object] | None", state.pop("rows", None))
+        vars(self).update(state)
+        self._open()
+        if rows is None:
+            self._following = Following(self.n_envs)
+        else:
+            self.rb.load_state_dict(rows)
+
+    # ---- writing -------------------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        obs: object,
+        next_obs: object,
+        action: object,
+        reward: object,
+        done: object,
+        infos: Sequence[Mapping[str, object]],
+    ) -> None:
+        """Write a step of each environment.
+
+        Args:
+            obs, next_obs, action, reward, done: ``[n_envs, …]``.
+            infos: of each environment; with ``handle_timeout_termination``, ``"TimeLimit.truncated"`` says that its end is none.
+
+        Raises:
+            ValueError: another number of values; with ``frame_stack``, stacks that single frames do not give again. Nothing is written.
+
+        >>> import gymnasium, numpy
+        >>> from engram.adapters.sb3 import ReplayBuffer
+        >>> space = gymnasium.spaces.Box(-1, 1, (2,))
+        >>> buffer = ReplayBuffer(100, space, gymnasium.spaces.Discrete(3), n_envs=2)
+        >>> step = numpy.zeros((2, 2))
+        >>> buffer.add(step, step, numpy.array([0, 2]), numpy.ones(2), numpy.zeros(2), [{}, {}])
+        >>> buffer.size(), buffer.sample(4).actions.shape
+        (1, torch.Size([4, 1]))
+        """
+        n = self.n_envs
+        over = terminated = _FLAG.of(done, n, "done").astype(np.bool_, copy=False)
+        if self.handle_timeout_termination:
+            cut = np.array([[bool(info.get("TimeLimit.truncated", False))] for info in infos])
+            over, terminated = over | cut, over & ~cut
+        before, after = self._columns.of(obs, n, "obs"), self._columns.of(next_obs, n, "next_obs")
+        then: dict[str, object] = {
+            "reward": _ONE.of(reward, n, "reward"),
+            "terminated": terminated.astype(np.float32),
+            "done": over,
+        }
+        row = {"action": self._actions.of(action, n, "action"), "next": then, **self._more(infos)}
+        if self.optimize_memory_usage:
+            self._add_once(before, after, row, over)
+        else:
+            then["observation"] = after
+            self.rb.extend({"observation": before, **row}, lane=self._lane)
+
+    def _add_once(self, before: Nested, after: Nested, row: dict[str, object], over: NDArray[np.bool_]) -> None:
+        """Write a step whose next observations are those of the following step, or kept apart where it ends an episode."""
+        following, then = self._following, cast("dict[str, object]", row["next"])
+        cut, observed, last = following.cut(before), before, after
+        if self._frames is not None:
+            self._frames.check(cast("Array", before), cast("Array", after), following.starts | cut)
+            observed, last = (self._frames.newest(cast("Array", stacks)) for stacks in (before, after))
+        if cut.any():
+            self.rb.end_trajectory(cut.nonzero()[0])
+        if over.any():
+            rb, then["observation"] = self.rb, last
+        else:
+            rb, then["final"] = self._unended, np.full((self.n_envs, 2), -1)
+        rb.extend({"observation": observed, **row}, lane=self._lane)
+        following.stepped(after, over)
+
+    def reset(self) -> None:
+        """Forget all rows, in the directory too."""
+        self.rb.empty()
+        self._following = Following(self.n_envs)
+
+    def close(self) -> None:
+        """Give the directory up: of a buffer that is used no more."""
+        self.rb.close()
+
+    # ---- sampling ------------------------------------------------------------------------------------------------------
+
+    def sample(self, batch_size: int, env: VecNormalize | None = None) -> Samples:  # type: ignore[override]
+        """Draw a batch: that of Stable-Baselines3.
+
+        Args:
+            batch_size: steps, of all environments alike.
+            env: normalizes observations and rewards. Returns of several steps are scaled, and not clipped, as they are sums.
+
+        Raises ``NoSampleable``, a ``RuntimeError``: there is nothing to draw.
+
+        >>> import gymnasium, numpy
+        >>> from engram.adapters.sb3 import ReplayBuffer
+        >>> buffer = ReplayBuffer(10, gymnasium.spaces.Box(-1, 1, (2,)), gymnasium.spaces.Discrete(3), n_steps=2, gamma=0.5)
+        >>> for step in range(2):
+        ...     at = numpy.full((1, 2), step)
+        ...     buffer.add(at, at + 1, numpy.zeros(1), numpy.ones(1), numpy.full(1, step == 1), [{}])
+        >>> batch = buffer.sample(16)
+        >>> sorted({*zip(batch.rewards.flatten().tolist(), batch.discounts.flatten().tolist())})
+        [(1.0, 0.5), (1.5, 0.25)]
+        """
+        return self._form(*self._parts(self.rb.sample(batch_size), env))
+
+    def _get_samples(self, batch_inds: NDArray[np.int64], env: VecNormalize | None = None) -> Samples:  # type: ignore[override]
+        """The batch of these steps, each of a random environment."""
+        lanes = np.random.randint(0, self.n_envs, len(batch_inds))  # noqa: NPY002 - as Stable-Baselines3 draws it
+        rows = _Rows(torch.from_numpy(lanes * self.buffer_size + batch_inds))
+        finals = finals_of(self.rb.sampler)
+        chosen = engram.ReplayBuffer[Rows](
+            storage=self.rb.storage, sampler=self._around(rows, finals), transform=finals
+        )
+        return self._form(*self._parts(chosen.sample(len(batch_inds)), env))
+
+    def _parts(self, batch: Rows, env: VecNormalize | None) -> tuple[Part | None, ...]:
+        """What the named tuple of a batch holds, in its order."""
+        after = cast("Rows", batch["next"])
+        seen, following = (cast("Part", rows["observation"]) for rows in (batch, after))
+        reward = cast("Tensor", after["reward"])
+        if env is not None:
+            seen, following = (_normalized(part, env) for part in (seen, following))
+            reward = self._normalized_reward(reward, env)
+        others = (cast("Tensor | None", value) for value in (batch["action"], after["terminated"], batch.get("gamma")))
+        action, terminated, discounts = others
+        parts = (seen, action, following, terminated, reward, discounts)
+        if self.device.type == "cpu":
+            return parts
+        return tuple(None if part is None else _map(part, lambda x: x.to(self.device)) for part in parts)
+
+    def _normalized_reward(self, reward: Tensor, env: VecNormalize) -> Tensor:
+        if self.n_steps > 1:
+            return reward / float(np.sqrt(env.ret_rms.var + env.epsilon)) if env.norm_reward else reward
+        return torch.from_numpy(env.normalize_reward(reward.numpy()).astype(np.float32))
+
+    # ---- what Stable-Baselines3 keeps in arrays ---------------------------------------------------------------------------
+
+    @property
+    def pos(self) -> int:  # type: ignore[override] # an attribute there
+        """Where the next step goes."""
+        return self.rb.storage.extent().seam[0] if self.rb.storage.initialized else 0
+
+    @property
+    def full(self) -> bool:  # type: ignore[override]
+        """Whether steps overwrite others."""
+        return len(self.rb) == self.buffer_size * self.n_envs
+
+    @property
+    def observations(self) -> Nested:  # type: ignore[override]
+        """Stored observations: a copy. With ``frame_stack`` single frames."""
+        return self._columns.map(self.stored, *OBSERVATION)
+
+    @property
+    def next_observations(self) -> Nested:  # type: ignore[override]
+        """Stored next observations: a copy."""
+        if self.optimize_memory_usage:
+            raise AttributeError(
+                "next_observations: expected optimize_memory_usage=False, with which they are stored, got True."
+            )
+        return self._columns.map(self.stored, "next", *OBSERVATION)
+
+    @property
+    def actions(self) -> Array:  # type: ignore[override]
+        """Stored actions: a copy."""
+        return self.stored(ACTION)
+
+    @property
+    def rewards(self) -> Array:  # type: ignore[override]
+        """Stored rewards: a copy."""
+        return self.stored(REWARD).squeeze(-1)
+
+    @property
+    def dones(self) -> Dones:  # type: ignore[override]
+        """Which steps end an episode; what is assigned to them is stored."""
+        return Dones(self)
+
+    @property
+    def timeouts(self) -> NDArray[np.float32]:  # type: ignore[override]
+        """Which steps end an episode that was truncated: a copy."""
+        return self.flags(DONE) - self.flags(TERMINATED)
+
+    def flags(self, path: Path) -> NDArray[np.float32]:
+        """A column of flags, ``[buffer_size, n_envs]``."""
+        return self.stored(path).astype(np.float32).squeeze(-1)
+
+    def stored(self, path: Path) -> Array:
+        """A column, ``[buffer_size, n_envs, …]``; 0 where no step is."""
+        dtype, shape = self._fields()[path]
+        rows = np.zeros((self.n_envs, self.buffer_size, *shape), dtype)
+        if len(self.rb):
+            held, filled = self.rb[path].numpy(), self.rb.storage.extent().filled
+            for lane, (count, last) in enumerate(zip(filled, np.cumsum(filled), strict=True)):
+                rows[lane, :count] = held[last - count : last]
+        return rows.swapaxes(0, 1)
+
+
+class Dones:
+    """End flags of the rows, ``[buffer_size, n_envs]``: an array, of which an assignment ends episodes."""
+
+    def __init__(self, buffer: ReplayBuffer) -> None:
+        self._buffer = buffer
+
+    def __array__(self, dtype: np.dtype[np.generic] | None = None, copy: bool | None = None) -> Array:
+        flags = self._buffer.flags(DONE)
+        return flags if dtype is None else flags.astype(dtype)
+
+    def __getitem__(self, index: Index) -> NDArray[np.float32]:
+        found: NDArray[np.float32] = self._buffer.flags(DONE)[index]
+        return found
+
+    def __setitem__(self, index: Index, value: float | Array) -> None:
+        before = self._buffer.flags(DONE)
+        after = before.copy()
+        after[index] = value
+        steps, lanes = (before != after).nonzero()
+        rows = torch.from_numpy(lanes * self._buffer.buffer_size + steps)
+        ends = torch.from_numpy(after[steps, lanes])[:, None]
+        self._buffer.rb.set_at_(TERMINATED, ends, rows)
+        self._buffer.rb.set_at_(DONE, ends != 0, rows)
+
+
+class _Rows:
+    """Draws rows that were chosen."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self._rows = rows
+
+    def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:  # noqa: ARG002 - of the protocol
+        return Draw(self._rows)
+
+    def observe(self, write: object, data: object) -> None: ...
+    def update_priority(self, index: object, priority: object, *, generation: object = None) -> None: ...
+    def state_dict(self) -> dict[str, object]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, object]) -> None: ...
+
+
+def _map(part: Part, function: Callable[[Tensor], Tensor]) -> Part:
+    """A function of each observation of a ``Dict``, or of the one."""
+    return {key: function(value) for key, value in part.items()} if isinstance(part, dict) else function(part)
+
+
+def _normalized(part: Part, env: VecNormalize) -> Part:
+    if isinstance(part, dict):
+        made = cast("dict[str, Array]", env.normalize_obs({key: value.numpy() for key, value in part.items()}))
+        return {key: torch.from_numpy(value) for key, value in made.items()}
+    return torch.from_numpy(cast("Array", env.normalize_obs(part.numpy())))
+
+
+def _said(column: Column | None) -> str:
+    return "nothing" if column is None else f"{column.dtype} {list(column.shape)}"
