@@ -32,7 +32,7 @@ from engram.buffer.services import Service, as_remote, deployed, makes_client, m
 from engram.buffer.window_marks import of_batch
 from engram.buffer.wiring import component
 from engram.buffer.write_path import Appender, WritePath, rows_of
-from engram.env import record
+from engram.env import Notes, record
 from engram.inspect.plots import Plots
 from engram.samplers._base import DeclaredSampler, refuse_batch
 from engram.store.limits import WAIT_S, Limit, checked_timeout
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from engram._support.progress import OnProgress
+    from engram.env import Examples
     from engram.env.recording import Names
     from engram.remote.shards import ShardSavers
     from engram.saved.rows import Roles
@@ -115,6 +116,8 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
     #: Whether :meth:`close` was called.
     closed = False
     _following = NotFollowing()
+    #: Of the environment that was recorded last.
+    _notes = Notes()
     _service: Service = Service()
 
     def __init__(
@@ -412,7 +415,15 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
         """
         return self._rows.end_trajectories(self._lanes.meant(lane, "end_trajectory"), roles, terminated=terminated)
 
-    def record(self, env: E, *, lane: Lane = None, names: Names | None = None) -> E:
+    def record(
+        self,
+        env: E,
+        *,
+        lane: Lane = None,
+        names: Names | None = None,
+        store: Examples | None = None,
+        info_keys: Examples | None = None,
+    ) -> E:
         """Wrap an environment, so that every step it takes becomes a row.
 
         Args:
@@ -421,6 +432,10 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
                 ``n`` ints, or ``"each"``. Default: the handle's (:meth:`on_lane`), else ``"each"``.
             names: under which fields are stored that are to have other names, by the usual one:
                 ``{"observation": "obs", ("next", "observation"): "next_obs"}``.
+            store: what the agent computes and each row is to hold, such as a log-probability or a recurrent state: examples by name,
+                of one environment. :meth:`note` supplies the values before every step.
+            info_keys: entries of ``infos`` that each row is to hold, with an example. ``"action_mask"`` is the entry that came with the
+                observation, ``("next", "action_mask")`` that which the step returned.
 
         Returns:
             An environment of the same kind. Its ``reset`` and ``step`` return exactly what those of ``env`` do; attributes are those of
@@ -439,13 +454,14 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
         cut. So does an episode that a ``reset`` cuts, or a step that raised or was interrupted.
 
         Of PettingZoo, each agent in ``possible_agents`` is recorded as an environment of its own, in this order. Of dm_env, an end with
-        a discount of 0 is terminal, every other one a truncation; other discounts are not recorded.
+        a discount of 0 is terminal, every other one a truncation; ``info_keys={("next", "discount"): 1.0}`` stores discounts.
 
         Raises:
-            TypeError: another kind of environment; a space of texts, graphs or sequences; a list storage.
+            TypeError: another kind of environment; a space of texts, graphs or sequences; a list storage; an example of no numbers.
             ValueError: not a lane for each environment; an unknown autoreset mode; agents with different spaces; names that collide.
-            KeyError: ``names`` of something that is not recorded. ``step``: ``ValueError`` for rewards or flags of another number of
-                environments; and what :meth:`end_trajectory` and, at each step, :meth:`add` or
+            KeyError: ``names`` of something that is not recorded. ``step``: ``RuntimeError`` before the environment is stepped if
+                something of ``store`` was not noted; ``KeyError`` if an info lacks an entry; ``ValueError`` for rewards or flags of
+                another number of environments; and what :meth:`end_trajectory` and, at each step, :meth:`add` or
                 :meth:`extend` raise.
 
         Cost: a step of one environment takes one :meth:`add`, a step of several together one :meth:`extend`; and a copy of the
@@ -461,7 +477,45 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
         >>> rb.sample()["next"]["observation"].shape
         torch.Size([8, 4])
         """
-        return record(self, env, self._lanes.meant(lane, "record"), names, tensordicts=self._writing.takes_tensordicts)
+        notes, lanes = Notes(store), self._lanes.meant(lane, "record")
+        as_tensordicts, copies = self._writing.takes_tensordicts, lambda: self._writing.copies_at_once
+        recorded = record(
+            self, env, lanes, names, tensordicts=as_tensordicts, notes=notes, info_keys=info_keys, copies=copies
+        )
+        self._notes = notes
+        return recorded
+
+    def note(self, values: Examples | None = None, /, **fields: object) -> None:
+        """Supply what the next step of the recorded environment stores: the fields that ``record(env, store=…)`` declares.
+
+        Args:
+            values: fields by key, for nested ones: ``{("agent", "value"): …}``.
+            fields: the same as keyword arguments. A value is an array, tensor (on any device, with or without gradient) or number,
+                ``[*shape]`` of one environment and ``[n, *shape]`` of ``n``; or a dict of them. Copied.
+
+        The next ``step`` stores them and forgets them, so that no row holds the values of another step. A step that is no row, such as
+        one that only resets, forgets them, too. Several calls before a step add up.
+
+        The values go to the environment that this handle recorded last. Record several at a time through a handle each.
+
+        Raises:
+            KeyError: a field that was not declared. TypeError: another kind of numbers. ValueError: another shape. Nothing is kept.
+
+        >>> import gymnasium, torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(1_000, lanes=2), batch_size=8)
+        >>> env = rb.record(gymnasium.make_vec("CartPole-v1", num_envs=2), store={"log_prob": 0.0})
+        >>> policy = torch.nn.Linear(4, 2)
+        >>> observation, info = env.reset(seed=0)
+        >>> for _ in range(10):
+        ...     chosen = torch.distributions.Categorical(logits=policy(torch.from_numpy(observation)))
+        ...     action = chosen.sample()
+        ...     rb.note(log_prob=chosen.log_prob(action))
+        ...     observation, reward, terminated, truncated, info = env.step(action.numpy())
+        >>> rb.sample()["log_prob"].shape
+        torch.Size([8])
+        """
+        self._notes.put(values or {}, fields)
 
     # ---- sampling ------------------------------------------------------------------------------------------------------
 

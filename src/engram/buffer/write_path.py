@@ -72,6 +72,14 @@ class WritePath:
         self._recipe = recipe
         self._prefetching = prefetching
 
+    @property
+    def copies_at_once(self) -> bool:
+        """Whether nothing holds the data of a write once it has returned, as transforms and samplers that listen may."""
+        wiring = self._wiring
+        memory = wiring.storage.memory
+        plain = wiring.appends_natively and not wiring.transform.writes and memory is not None and memory.is_native
+        return plain and not wiring.has_listeners()
+
     # ---- one row ---------------------------------------------------------------------------------------------------------
 
     def add(self, data: object, lane: int | None, timeout: float) -> Any:

@@ -5,23 +5,37 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, TypeVar, cast
 
+from engram.env.extras import Examples, Infos, Key, Notes
 from engram.env.recording import Names, Recordable, Target
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 
-__all__ = ["record"]
+__all__ = ["Examples", "Key", "Notes", "record"]
 
 E = TypeVar("E")
 
 
-def record(buffer: Recordable, env: E, lanes: Tensor, names: Names | None, *, tensordicts: bool) -> E:
-    """What ``ReplayBuffer.record`` does, into these lanes of a buffer.
+def record(
+    buffer: Recordable,
+    env: E,
+    lanes: Tensor,
+    names: Names | None,
+    *,
+    tensordicts: bool,
+    notes: Notes,
+    info_keys: Examples | None,
+    copies: Callable[[], bool],
+) -> E:
+    """What ``ReplayBuffer.record`` does, into these lanes of a buffer. ``notes``: where the agent puts what it computes;
+    ``copies``: as :class:`Target` has it.
 
     A library is imported only where the program has imported it already, as an environment of its own has.
     """
-    target = Target(buffer, lanes, names, tensordicts)
+    target = Target(buffer, lanes, names, tensordicts, notes, Infos(info_keys), copies)
     recorded: object = None
     if "gymnasium" in sys.modules:
         from engram.env import gymnasium

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dm_env
 from dm_env import specs
 
-from engram.env.recording import SingleRecording, Spec, Target, as_array, checked_dtype
+from engram.env.recording import SingleRecording, Target
+from engram.env.values import Spec, as_array, checked_dtype
 
 
 def recorded(env: object, target: Target) -> object:
@@ -40,7 +41,7 @@ class RecordedEnvironment(dm_env.Environment):  # type: ignore[misc] # it ships 
     def reset(self) -> dm_env.TimeStep:
         """As the environment's."""
         timestep = self._env.reset()
-        self._recording.begin(timestep.observation)
+        self._recording.begin(timestep.observation, {})
         return timestep
 
     def step(self, action: object) -> dm_env.TimeStep:
@@ -48,11 +49,12 @@ class RecordedEnvironment(dm_env.Environment):  # type: ignore[misc] # it ships 
         acted = self._recording.act(action)
         timestep = self._env.step(action)
         if timestep.first():  # it was reset, and passed over the action
-            self._recording.begin(timestep.observation)
+            self._recording.begin(timestep.observation, {})
             return timestep
         terminated = timestep.last() and not as_array(timestep.discount).any()
         truncated = timestep.last() and not terminated
-        self._recording.go_on(acted, timestep.observation, timestep.reward, terminated, truncated)
+        infos = {"discount": timestep.discount}
+        self._recording.go_on(acted, timestep.observation, timestep.reward, terminated, truncated, infos)
         return timestep
 
     def observation_spec(self) -> object:

@@ -9,21 +9,13 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
-from engram.env.recording import (
-    BOOL,
-    SingleRecording,
-    VectorRecording,
-    checked_dtype,
-    conformed,
-    copied,
-    flags_of,
-    of_each,
-    pick,
-    put,
-)
+from engram.env.recording import SingleRecording, VectorRecording, flags_of
+from engram.env.values import BOOL, checked_dtype, conformed, copied, of_each, pick, put, some
 
 if TYPE_CHECKING:
-    from engram.env.recording import Mask, Spec, Target
+    from engram.env.extras import Told
+    from engram.env.recording import Target
+    from engram.env.values import Mask, Nested, Spec
 
     Vector: TypeAlias = VectorEnv[object, object, Mask]
     _VectorWrapper: TypeAlias = VectorWrapper[object, object, object, object, Mask]
@@ -69,6 +61,10 @@ def autoreset_mode(env: Vector) -> AutoresetMode:
         ) from None
 
 
+#: In place of actions, where no step is a row.
+_NOTHING: Nested = ()
+
+
 class RecordedEnv(gymnasium.Wrapper[object, object, object, object]):
     """One environment, each step of which becomes a row. A step after an end, in place of a reset, is none."""
 
@@ -81,14 +77,14 @@ class RecordedEnv(gymnasium.Wrapper[object, object, object, object]):
     ) -> tuple[object, dict[str, object]]:
         """As the environment's."""
         result = self.env.reset(seed=seed, options=options)
-        self._recording.begin(result[0])
+        self._recording.begin(*result)
         return result
 
     def step(self, action: object) -> tuple[object, SupportsFloat, bool, bool, dict[str, object]]:
         """As the environment's."""
         acted = self._recording.act(action)
         result = self.env.step(action)
-        self._recording.go_on(acted, *result[:4])
+        self._recording.go_on(acted, *result)
         return result
 
 
@@ -110,7 +106,7 @@ class RecordedVector(_VectorWrapper):
         mask = None if options is None else options.get("reset_mask")
         which: Mask = of_each(True if mask is None else mask, BOOL, self.num_envs, "reset: reset_mask").copy()
         result = self.env.reset(seed=seed, options=options)  # type: ignore[arg-type] # vectors take a list of seeds, too
-        self._recording.begin(result[0], which)
+        self._recording.begin(result[0], [(result[1], which)], which)
         self._waiting = self._waiting & ~which
         return result
 
@@ -118,24 +114,30 @@ class RecordedVector(_VectorWrapper):
         """As the environment's."""
         recording = self._recording
         acting = recording.act()
-        acted = recording.kept(actions) if acting.any() else None  # the step may change it in place
+        everyone = acting is recording.everyone
+        acted = recording.kept(actions) if everyone or some(acting) else _NOTHING  # the step may change it in place
         result = self.env.step(actions)
+        if everyone and recording.write_all(acted, *result):
+            return result
         observation, reward, terminated, truncated, infos = result
         flags = flags_of(terminated, truncated, self.num_envs)
         following, over = observation, flags[-1]
+        told: list[Told] = [(infos, acting)]
         if self._mode is AutoresetMode.SAME_STEP:
             following = self._followed(observation, over, infos)
-        recording.write(acting, acted, following, reward, flags)
+            told = [(infos, acting & ~over), (infos.get("final_info"), acting & over)]
+        recording.write(acting, acted, following, reward, flags, told)
         if self._mode is AutoresetMode.NEXT_STEP:  # the next step resets those that are over, and is none of theirs
             self._waiting = over
         elif self._mode is AutoresetMode.DISABLED:
             self._waiting = self._waiting | over
-        recording.go_on(observation, ~self._waiting, acting)
+        running = ~self._waiting
+        recording.go_on(observation, [(infos, running)], running, acting)
         return result
 
     def _followed(self, observation: object, over: Mask, infos: dict[str, object]) -> object:
         """What followed the step: the last observation of an episode that is over, and not the first of the next one."""
-        if not over.any():
+        if not some(over):
             return observation
         final = infos.get("final_obs")
         if final is None:

@@ -10,10 +10,13 @@ from pettingzoo import ParallelEnv
 from pettingzoo.utils import BaseParallelWrapper
 
 from engram.env.gymnasium import spec_of
-from engram.env.recording import VectorRecording, as_number, conformed, copied, flags_of, stacked
+from engram.env.recording import VectorRecording, flags_of
+from engram.env.values import as_number, conformed, copied, stacked
 
 if TYPE_CHECKING:
-    from engram.env.recording import Mask, Nested, Spec, Target
+    from engram.env.extras import Told
+    from engram.env.recording import Target
+    from engram.env.values import Mask, Nested, Spec
 
 
 def recorded(env: object, target: Target) -> object:
@@ -52,7 +55,8 @@ class RecordedParallel(BaseParallelWrapper):  # type: ignore[misc] # it ships no
         """As the environment's."""
         result = self.env.reset(seed=seed, options=options)
         there = self._in(result[0])
-        self._recording.go_on(self._stacked(result[0], there, 0, "observation"), there, np.zeros_like(there))
+        observed, told = self._stacked(result[0], there, 0, "observation"), self._told(result[1], there)
+        self._recording.go_on(observed, told, there, np.zeros_like(there))
         return result
 
     def step(self, actions: dict[str, object]) -> object:
@@ -65,18 +69,23 @@ class RecordedParallel(BaseParallelWrapper):  # type: ignore[misc] # it ships no
             if acts and agent in actions
         }
         result = self.env.step(actions)
-        observations, rewards, terminations, truncations, _ = result
+        observations, rewards, terminations, truncations, infos = result
         there = self._in(observations)
         acting = acting & there
         if there.any():
             observed = self._stacked(observations, there, 0, "observation")
-            action = self._stacked(kept, acting, 1, "action") if acting.any() else None
-            told = (rewards, terminations, truncations)
-            reward, terminated, truncated = ([as_number(of.get(agent, 0)) for agent in self._agents] for of in told)
+            action = self._stacked(kept, acting, 1, "action") if acting.any() else ()
+            outcome = (rewards, terminations, truncations)
+            reward, terminated, truncated = ([as_number(of.get(agent, 0)) for agent in self._agents] for of in outcome)
             flags = flags_of(terminated, truncated, len(self._agents))
-            recording.write(acting, action, observed, reward, flags)
-            recording.go_on(observed, there & ~flags[-1], acting)
+            running = there & ~flags[-1]
+            recording.write(acting, action, observed, reward, flags, self._told(infos, acting))
+            recording.go_on(observed, self._told(infos, running), running, acting)
         return result
+
+    def _told(self, infos: dict[str, object], which: Mask) -> list[Told]:
+        """The infos of ``which`` agents."""
+        return [(infos.get(self._agents[i], {}), i) for i in which.nonzero()[0].tolist()]
 
     def _in(self, each: dict[str, object]) -> Mask:
         """Which agents are among these: bool ``[n]``."""

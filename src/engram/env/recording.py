@@ -2,46 +2,60 @@
 
 The adapter of one environment calls a :class:`SingleRecording`, which writes rows one by one::
 
-    begin(observation)                        after a reset
+    begin(observation, infos)                 after a reset
     acted = act(action)                       before a step
     go_on(acted, observation, …)              after it
 
 That of ``n`` environments that are stepped together, one to a lane, calls a :class:`VectorRecording`::
 
-    begin(observation)                        after a reset
+    begin(observation, told)                  after a reset
     acting = act()                            before a step
     write(acting, action, following, …)       after it
-    go_on(observation, running, acting)       what the next actions answer to
+    go_on(observation, told, running, …)      what the next actions answer to
 
 Its observations and actions have a leading dimension ``n``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, SupportsFloat, TypeAlias, TypeVar, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple, Protocol, SupportsFloat, TypeAlias, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engram._support.field_paths import FieldPath, checked_path, public
-from engram._support.tensordicts import add_fields, wrap
+from engram._support.tensordicts import wrap
+from engram.env.extras import Infos, Key, Notes
+from engram.env.values import (
+    BOOL,
+    FLOAT32,
+    as_number,
+    conformed,
+    copied,
+    every,
+    fill,
+    has_tuple,
+    mapped,
+    of_each,
+    pick,
+    put,
+    some,
+    taken,
+)
 from engram.storages import DefaultStorage, Storage
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from numpy.typing import ArrayLike, NDArray
     from tensordict import TensorDict
 
+    from engram.env.extras import Told
+    from engram.env.values import Array, Mask, Nested, Spec
     from engram.saved.rows import Roles
 
-Key: TypeAlias = str | tuple[str, ...]
 Names: TypeAlias = Mapping[str, Key] | Mapping[tuple[str, ...], Key] | Mapping[Key, Key]
-Mask: TypeAlias = "NDArray[np.bool_]"
-Form: TypeAlias = "dict[str, int | Form]"
-Array: TypeAlias = "NDArray[np.generic]"
-Nested: TypeAlias = "Array | dict[str, Nested] | tuple[Nested, ...]"
-Spec: TypeAlias = "np.dtype[np.generic] | dict[str, Spec] | tuple[Spec, ...]"
 #: What is recorded of a step.
 FIELDS: tuple[FieldPath, ...] = (
     ("observation",),
@@ -52,9 +66,9 @@ FIELDS: tuple[FieldPath, ...] = (
     ("next", "truncated"),
     ("next", "done"),
 )
-#: From which on they are one number; TensorDicts have them with a dimension of 1.
-_FIRST_NUMBER = 3
-_FLAGS = FIELDS[4:]
+#: Those that are one number; TensorDicts have them with a dimension of 1.
+_NUMBERS = slice(3, 7)
+_FLAGS = range(4, 7)
 _ONE = torch.Size()
 
 
@@ -85,6 +99,79 @@ class Target(NamedTuple):
     """Under which fields are stored."""
     tensordicts: bool
     """Rows are TensorDicts; else dicts."""
+    notes: Notes
+    """What the agent supplies."""
+    infos: Infos
+    """Which entries of infos rows hold."""
+    copies: Callable[[], bool]
+    """Whether nothing holds what was written once that has returned: its memory may be used again."""
+
+
+class Form:
+    """How rows are nested.
+
+    Args:
+        paths: of their fields, in the order of the values of a row.
+    """
+
+    def __init__(self, paths: Sequence[FieldPath]) -> None:
+        #: For each dict of a row, the deepest first: its names, and what picks their values, of those and of the dicts before it.
+        self._dicts: list[tuple[tuple[str, ...], itemgetter[object]]] = []
+        self._count = len(paths)
+        self._add(dict(zip(paths, range(len(paths)), strict=True)))
+
+    def _add(self, places: Mapping[FieldPath, int]) -> int:
+        """The place of a dict of some fields."""
+        here = {path[0]: at for path, at in places.items() if len(path) == 1}
+        for name in {path[0]: None for path in places if len(path) > 1}:
+            here[name] = self._add({path[1:]: at for path, at in places.items() if path[0] == name})
+        self._dicts.append(((*here,), itemgetter(*here.values(), 0)))  # of several it makes a tuple
+        return self._count + len(self._dicts) - 1
+
+    def filled(self, values: Sequence[object]) -> dict[str, object]:
+        """Rows of this form."""
+        made = [*values]
+        for names, values_of in self._dicts:
+            made.append(dict(zip(names, values_of(made), strict=False)))
+        return cast("dict[str, object]", made[-1])
+
+
+class PreparedRows:
+    """Rows of one step whose memory and containers are used for every step.
+
+    There are two: the observation after the action in one is that before the action in the other.
+
+    Args:
+        values: of a step, in the order of the form.
+        rows_of: makes rows of values, which share their memory.
+    """
+
+    def __init__(self, values: Sequence[Nested], rows_of: Callable[[Sequence[Nested]], object]) -> None:
+        before, action, after, *rest = [mapped(np.array, value) for value in values]
+        self._turns = tuple((x, y, rows_of([x, action, y, *rest])) for x, y in ((before, after), (after, before)))
+        self._action, self._extras = action, rest[4:]
+        self._numbers = cast("list[NDArray[np.generic]]", rest[:4])
+
+    def filled(
+        self, before: Nested, after: Nested, action: Nested, numbers: Sequence[ArrayLike], extras: Sequence[Nested]
+    ) -> tuple[object, Nested] | None:
+        """The rows of a step, and where they hold ``after``: the next step may name it as ``before``. None: other shapes.
+
+        Args:
+            before, after: observations.
+            action: taken.
+            numbers: reward, terminated, truncated and done, of the right shapes.
+            extras: what the rows hold besides.
+        """
+        first, second = self._turns
+        own_before, own_after, rows = second if before is second[0] else first
+        if not (before is own_before or fill(own_before, before)) or not fill(own_after, after):
+            return None
+        if not fill(self._action, action) or not all(map(fill, self._extras, extras)):
+            return None
+        for target, value in zip(self._numbers, numbers, strict=True):
+            target[...] = value
+        return rows, own_after
 
 
 class Recording:
@@ -96,12 +183,13 @@ class Recording:
         observation, action: their dtypes in one environment.
 
     Raises:
-        TypeError: a list storage, or one with ``ndim > 1``; tuples for TensorDicts. ValueError: not a lane per environment; names
+        TypeError: a list storage, or one with ``ndim > 1``; tuples for TensorDicts. ValueError: not a lane per environment; fields
             that collide. KeyError: a name for something that is not recorded. What the buffer raises that ends trajectories.
     """
 
     def __init__(self, target: Target, count: int, observation: Spec, action: Spec) -> None:
-        buffer, lanes, names, tensordicts = target
+        buffer, lanes, names, tensordicts, notes, infos, self._copies = target
+        self._prepared: PreparedRows | None = None
         _check(buffer.storage, lanes, count)
         if tensordicts and any(map(has_tuple, (observation, action))):
             raise TypeError(
@@ -110,20 +198,27 @@ class Recording:
         self._buffer = buffer
         self._lanes: NDArray[np.int64] = lanes.numpy().copy()  # the caller's
         self._observation_spec, self._action_spec = observation, action
-        paths = stored_paths(names)
-        self._roles: Roles = {paths[flag]: flag[-1] for flag in _FLAGS}
+        paths = stored_paths(names, [*notes.leaves, *infos.before, *infos.after])
+        self._notes, self._infos = notes, infos
+        self._has_extras = bool(notes.leaves or infos.before or infos.after)
+        self._roles: Roles = {paths[at]: FIELDS[at][-1] for at in _FLAGS}
         self._tensordicts = tensordicts
-        #: A row, with the places of :data:`FIELDS` in them for values.
-        self._form: Form = {}
-        add_fields(self._form, {path: at for at, path in enumerate(paths.values())})
+        #: A row, with the places of its values: of :data:`FIELDS`, notes, and infos before and after the action.
+        self._form = Form(paths)
         buffer.end_trajectory(self._lanes, roles=self._roles)
 
+    def _prepare(self, values: Sequence[Nested], batch: torch.Size) -> None:
+        """Prepare rows like those of a step that was written, if nothing holds on to them."""
+        if self._copies():
+            self._prepared = PreparedRows(values, lambda own: self._rows(own, batch))
+
     def _rows(self, values: Sequence[Nested | np.generic], batch: torch.Size) -> object:
-        """Rows in the form of the buffer, or one row, of values in the order of :data:`FIELDS`."""
+        """Rows in the form of the buffer, or one row, of values in the order of the form."""
         if not self._tensordicts:
-            return _filled(self._form, values)
-        widened = [value[..., None] for value in values[_FIRST_NUMBER:]]  # type: ignore[call-overload, index]
-        return _as_tensordict(_filled(self._form, [*values[:_FIRST_NUMBER], *widened]), batch)
+            return self._form.filled(values)
+        widened = [*values]
+        widened[_NUMBERS] = [value[..., None] for value in values[_NUMBERS]]  # type: ignore[call-overload, index]
+        return _as_tensordict(self._form.filled(widened), batch)
 
 
 class SingleRecording(Recording):
@@ -131,51 +226,85 @@ class SingleRecording(Recording):
 
     def __init__(self, target: Target, observation: Spec, action: Spec) -> None:
         super().__init__(target, 1, observation, action)
+        self._notes.belong_to()
         self._lane = int(self._lanes[0])
         self._before: Nested | None = None
+        #: Entries of infos that came with it.
+        self._told: list[Array] = []
         #: Whether the next step is a row: it answers to ``_before``.
         self._running = False
         #: Whether the newest row is no end.
         self._open = False
 
-    def begin(self, observation: object) -> None:
+    def begin(self, observation: object, infos: object) -> None:
         """The environment was reset. An episode that it was in ends as a truncation."""
         found = conformed(self._observation_spec, observation, "observation")
+        told = self._infos.read(self._infos.before, [(infos, ...)])
         self._end()
-        self._before, self._running = copied(found), True
+        self._before, self._told, self._running = copied(found), told, True
 
-    def act(self, action: object) -> Nested | None:
-        """Before a step: a copy of the action, which the step may change in place; None if the step is no row.
+    def act(self, action: object) -> tuple[Nested, list[Array]] | None:
+        """Before a step: a copy of the action, which the step may change in place, and what the agent noted; None if the step is no
+        row.
 
         Later ones are none either, until :meth:`go_on`. So if the step raises, what comes later does not seem to follow what was
         before.
         """
-        if not self._running:
-            return None
+        kept = copied(conformed(self._action_spec, action, "action")) if self._running else None
+        noted = self._notes.take(needed=self._running) if self._has_extras else []
         self._running = False
-        return copied(conformed(self._action_spec, action, "action"))
+        return None if kept is None else (kept, noted)
 
     def go_on(
-        self, acted: Nested | None, observation: object, reward: object, terminated: object, truncated: object
+        self,
+        acted: tuple[Nested, list[Array]] | None,
+        observation: object,
+        reward: object,
+        terminated: object,
+        truncated: object,
+        infos: object,
     ) -> None:
         """After a step: write it, if it is a row. What was observed is what the next action answers to, unless the episode is over.
 
         Args:
             acted: what :meth:`act` returned.
             observation: the last one of an episode that is over.
-            reward, terminated, truncated: one each.
+            reward, terminated, truncated, infos: one each.
         """
         following = conformed(self._observation_spec, observation, "observation")
-        ends = np.bool_(as_number(terminated)), np.bool_(as_number(truncated))  # faster than arrays
-        over = ends[0] | ends[1]
+        ends = bool(as_number(terminated)), bool(as_number(truncated))
+        over = ends[0] or ends[1]
         if acted is not None:
-            assert self._before is not None  # one that acts has begun
-            values = (self._before, acted, following, np.float32(as_number(reward)), *ends, over)
-            self._buffer.add(self._rows(values, _ONE), lane=self._lane)
+            action, noted = acted
+            if self._has_extras:
+                noted = [*noted, *self._told, *self._infos.read(self._infos.after, [(infos, ...)])]
+            following = self._written(action, following, (as_number(reward), *ends, over), noted)
             self._open = not over
-        elif not over:
-            self._end()
-        self._before, self._running = copied(following), not over
+        else:
+            following = copied(following)
+            if not over:
+                self._end()
+        if self._infos.before and not over:
+            self._told = self._infos.read(self._infos.before, [(infos, ...)])
+        self._before, self._running = following, not over
+
+    def _written(
+        self, action: Nested, after: Nested, numbers: tuple[SupportsFloat, bool, bool, bool], extras: list[Array]
+    ) -> Nested:
+        """Write a step. Returns a copy of what was observed after it."""
+        assert self._before is not None  # one that acts has begun
+        reward = numbers[0]
+        if self._prepared and isinstance(reward, float) and self._copies():
+            filled = self._prepared.filled(self._before, after, action, (reward, *numbers[1:]), extras)
+            if filled is not None:
+                self._buffer.add(filled[0], lane=self._lane)
+                return filled[1]
+        flags = [np.array(flag) for flag in numbers[1:]]
+        values: list[Nested] = [copied(self._before), action, after, np.array(reward, np.float32), *flags, *extras]
+        self._buffer.add(self._rows(values, _ONE), lane=self._lane)
+        if not self._prepared:
+            self._prepare(values, _ONE)
+        return copied(after)
 
     def _end(self) -> None:
         """End what is open in the lane."""
@@ -189,94 +318,156 @@ class VectorRecording(Recording):
 
     def __init__(self, target: Target, count: int, observation: Spec, action: Spec) -> None:
         super().__init__(target, count, observation, action)
+        self._notes.belong_to(count)
+        self._noted: list[Array] = []
+        self._size = torch.Size([count])
         self._none = np.zeros(count, np.bool_)
+        #: The mask of all environments: :meth:`act` returns this very one if the step is a row of each.
+        self.everyone = np.ones(count, np.bool_)
         self._before: Nested | None = None
+        #: Entries of infos that came with it.
+        self._told: list[Array] = []
         #: Whose next step is a row: it answers to what stands in ``_before``.
         self._running = self._none
         #: In whose lane the newest row is no end.
         self._open = np.zeros(count, np.bool_)
 
-    def begin(self, observation: object, which: Mask | None = None) -> None:
-        """Environments were reset, ``which`` of them: bool ``[n]``, default all. Episodes that they were in end as truncations."""
-        which = np.ones_like(self._running) if which is None else which
+    def begin(self, observation: object, told: Sequence[Told], which: Mask) -> None:
+        """Environments were reset, ``which`` of them: bool ``[n]``. Episodes that they were in end as truncations."""
         found = conformed(self._observation_spec, observation, "observation")
+        entries = self._infos.read(self._infos.before, told, len(which))
         self._end(which)
+        for old, new in zip(self._told, entries, strict=False):
+            new[~which] = old[~which]
+        self._told = entries
         if self._before is None or which.all():
             self._before = copied(found)
         else:
             for i in which.nonzero()[0].tolist():
                 put(self._before, i, cast("Nested", pick(found, i)))
-        self._running = self._running | which
+        self._running = self._masked(self._running | which)
+
+    def _masked(self, mask: Mask) -> Mask:
+        """A mask, as :attr:`everyone` if it is of all."""
+        return self.everyone if every(mask) else mask
 
     def act(self) -> Mask:
         """Of which environments the next step is a row: bool ``[n]``. Of none, until :meth:`go_on`.
 
         So if the step raises, what comes later does not seem to follow what was before.
         """
-        acting, self._running = self._running, self._none
+        acting = self._running
+        if self._has_extras:
+            self._noted = self._notes.take(needed=some(acting))
+        self._running = self._none
         return acting
 
     def kept(self, action: object) -> Nested:
         """A copy of what is taken, ``[n, ...]``."""
         return copied(conformed(self._action_spec, action, "action"))
 
+    def write_all(
+        self, action: Nested, observation: object, reward: object, terminated: object, truncated: object, infos: object
+    ) -> bool:
+        """The short path of :meth:`write` and :meth:`go_on`, for a step that all environments took.
+
+        False: nothing was done, since an episode is over, or flags are no arrays.
+        """
+        if not (
+            self._prepared
+            and self._copies()
+            and type(terminated) is type(truncated) is np.ndarray
+            and terminated.dtype is truncated.dtype is BOOL
+            and terminated.shape == truncated.shape == self._size
+        ):
+            return False
+        over: Mask = terminated | truncated
+        if b"\1" in over.tobytes():
+            return False
+        following = conformed(self._observation_spec, observation, "next observation")
+        if not (type(reward) is np.ndarray and reward.shape == self._size):
+            reward = of_each(reward, FLOAT32, len(over), "step: reward")
+        assert self._before is not None  # those that act have begun
+        told: list[Told] = [(infos, self.everyone)]
+        extras = self._extras(told) if self._has_extras else ()
+        filled = self._prepared.filled(self._before, following, action, (reward, terminated, truncated, over), extras)
+        if filled is None:
+            return False
+        rows, following = filled
+        self._buffer.extend(rows, lane=self._lanes)
+        if self._infos.before:
+            self._told = self._infos.read(self._infos.before, told, len(over))
+        self._before, self._open, self._running = following, self.everyone, self.everyone
+        return True
+
+    def _extras(self, told: Sequence[Told]) -> list[Array]:
+        """What rows of this step hold besides :data:`FIELDS`."""
+        return [*self._noted, *self._told, *self._infos.read(self._infos.after, told, len(self.everyone))]
+
     def write(
-        self, acting: Mask, action: object, following: object, reward: object, flags: tuple[Mask, Mask, Mask]
+        self,
+        acting: Mask,
+        action: Nested,
+        following: object,
+        reward: object,
+        flags: tuple[Mask, Mask, Mask],
+        told: Sequence[Told],
     ) -> None:
         """Write the step of the environments that were acting.
 
         Args:
             acting: whose step is a row, bool ``[n]``. What is said of the others is passed over.
-            action: taken.
+            action: what :meth:`kept` returned, or arrays of its dtypes.
             following: what was observed then, the last observation of an episode that is over.
             reward: ``[n]``.
             flags: as :func:`flags_of` returns them.
+            told: infos of the step, of all that were acting.
 
         Raises ``ValueError``: rewards of another number of environments.
         """
         over = flags[-1]
-        rows = None if acting.all() else acting.nonzero()[0]
-        if rows is None or len(rows):
+        if some(acting):
             assert self._before is not None  # one that acts has begun
             values: tuple[Nested, ...] = (
-                self._before,
-                conformed(self._action_spec, action, "action"),
+                copied(self._before),
+                action,
                 conformed(self._observation_spec, following, "next observation"),
                 of_each(reward, FLOAT32, len(acting), "step: reward"),
                 *flags,
+                *self._extras(told),
             )
-            if rows is None:
-                self._buffer.extend(self._rows(values, torch.Size([len(acting)])), lane=self._lanes)
+            if acting is self.everyone:
+                self._buffer.extend(self._rows(values, self._size), lane=self._lanes)
+                if not self._prepared:
+                    self._prepare(values, self._size)
                 self._open = ~over
             else:
+                rows = acting.nonzero()[0]
                 values = tuple(taken(value, rows) for value in values)
                 self._buffer.extend(self._rows(values, torch.Size([len(rows)])), lane=self._lanes[rows])
                 self._open = np.where(acting, ~over, self._open)
 
-    def go_on(self, observation: object, running: Mask, acting: Mask) -> None:
+    def go_on(self, observation: object, told: Sequence[Told], running: Mask, acting: Mask) -> None:
         """What the next actions answer to, of the environments that are ``running``. Of those ``acting`` the last step was a row."""
-        if not acting.all():
+        if acting is not self.everyone:
             self._end(running & ~acting)
+        if self._infos.before:
+            self._told = self._infos.read(self._infos.before, told, len(running))
         self._before = copied(conformed(self._observation_spec, observation, "observation"))
-        self._running = running
+        self._running = running if running is self.everyone else self._masked(running)
 
     def _end(self, which: Mask) -> None:
         """End what is open in the lanes of these environments."""
         left = which & self._open
         if left.any():
             self._buffer.end_trajectory(self._lanes[left], roles=self._roles)
-            self._open &= ~left
+            self._open = self._open & ~left
 
 
 def flags_of(terminated: object, truncated: object, n: int) -> tuple[Mask, Mask, Mask]:
     """Whether each of ``n`` episodes was terminated, was truncated, and is over. Raises ``ValueError``: flags of another number."""
     ends = of_each(terminated, BOOL, n, "step: terminated"), of_each(truncated, BOOL, n, "step: truncated")
     return *ends, ends[0] | ends[1]
-
-
-def _filled(form: Form, values: Sequence[object]) -> dict[str, object]:
-    """Rows of this form."""
-    return {name: values[at] if isinstance(at, int) else _filled(at, values) for name, at in form.items()}
 
 
 def _as_tensordict(entries: dict[str, object], size: torch.Size) -> TensorDict:
@@ -288,22 +479,23 @@ def _as_tensordict(entries: dict[str, object], size: torch.Size) -> TensorDict:
     return wrap(of, size, None)
 
 
-def stored_paths(names: Names | None) -> dict[FieldPath, FieldPath]:
-    """Where each of :data:`FIELDS` is stored. Raises ``KeyError``, ``TypeError``, ``ValueError``: bad ``names``."""
+def stored_paths(names: Names | None, extras: Iterable[FieldPath]) -> list[FieldPath]:
+    """Where each of :data:`FIELDS` is stored, then extras. Raises ``KeyError``, ``TypeError``, ``ValueError``: bad ``names``."""
     paths = {field: field for field in FIELDS}
     for key, name in dict(names or {}).items():
         field = checked_path(key, "record: names")
         if field not in paths:
             raise KeyError(f"record: names: expected some of {[public(one) for one in FIELDS]}, got {public(field)!r}.")
         paths[field] = checked_path(name, f"record: names: {key!r}")
-    stored = list(paths.values())
+    stored = [*paths.values(), *extras]
     for i, one in enumerate(stored):
         for other in stored[:i]:
             if one[: len(other)] == other[: len(one)]:
                 raise ValueError(
-                    f"record: names: expected names that do not collide, got {public(other)!r} and {public(one)!r}."
+                    f"record: names: expected names that do not collide, got {public(other)!r} and {public(one)!r}. Fields of store= and "
+                    "info_keys= need names of their own, too."
                 )
-    return paths
+    return stored
 
 
 def _check(storage: Storage, lanes: Tensor, count: int) -> None:
@@ -320,131 +512,3 @@ def _check(storage: Storage, lanes: Tensor, count: int) -> None:
             f"record: lane: expected a lane of its own for each of {count} environments, got {lanes.tolist()}. Make the storage with "
             f"lanes={count}, or name {count} of its {storage.lanes} lanes with lane=."
         )
-
-
-S = TypeVar("S", bound=np.generic)
-BOOL, FLOAT32 = np.dtype(np.bool_), np.dtype(np.float32)
-#: Kinds of dtypes that are numbers, and those of whole ones.
-_NUMBERS, _WHOLE = "biufc", "biu"
-
-
-def checked_dtype(dtype: object, field: str, what: object) -> np.dtype[np.generic]:
-    """The dtype of rows of a ``field``. Raises ``TypeError``: it has none of numbers; ``what`` says what it is."""
-    if not isinstance(dtype, np.dtype) or dtype.kind not in _NUMBERS:
-        raise TypeError(f"record: {field}: expected numbers of a fixed shape, got {what}. Wrap the environment.")
-    return dtype
-
-
-def as_array(value: object) -> Array:
-    """What an environment returned as an array, which shares its memory where it can.
-
-    Args:
-        value: an array, a number, a tensor (on any device, of any dtype, with or without gradient), or a list or tuple of these.
-    """
-    if isinstance(value, np.ndarray):
-        return value
-    if isinstance(value, Tensor):
-        try:
-            return value.numpy(force=True)
-        except TypeError:  # bfloat16 and the like
-            return value.float().numpy(force=True)
-    if isinstance(value, list | tuple) and any(isinstance(one, Tensor | list | tuple) for one in value):
-        return np.stack([as_array(one) for one in value])
-    return np.asarray(value)
-
-
-def as_number(value: object) -> SupportsFloat:
-    """A number that an environment returned: one of Python or NumPy. More than one number: an array of them."""
-    if isinstance(value, (bool, int, float)):  # faster than a union
-        return value
-    array = as_array(value)
-    return array.item() if array.size == 1 else array
-
-
-def of_each(value: object, dtype: np.dtype[S], n: int, what: str) -> NDArray[S]:
-    """What an environment returned for each of ``n`` environments, ``[n, ...]``. One number stands for all of them.
-
-    Raises ``ValueError``: it is of another number of environments; says ``what`` it is.
-    """
-    if isinstance(value, np.ndarray) and value.dtype == dtype and value.shape == (n,):
-        return value
-    array = as_array(value).astype(dtype, copy=False)
-    if array.ndim == 0:
-        return np.full(n, array)
-    if len(array) != n:
-        raise ValueError(f"{what}: expected one for each of {n} environments, got {list(array.shape)}.")
-    return array[:, 0] if array.shape[1:] == (1,) else array
-
-
-def conformed(spec: Spec, value: object, field: str) -> Nested:
-    """A value as arrays of the dtypes of a spec; the same ones where they are that already.
-
-    Raises:
-        TypeError: it is nested in another way, or has fractions where the spec says whole numbers; names the entry.
-    """
-    if isinstance(spec, dict):
-        if not isinstance(value, Mapping) or set(value.keys()) != spec.keys():
-            got = list(value.keys()) if isinstance(value, Mapping) else type(value).__name__
-            raise TypeError(f"record: {field}: expected a dict of {list(spec)}, got {got}.")
-        return {key: conformed(entry, value[key], f"{field}[{key!r}]") for key, entry in spec.items()}
-    if isinstance(spec, tuple):
-        if not isinstance(value, tuple | list) or len(value) != len(spec):
-            raise TypeError(f"record: {field}: expected a tuple of {len(spec)}, got {type(value).__name__}.")
-        return tuple(conformed(entry, value[i], f"{field}[{i}]") for i, entry in enumerate(spec))
-    array = as_array(value)
-    if array.dtype == spec:
-        return array
-    if array.dtype.kind not in (_WHOLE if spec.kind in _WHOLE else _NUMBERS):
-        raise TypeError(f"record: {field}: expected {spec}, as the environment says, got {array.dtype}.")
-    cast = array.astype(spec)
-    if spec.kind in _WHOLE and not np.can_cast(array.dtype, spec) and not np.array_equal(cast, array):
-        raise TypeError(f"record: {field}: expected {spec}, as the environment says, got {array.dtype} beyond it.")
-    return cast
-
-
-def has_tuple(spec: Spec) -> bool:
-    """Whether a tuple is in it."""
-    return isinstance(spec, tuple) or (isinstance(spec, dict) and any(map(has_tuple, spec.values())))
-
-
-def mapped(change: Callable[..., Array], first: Nested, *others: Nested) -> Nested:
-    """``change`` of the leaves that stand in the same place of several nestings."""
-    if isinstance(first, dict):
-        return {key: mapped(change, first[key], *(other[key] for other in others)) for key in first}  # type: ignore[call-overload]
-    if isinstance(first, tuple):
-        return tuple(mapped(change, *entries) for entries in zip(first, *others, strict=True))
-    return change(first, *others)
-
-
-def copied(nested: Nested) -> Nested:
-    """A copy."""
-    return nested.copy() if isinstance(nested, np.ndarray) else mapped(np.array, nested)
-
-
-def stacked(each: list[Nested]) -> Nested:
-    """Those of ``n`` environments."""
-    return mapped(lambda *leaves: np.stack(leaves), *each)
-
-
-def taken(nested: Nested, which: NDArray[np.int64]) -> Nested:
-    """Those of some environments."""
-    return mapped(lambda leaf: leaf.take(which, 0), nested)
-
-
-def pick(nested: object, i: int) -> object:
-    """That of one environment: of arrays, tensors or lists of ``n``, or dicts and tuples of them."""
-    if isinstance(nested, Mapping):
-        return {key: pick(nested[key], i) for key in nested.keys()}  # noqa: SIM118 - a TensorDict iterates over its batch
-    if isinstance(nested, tuple):
-        return tuple(pick(one, i) for one in nested)
-    return nested[i]  # type: ignore[index]
-
-
-def put(nested: Nested, i: int, value: Nested) -> None:
-    """Replace that of one environment, in place."""
-
-    def replace(leaf: Array, new: Array) -> Array:
-        leaf[i] = new
-        return leaf
-
-    mapped(replace, nested, value)
