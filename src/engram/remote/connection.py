@@ -118,8 +118,8 @@ class Access(NamedTuple):
         return ", ".join(map(str, self.addresses))
 
 
-class _AnotherStore(ValueError):
-    """Raised for a server whose rows are not those of the servers before."""
+class _AnotherStore(ConnectionError, ValueError):
+    """Raised for a server whose rows are not those of the servers before: of a fleet, the store is gone."""
 
 
 class Connection:
@@ -153,6 +153,8 @@ class Connection:
         while True:
             try:
                 served = self._opened_one(self.access.find(known), known)
+            except _AnotherStore:
+                raise
             except ConnectionError as error:
                 self.is_searching = True
                 if time.monotonic() + pause > deadline:
@@ -226,11 +228,11 @@ class Connection:
             self.check()
             if self._client is broken or self._client is None:
                 self._next += 1
-                self._open(self.served)
+                self.served = self._open(self.served)
 
     def reconnect(self) -> None:
         """Connect if a server answers at once. Raises ``ConnectionError``: none does."""
-        self._open(self.served, 0.0)
+        self.served = self._open(self.served, 0.0)
         with self._lock:
             if self._closed and self._client is not None:
                 self._client.close()
@@ -250,8 +252,14 @@ class Connection:
         with self._lock:
             self.check()
             if self._client is None:
-                self._open(self.served)
+                self.served = self._open(self.served)
+            assert self._client is not None  # it was opened
             return self._client
+
+    def describe(self) -> protocol.Served:
+        """What the server says now: :attr:`served`. Raises as :meth:`ask`."""
+        self.served = self.ask("describe", protocol.Describe(protocol.PROTOCOL, __version__), protocol.Served)
+        return self.served
 
     def ask(self, name: str, command: msgspec.Struct, kind: type[T]) -> T:
         """Do an action that may be done twice. Raises what the server does, and ``ConnectionError``: none answers."""
@@ -428,6 +436,11 @@ class Exchange:
         while self.waiting:
             self._read()
 
+    def renew(self) -> None:
+        """As :meth:`settle`; what is sent next goes by a new stream, which may have other columns."""
+        self.settle()
+        self._drop()
+
     def forget(self) -> None:
         """Drop what waits, and the answers that came."""
         if self.waiting:
@@ -467,6 +480,10 @@ class Exchange:
             self._schema, self._columns = None, []
         if message.rows is None:
             self._writer.write_metadata(message.command)
+            return
+        if self._schema is not None and not self.waiting and not self._schema.equals(message.rows.schema):
+            self._drop()
+            self._put(message)
             return
         if self._schema is None:
             self._schema = message.rows.schema

@@ -359,6 +359,8 @@ class State(msgspec.Struct, frozen=True):
     fleet: tuple[int, int] = (0, 0)
     """The number of the limits of several stores that these are a part of, and how many stores; zeros: of this one alone. No stores: the
     counts began again here since."""
+    fields: int = 0
+    """How many fields rows have; 0: the server is of an older engram, which shows those that it began with."""
 
 
 class Removed(msgspec.Struct, frozen=True):

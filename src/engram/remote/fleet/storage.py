@@ -29,7 +29,6 @@ from engram.remote.fleet.draws import Draws
 from engram.remote.fleet.members import SKIP_S, Joining, Ledger, Members, Missing, Shard
 from engram.remote.served import Drawn, ServedStorage
 from engram.remote.storage import RemoteStorage
-from engram.storages import Storage
 from engram.types import Write, WritePlan
 
 if TYPE_CHECKING:
@@ -172,8 +171,20 @@ class FleetStorage(ServedStorage):
     def nbytes(self) -> int:
         return sum(shard.storage.nbytes for shard in self.members.shards)
 
+    def adopt_fields(self) -> None:
+        """Once all stores have shown them."""
+        storages = [shard.storage for shard in self.members.shards if not shard.lost]
+        for storage in storages:
+            storage.adopt_fields()
+        schemas = [storage.memory.schema for storage in storages if storage.memory is not None]
+        least = min(schemas, key=lambda it: len(it.fields), default=self._schema)
+        if len(least.fields) > len(self._schema.fields):
+            assert self.memory is not None  # it is described
+            self.describe(least, self.memory.place, self.ledger, self.memory.participant)
+
     def state(self) -> protocol.State:
         found = [state for _, state in self.members.answers(self.members.ask)]
+        self.adopt_fields()
         counters = plans.summed([state.counters for state in found], _LARGEST)
         counters["priority_updates_dropped"] += self._dropped
         members = {"shards": len(self.members.shards), "shards_missing": len(self.members.shards) - len(found)}
@@ -348,7 +359,7 @@ class FleetStorage(ServedStorage):
         return {"storages": storages, "missing": members.missing, "stratum": self._stratum, "joining": members.joining}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        Storage.__init__(self)
+        ServedStorage.__init__(self)
         self._turn = random_turn
         self._join(*cast("tuple[list[RemoteStorage], Missing, int | None, Joining | None]", (*state.values(),)))
 
