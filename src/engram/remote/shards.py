@@ -89,6 +89,8 @@ class Shard:
     root_certificates = None
     #: Writes wait for their acknowledgement.
     full = None
+    #: An actor that is started again is waited for.
+    hurried = False
     #: Rows in memory are lost with their node.
     replaces_lost = True
 

@@ -213,9 +213,20 @@ class ServedLimits(Limits):
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
+    #: Of a fleet, which goes on without it.
+    hurried = False
+    #: The number that the last answer told, as of :class:`protocol.Written`; None: none did.
+    told: int | None = None
+
     def state(self) -> protocol.State:
         """Numbers of the store at this moment. Raises as :meth:`Connection.ask`."""
-        return self._connection.ask("stats", protocol.Stats(), protocol.State)
+        state = self._connection.ask("stats", protocol.Stats(), protocol.State, hurried=self.hurried)
+        self.tell(state.fleet[0] or (-1 if any(state.limit) else 0))
+        return state
+
+    def tell(self, number: int) -> None:
+        """What an answer says."""
+        self.told = number if self._connection.served.limited is not None else None
 
     @property
     def limit(self) -> tuple[float, float, int, int]:
@@ -270,6 +281,8 @@ class RemoteStorage(ServedStorage):
         self._rename()
         full = connection.access.full
         self._under_way = None if full is None else WritesUnderWay(full, self._sent)
+        hurried = connection.access.hurried
+        self._limits.hurried = self._learning.hurried = self._redrawing.hurried = hurried
         #: Bytes of priorities that were sent since all batches under way had come.
         self._unread = 0
 
@@ -278,6 +291,11 @@ class RemoteStorage(ServedStorage):
     @property
     def served(self) -> protocol.Served:
         return self.connection.served
+
+    @property
+    def limits_told(self) -> int | None:
+        """Number of the limits of several stores, as the last answer told it; None: no answer did."""
+        return self._limits.told
 
     @property
     def max_size(self) -> int:
@@ -311,12 +329,21 @@ class RemoteStorage(ServedStorage):
 
     def gauges(self) -> dict[str, float]:
         try:
-            return self.connection.ask("gauges", protocol.Gauges(), dict[str, float])
+            return self.connection.ask("gauges", protocol.Gauges(), dict[str, float], hurried=self._limits.hurried)
         except ValueError:  # a server of an older engram knows no such command
             return {}
 
     def consumer_version(self, at_least: int | None = None) -> int:
-        return self.connection.ask("version", protocol.Version(at_least), int)
+        return self.connection.ask("version", protocol.Version(at_least), int, hurried=self._limits.hurried)
+
+    def writers(self) -> int:
+        """How many clients write. If nothing was asked before, the connection rests again: it may never be needed."""
+        rests = not self.connection.is_open
+        try:
+            return self._limits.state().writers
+        finally:
+            if rests:
+                self.connection.rest()
 
     def counters(self) -> dict[str, float]:
         counters = super().counters()
@@ -376,6 +403,7 @@ class RemoteStorage(ServedStorage):
 
     def _batches(self, answer: Answer) -> list[Callable[[], Drawn]]:
         metadata = msgspec.json.decode(answer.metadata, type=protocol.Sampled)
+        self._limits.tell(metadata.limits)
         fields = next(k for k, it in enumerate(answer.columns) if it.name == wire.ROW_NUMBER)
         counts = [math.prod(shape) for shape in metadata.sizes]
         entries = [wire.entry_of(it.name) for it in answer.columns[fields + 1 :]]
@@ -426,6 +454,7 @@ class RemoteStorage(ServedStorage):
             self._under_way.put(batch, lanes)
             return Write(torch.full((n,), -1, device="cpu"), 0)
         answer = self._sent(batch, len(lanes))
+        self._limits.tell(msgspec.json.decode(answer.metadata, type=protocol.Written).limits)
         (rows,) = wire.tensors_in(answer.rows, answer.columns)
         return Write(rows, 0)
 

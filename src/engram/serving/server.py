@@ -244,7 +244,8 @@ class _Stream:
                 expected = self._expected or service.written(0 if chunk.data is None else chunk.data.num_columns)
                 rows = service.append(command, self._rows_of(chunk, expected, "append"), chunk.data.num_rows)
                 self._expected = expected
-                self._put(b'{"ok":1}', wire.ROW, [rows], len(rows))
+                metadata = msgspec.json.encode(protocol.Written(1, service.limits_number()))
+                self._put(metadata, wire.ROW, [rows], len(rows))
             case protocol.Tickets():
                 held = service.tickets(self._rows_of(chunk, wire.EDITS, "edit")[0])
                 self._put(b'{"ok":1}', wire.TICKET, [held], len(held))

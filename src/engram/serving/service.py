@@ -256,7 +256,14 @@ class Service:
         self.look_for_fields()
         recipe = json.loads((self._folder / layout.FOLDER / layout.BUFFER).read_bytes())
         served = served_by(self._rb, self._name, encode(self._schema).decode(), recipe, why_alone(self._rb))
-        return msgspec.structs.replace(served, participant=self._number_of_client())
+        limited = self.limits_number() < 0
+        return msgspec.structs.replace(served, limited=limited, participant=self._number_of_client())
+
+    def limits_number(self) -> int:
+        """As :class:`protocol.Written` has it."""
+        core = self._store.core
+        number: int = core.fleet_limit[0]
+        return number or (-1 if any(core.limit) else 0)
 
     def look_for_fields(self) -> int:
         """Take over the fields that any process has added since: how many there are."""
@@ -402,7 +409,8 @@ class Service:
                 f"sample: expected batches of at most {protocol.MAX_MESSAGE} bytes over a connection, got {items} bytes of items. Draw "
                 "fewer rows."
             )
-        metadata = protocol.Sampled([list(batch.shape) for batch in batches], last, masses)
+        sizes = [list(batch.shape) for batch in batches]
+        metadata = protocol.Sampled(sizes, last, masses, self.limits_number() if parts else 0)
         return Batches(metadata, self._columns_of(entries, fields, tensors), tensors)
 
     def _part(self, key: int, rows: int, command: protocol.Sample) -> tuple[_Drawn, protocol.Mass]:

@@ -6,10 +6,9 @@ import random
 import re
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import msgspec
 import torch
@@ -26,7 +25,7 @@ from engram.remote import protocol
 from engram.remote.connection import Access, Connection, Found, Servers
 from engram.remote.fleet import check_missing, plans
 from engram.remote.fleet.draws import Draws
-from engram.remote.fleet.members import SKIP_S, Joining, Ledger, Members, Missing, Shard
+from engram.remote.fleet.members import SKIP_S, Joining, Ledger, Members, Missing, Shard, at_once
 from engram.remote.served import Drawn, ServedStorage
 from engram.remote.storage import RemoteStorage
 from engram.types import Write, WritePlan
@@ -233,7 +232,7 @@ class FleetStorage(ServedStorage):
         self._ahead.append(rows * admitted)
 
     def _admitted(self, rows: int, calls: int) -> int:
-        admitted = self.ledger.admit(rows, calls, samples=True)
+        admitted = self.ledger.admit(rows, calls, samples=True, by=self.members.known())
         if not admitted:
             raise NotAdmitted(rows)
         return admitted
@@ -292,18 +291,18 @@ class FleetStorage(ServedStorage):
         with self._homes:
             if self._home is None or self._home.lost:
                 turn, stores = self._turn(), len(self.members.shards)
-                found = self.members.answers(self.members.ask)
-                self._home = min((state.writers, (it.number - turn) % stores, it) for it, state in found)[2]
+                found = self.members.answers(lambda it: it.storage.writers())
+                self._home = min((writers, (it.number - turn) % stores, it) for it, writers in found)[2]
             return self._home
 
     def limit(self, rules: Rules, unconsumed: int) -> None:  # noqa: ARG002 - each store knows its own
         self.ledger.set(rules)
 
     def write(self, plan: WritePlan, prepared: list[Tensor], n: int) -> Write:
-        if not self.ledger.admit(n, samples=False):
+        shard = self.home()
+        if not self.ledger.admit(n, samples=False, by=[shard]):
             raise NotAdmitted(n)
         try:
-            shard = self.home()
             with self.members.needing(shard):
                 written = shard.storage.write(plan, prepared, n)
         finally:
@@ -372,11 +371,7 @@ class FleetStorage(ServedStorage):
         return f"FleetStorage({', '.join(repr(shard.storage) for shard in self.members.shards)})"
 
 
-K = TypeVar("K")
-T = TypeVar("T")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
-#: Addresses that are asked at a time.
-_MAX_CONNECTING = 32
 
 
 def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedStorage:
@@ -397,11 +392,12 @@ def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedS
         return RemoteStorage(Connection(access._replace(addresses=(*served, *silent))))
     check_stores(list(served.values()), access.full)
     patience_s = min(SKIP_S, access.patience_s) if missing == "skip" else access.patience_s
+    access = access._replace(patience_s=patience_s, hurried=missing == "skip")
     with ExitStack() as opened:  # where one cannot belong to the fleet, all are closed
-        each = [access._replace(addresses=tuple(addresses), patience_s=patience_s) for addresses in stores.values()]
-        storages = [opened.enter_context(closing(_without_limits(one))) for one in each]
+        each = [access._replace(addresses=tuple(addresses)) for addresses in stores.values()]
+        storages = [opened.enter_context(closing(_without_limits(one, served[one.addresses[0]]))) for one in each]
         opened.pop_all()
-    joining = Silent(access._replace(patience_s=patience_s), silent) if silent else None
+    joining = Silent(access, silent) if silent else None
     return FleetStorage(storages, missing, stratum, joining)
 
 
@@ -438,13 +434,19 @@ class Silent:
             yield storage
 
 
-def _without_limits(access: Access) -> RemoteStorage:
-    """A store of a fleet. Raises ``ConnectionError``. ``ValueError``: it has limits of its own."""
-    storage = RemoteStorage(Connection(access))
+def _without_limits(access: Access, served: protocol.Served | None = None) -> RemoteStorage:
+    """A store of a fleet. ``served``: what its server has said: then it is connected to when it is needed.
+
+    Raises ``ConnectionError``. ``ValueError``: it has limits of its own.
+    """
+    limited = None if served is None else served.limited
+    storage = RemoteStorage(Connection(access) if limited is None else Connection(access, served, opens=False))
     with ExitStack() as opened:
         opened.callback(storage.close)
-        state = storage.state()
-        if any(state.limit) and not state.fleet[0]:
+        if limited is None:
+            state = storage.state()
+            limited = any(state.limit) and not state.fleet[0]
+        if limited:
             raise ValueError(f"connect: {storage!r} has limits, which hold for one store. Remove them: rb.limit(None).")
         opened.pop_all()
     return storage
@@ -459,7 +461,7 @@ def _ask_servers(access: Access, missing: Missing) -> dict[protocol.Address, pro
     begun, pause = time.monotonic(), _FIRST_PAUSE_S
     while True:
         silent = [it for it in access.addresses if isinstance(found.get(it, ConnectionError()), ConnectionError)]
-        found |= zip(silent, _answers(partial(_served_at, access), silent), strict=True)
+        found |= zip(silent, at_once(partial(_served_at, access), silent), strict=True)
         served = {it: answer for it in access.addresses if not isinstance(answer := found[it], ConnectionError)}
         errors = [answer for answer in found.values() if isinstance(answer, ConnectionError)]
         waits_all = missing == "wait" or not served
@@ -481,19 +483,6 @@ def _served_at(access: Access, address: protocol.Address) -> protocol.Served:
     connection = Connection(access._replace(addresses=(address,), patience_s=0.0))
     connection.close()
     return connection.served
-
-
-def _answers(ask: Callable[[K], T], each: Sequence[K]) -> list[T | ConnectionError]:
-    """The answer of each, or the error of one that does not answer: they are asked at the same time."""
-
-    def answer(one: K) -> T | ConnectionError:
-        try:
-            return ask(one)
-        except ConnectionError as error:
-            return error
-
-    with ThreadPoolExecutor(max(1, min(_MAX_CONNECTING, len(each))), "engram-connect") as threads:
-        return list(threads.map(answer, each))
 
 
 def check_stratum(stratum: int | None, stores: int) -> None:
@@ -574,7 +563,7 @@ class AwaitedFleet:
 
         Raises ``ConnectionError``: no shard answers, or not all do, and they are waited for. As ``ReplayBuffer.connect``.
         """
-        found = _answers(lambda shard: shard.serve(None), self._shards)
+        found = at_once(lambda shard: shard.serve(None), self._shards)
         errors = [one for one in found if isinstance(one, ConnectionError)]
         if errors and (self._missing == "wait" or len(errors) == len(self._shards)):
             raise errors[0]
@@ -587,7 +576,7 @@ class AwaitedFleet:
         first = Connection(self._makers[0])
         first.close()
         schema = first.served.schema
-        for one in _answers(lambda shard: shard.serve(schema), self._makers[1:]):
+        for one in at_once(lambda shard: shard.serve(schema), self._makers[1:]):
             if isinstance(one, ConnectionError):
                 raise one
         return self._joined(range(len(self._shards)))
