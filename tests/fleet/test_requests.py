@@ -4,6 +4,8 @@ import contextlib
 import time
 import warnings
 from collections import Counter
+from functools import partial
+from threading import Barrier
 
 import pytest
 import torch
@@ -124,13 +126,9 @@ def test_a_store_that_dies_stalls_neither_draws_nor_priorities_nor_writes_to_oth
         batch = rb.sample(return_info=True)[1]["index"]
         monkeypatch.setattr(connection.Connection, "_open", hurried)
         servers[first].kill()
-        if sampler is not RandomSampler:
-            with pytest.warns(UserWarning, match="is gone"):
-                for _ in range(50):
-                    rb.update_priority(batch, torch.ones(len(batch)))
-        else:
-            with pytest.warns(UserWarning, match="is gone"):
-                [rb.sample() for _ in range(3)]
+        change = rb.sample if sampler is RandomSampler else partial(rb.update_priority, batch, torch.ones(len(batch)))
+        with pytest.warns(UserWarning, match="is gone"):
+            [change() for _ in range(50)]
         servers[second].kill()
         with warnings.catch_warnings(record=True):
             warnings.simplefilter("always")
@@ -142,8 +140,6 @@ def test_a_store_that_dies_stalls_neither_draws_nor_priorities_nor_writes_to_oth
 
 def test_stores_are_asked_at_the_same_time(addresses, monkeypatch):
     """Each answers when all have been asked."""
-    from threading import Barrier
-
     together, answer = Barrier(len(addresses)), connection._answer
 
     def waits(client, options, name, *more):

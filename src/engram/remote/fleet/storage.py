@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import msgspec
 import torch
+from torch import Tensor
 
 from engram._support import fork
 from engram._support.checks import check_count
 from engram._support.native import NotAdmitted
 from engram._support.unsupported import refusing
 from engram._support.words import format_wait, warn
+from engram.around.episodes import usual_flags
 from engram.errors import RowError
 from engram.format.schema import decode
 from engram.format.sizes import without_rings
@@ -32,8 +34,6 @@ from engram.types import Write, WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-    from torch import Tensor
 
     from engram.remote.protocol import Full
     from engram.saved.rows import Roles
@@ -147,8 +147,9 @@ class FleetStorage(ServedStorage):
         #: Rows of the batches in each message under way.
         self._ahead: deque[int] = deque()
         self._homes = fork.rlock()
-        #: The store that rows of this buffer go to.
+        #: The store that rows of this buffer go to, and the lanes in which a trajectory goes on there.
         self._home: Shard | None = None
+        self._open: set[int] = set()
         #: Updates for rows of stores that were gone.
         self._dropped = 0
 
@@ -287,13 +288,25 @@ class FleetStorage(ServedStorage):
     # ---- writing -------------------------------------------------------------------------------------------------------
 
     def home(self) -> Shard:
-        """The store that rows of this buffer go to: while it is there, it stays the one. Raises ``ConnectionError``: none is there."""
+        """The store that rows of this buffer go to: while it is there, it stays the one.
+
+        Raises ``ConnectionError``: none is there. It is gone, in the midst of a trajectory: once, then others are taken.
+        """
         with self._homes:
-            if self._home is None or self._home.lost:
+            gone = self._home
+            if gone is None or gone.lost:
+                self._home = None
+                if self._open:
+                    self._open.clear()
+                    raise ConnectionError(
+                        f"extend: {gone.storage if gone else self!r}, which has the steps of this trajectory so far, is gone. Nothing was "
+                        "written. Begin a new episode: it goes to another store."
+                    )
                 turn, stores = self._turn(), len(self.members.shards)
                 found = self.members.answers(lambda it: it.storage.writers())
                 self._home = min((writers, (it.number - turn) % stores, it) for it, writers in found)[2]
-            return self._home
+                return self._home
+            return gone
 
     def limit(self, rules: Rules, unconsumed: int) -> None:  # noqa: ARG002 - each store knows its own
         self.ledger.set(rules)
@@ -305,10 +318,26 @@ class FleetStorage(ServedStorage):
         try:
             with self.members.needing(shard):
                 written = shard.storage.write(plan, prepared, n)
+        except ConnectionError:
+            self._open.clear()  # the trajectory is told of it now
+            raise
         finally:
             self.ledger.counted(n, samples=False)
+        self._note_open(plan.lane, prepared, n)
         shard.change()
         return Write(plans.number(written.rows, shard.number), 0)
+
+    def _note_open(self, lane: Tensor | int | None, prepared: list[Tensor], n: int) -> None:
+        """In which lanes a trajectory goes on behind rows that were written: none of the usual flags ends it with the last one."""
+        fields = self._schema.fields
+        flags = usual_flags([field.key for field in fields].__contains__)
+        rows = slice(None) if isinstance(lane, Tensor) else slice(-1, None)
+        ends = [
+            column.reshape(n, -1)[rows].any(1) for it, column in zip(fields, prepared, strict=False) if it.key in flags
+        ]
+        over = torch.stack(ends).any(0).tolist() if ends else [False] * n
+        last = dict(zip(lane.tolist() if isinstance(lane, Tensor) else [lane or 0], over, strict=False))
+        self._open = (self._open - last.keys()) | {lane for lane, ended in last.items() if not ended}
 
     def check_removal(self, rows: Tensor) -> None:
         """Raises, too: ``RuntimeError``, ``ConnectionError``: as a store of rows does, or it is gone."""
@@ -346,6 +375,7 @@ class FleetStorage(ServedStorage):
         """Of the store that rows of this buffer go to."""
         shard = self.home()
         rows: Tensor = shard.storage.end_trajectories(lanes, roles, terminated=terminated)
+        self._open -= {*lanes.tolist()}
         return plans.number(rows, shard.number)
 
     fetch_dump = refusing("dumps", "Dump each of the stores, or save checkpoints of ranks, where they are.")
