@@ -263,6 +263,7 @@ _SECTIONS = {
 FIXED_BYTES = sum(_SECTIONS["participants"])
 _HEADER_BYTES = _HEADER.size + (len(_SECTIONS) + 1) * _SECTION.size
 _CLEAN_AT = _SECTIONS["locks"][0] + 56
+_ID_AT = _SECTIONS["counters"][0] + 1024
 
 
 class ControlHeader(NamedTuple):
@@ -275,6 +276,20 @@ class ControlHeader(NamedTuple):
     """xxh3-64 of ``store.json``."""
     clean: bool
     """Closed by its last owner. False: open now, or its processes died."""
+
+
+def store_id(control: Path, fresh: bytes = bytes(16)) -> bytes:
+    """The 16 bytes that name a store, in its control block; zeros: it has no name. ``fresh``: the name that it is given then.
+
+    Only one process at a time may give one. Raises ``OSError``: the file cannot be read, or written.
+    """
+    with open_regular(control, os.O_RDWR if any(fresh) else os.O_RDONLY) as fd:
+        found = os.pread(fd, len(fresh), _ID_AT)
+        if any(found):
+            return found
+        if any(fresh):
+            os.pwrite(fd, fresh, _ID_AT)
+    return fresh
 
 
 def control_bytes(lanes: int) -> int:

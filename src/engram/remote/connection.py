@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from collections import deque
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
@@ -20,7 +21,7 @@ from engram.remote import protocol
 from engram.remote.wire import Column, columns_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from engram.remote.protocol import Full
 
@@ -44,6 +45,8 @@ _MAX_STREAM_FAILURES = 20
 #: For how long a server may take to answer the first command.
 _FIRST_ANSWER_TIMEOUT_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0
+#: For how long another thread that connects is waited for, by one that is in a hurry.
+_HURRY_S = 1.0
 #: A peer that does not acknowledge what is sent, or an idle one that does not answer a ping, is gone after so long.
 _KEEPALIVE_TIMEOUT_MS = 10_000
 #: Between two pings. A server takes those that come more often than each 5 minutes for an attack, and ends the connection.
@@ -83,6 +86,10 @@ class Servers(Protocol):
         """What a write does that has no credits; None: writes wait for their acknowledgement."""
 
     @property
+    def hurried(self) -> bool:
+        """Whether draws, numbers and priorities wait for no server that does not answer at once. Writes do."""
+
+    @property
     def replaces_lost(self) -> bool:
         """Whether an empty store takes the place of one that was lost."""
 
@@ -105,6 +112,8 @@ class Access(NamedTuple):
     """For how long servers that are gone are looked for."""
     full: Full | None = None
     """What a write does that has no credits; None: writes wait for their acknowledgement."""
+    hurried: bool = False
+    """As of :class:`Servers`: other stores of a fleet go on."""
 
     @property
     def replaces_lost(self) -> bool:
@@ -118,8 +127,8 @@ class Access(NamedTuple):
         return ", ".join(map(str, self.addresses))
 
 
-class _AnotherStore(ValueError):
-    """Raised for a server whose rows are not those of the servers before."""
+class _AnotherStore(ConnectionError, ValueError):
+    """Raised for a server whose rows are not those of the servers before: of a fleet, the store is gone."""
 
 
 class Connection:
@@ -148,16 +157,19 @@ class Connection:
 
     def _open(self, known: protocol.Served | None = None, patience_s: float | None = None) -> protocol.Served:
         """Connect to the first server that answers. Raises as ``ReplayBuffer.connect``."""
-        deadline = time.monotonic() + (self.access.patience_s if patience_s is None else patience_s)
+        patience_s = self.access.patience_s if patience_s is None else patience_s
+        deadline = time.monotonic() + patience_s
         pause = _FIRST_PAUSE_S
         while True:
             try:
                 served = self._opened_one(self.access.find(known), known)
+            except _AnotherStore:
+                raise
             except ConnectionError as error:
                 self.is_searching = True
                 if time.monotonic() + pause > deadline:
                     raise ConnectionError(
-                        f"connect: no server answered{format_wait(self.access.patience_s)} at {self.access}: {_short(error)} Start one "
+                        f"connect: no server answered{format_wait(patience_s)} at {self.access}: {_short(error)} Start one "
                         "with engram serve, or pass another address."
                     ) from error
             else:
@@ -220,17 +232,30 @@ class Connection:
             self._client, self._options = client, options
         return served
 
-    def again(self, broken: flight.FlightClient) -> None:
-        """Connect to a server that answers, if the one of this client is gone. Raises ``ConnectionError``: none does."""
-        with self._lock:
+    def again(self, broken: flight.FlightClient | None, *, hurried: bool = False) -> None:
+        """Connect to a server that answers, if the one of this client is gone. ``hurried``: if one does at once.
+
+        Raises ``ConnectionError``: none does.
+        """
+        with self._turn(hurried=hurried):
             self.check()
             if self._client is broken or self._client is None:
                 self._next += 1
-                self._open(self.served)
+                self.served = self._open(self.served, 0.0 if hurried else None)
+
+    @contextmanager
+    def _turn(self, *, hurried: bool) -> Iterator[None]:
+        """Hold the lock. Raises ``ConnectionError``: ``hurried``, and another thread looks for a server."""
+        if (hurried and self.is_searching) or not self._lock.acquire(timeout=_HURRY_S if hurried else -1):
+            raise ConnectionError(f"no server answers at {self.access}: it is looked for.")
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def reconnect(self) -> None:
         """Connect if a server answers at once. Raises ``ConnectionError``: none does."""
-        self._open(self.served, 0.0)
+        self.served = self._open(self.served, 0.0)
         with self._lock:
             if self._closed and self._client is not None:
                 self._client.close()
@@ -245,22 +270,40 @@ class Connection:
         if self._closed:
             raise RuntimeError("the connection was closed. Connect again.")
 
-    def client(self) -> flight.FlightClient:
-        """Of Arrow Flight."""
-        with self._lock:
+    def client(self, *, hurried: bool = False) -> flight.FlightClient:
+        """Of Arrow Flight. Raises as :meth:`again`."""
+        with self._turn(hurried=hurried):
             self.check()
             if self._client is None:
-                self._open(self.served)
+                self.served = self._open(self.served, 0.0 if hurried else None)
+            assert self._client is not None  # it was opened
             return self._client
 
-    def ask(self, name: str, command: msgspec.Struct, kind: type[T]) -> T:
-        """Do an action that may be done twice. Raises what the server does, and ``ConnectionError``: none answers."""
+    def describe(self) -> protocol.Served:
+        """What the server says now: :attr:`served`. Raises as :meth:`ask`."""
+        self.served = self.ask("describe", protocol.Describe(protocol.PROTOCOL, __version__), protocol.Served)
+        return self.served
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a server was asked something, since :meth:`rest`."""
+        return self._client is not None
+
+    def rest(self) -> None:
+        """Hang up until something is asked again. No stream may be open."""
+        with self._lock:
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def ask(self, name: str, command: msgspec.Struct, kind: type[T], *, hurried: bool = False) -> T:
+        """Do an action that may be done twice. Raises what the server does, and as :meth:`again`."""
         while True:
-            client = self.client()
+            client = self.client(hurried=hurried)
             try:
                 raw = _answer(client, self._options, name, command, name)
             except GONE:
-                self.again(client)
+                self.again(client, hurried=hurried)
                 continue
             refuse(raw)  # outside: an OSError of the server's is no server that is gone
             return msgspec.json.decode(raw, type=kind)
@@ -294,10 +337,7 @@ class Connection:
         """End what looks for a server, too. Repeatable."""
         self._closed = True
         self._ends.set()
-        with self._lock:
-            client, self._client = self._client, None
-        if client is not None:
-            client.close()
+        self.rest()
         fork.dropped(self)
 
     def after_fork(self) -> None:
@@ -384,6 +424,8 @@ class Exchange:
         self._schema: pa.Schema | None = None
         self._columns: list[Column] = []
         self._failures = 0
+        #: Whether a server is taken only if it answers at once: others can do what is asked.
+        self.hurried = False
         #: How often it went on by a new stream: what waited then was sent again.
         self.resumed = 0
         #: Sent, and to be answered.
@@ -428,6 +470,11 @@ class Exchange:
         while self.waiting:
             self._read()
 
+    def renew(self) -> None:
+        """As :meth:`settle`; what is sent next goes by a new stream, which may have other columns."""
+        self.settle()
+        self._drop()
+
     def forget(self) -> None:
         """Drop what waits, and the answers that came."""
         if self.waiting:
@@ -462,11 +509,17 @@ class Exchange:
 
     def _put(self, message: Message) -> None:
         if self._writer is None:
-            self._client = self._connection.client()  # first: of one that is gone, another is looked for
+            self._client = self._connection.client(
+                hurried=self.hurried
+            )  # first: of one that is gone, another is looked for
             self._writer, self._reader = self._connection.exchange(self._client, self._stream)
             self._schema, self._columns = None, []
         if message.rows is None:
             self._writer.write_metadata(message.command)
+            return
+        if self._schema is not None and not self.waiting and not self._schema.equals(message.rows.schema):
+            self._drop()
+            self._put(message)
             return
         if self._schema is None:
             self._schema = message.rows.schema
@@ -490,7 +543,7 @@ class Exchange:
                     f"the server broke the stream {_MAX_STREAM_FAILURES} times in a row: {_short(error)}"
                 ) from error
             try:
-                self._connection.again(self._client)
+                self._connection.again(self._client, hurried=self.hurried)
             except BaseException:
                 self.waiting.clear()
                 raise

@@ -337,6 +337,8 @@ class Served(msgspec.Struct, frozen=True):
     """After how many draws a row is used up; None: never."""
     alone: str = "its server is of an older engram"
     """Why batches cannot have rows of other stores, too; empty: they can."""
+    limited: bool | None = None
+    """Whether it has limits of its own now; None: the server is of an older engram, whose answers do not tell them."""
     participant: int = 0
     """Which one this client is of those that are connected; 0: it is the only one."""
 
@@ -357,6 +359,8 @@ class State(msgspec.Struct, frozen=True):
     fleet: tuple[int, int] = (0, 0)
     """The number of the limits of several stores that these are a part of, and how many stores; zeros: of this one alone. No stores: the
     counts began again here since."""
+    fields: int = 0
+    """How many fields rows have; 0: the server is of an older engram, which shows those that it began with."""
 
 
 class Removed(msgspec.Struct, frozen=True):
@@ -375,6 +379,16 @@ class Sampled(msgspec.Struct, frozen=True, omit_defaults=True):
     """An epoch ended with the last of them."""
     masses: list[Mass] = []
     """Of each batch, if they are parts."""
+    limits: int = 0
+    """As of :class:`Written`."""
+
+
+class Written(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an answer says beside the numbers of rows that were written."""
+
+    ok: int
+    limits: int = 0
+    """Number of the limits of several stores that hold now; 0: there are none; -1: the store has limits of its own."""
 
 
 def decoded(kind: object, raw: bytes, call: str) -> msgspec.Struct:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from engram.format.schema import Schema
     from engram.saved.rows import Roles
+    from engram.storages._structure import Structure
     from engram.storages.ragged import RaggedLayout
     from engram.store import Key, Store
     from engram.store.limits import Rules
@@ -163,11 +164,17 @@ class ServedStorage(Storage, ServedRows):
     """A storage whose rows are on servers. Calls that need the rows here are refused, with what to do instead."""
 
     traits = Traits(has_fields=True, is_remote=True)
+    _structures: dict[int, Structure]
+    """Of rows by how many fields they have: some may have been drawn before others were added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._structures = {}
 
     def describe(self, schema: Schema, place: str, limits: Limits, participant: int) -> None:
         """Say what the rows are, and where."""
         self._schema = schema
-        self.structure = structure_in(schema)
+        self.structure = self._structures[len(schema.fields)] = structure_in(schema)
         self._usual_bytes = usual_row_bytes(schema)
         self.memory = cast(
             "Store", Memory(schema, place, limits, limits, participant=participant)
@@ -224,9 +231,13 @@ class ServedStorage(Storage, ServedRows):
 
     # ---- writing -------------------------------------------------------------------------------------------------------
 
+    def adopt_fields(self) -> None:
+        """Take over the fields that a server has shown since."""
+
     def prepare(
         self, data: object, call: str, *, batched: bool, ignored: Iterable[str] = (), count: Count | None = None
     ) -> tuple[list[Tensor], int]:
+        self.adopt_fields()
         structure = self.structure
         data, n, _ = rows_of_written(
             data,
@@ -238,7 +249,7 @@ class ServedStorage(Storage, ServedRows):
             known=structure if self.ndim == 1 else None,
             ignored=ignored,
         )
-        return self.structure.flatten(data, n, call, ignored), n or 1
+        return structure.flatten(data, n, call, ignored), n or 1
 
     def add_row(self, lane: object, data: object, ignored: Iterable[str] = ()) -> None:
         """There is no short path."""
@@ -250,7 +261,8 @@ class ServedStorage(Storage, ServedRows):
 
     def batch(self, columns: Sequence[Tensor], n: int | tuple[int, ...] | None, *layout: RaggedLayout | None) -> object:
         more = (None, *layout) if layout else ()
-        return self.structure.unflatten(columns, (n,) if isinstance(n, int) else n, self.device, *more)  # type: ignore[arg-type]
+        structure = self._structures.get(len(columns), self.structure)
+        return structure.unflatten(columns, (n,) if isinstance(n, int) else n, self.device, *more)  # type: ignore[arg-type]
 
     def rows_at(self, coordinates: Tensor) -> Tensor:
         """As of a tensor storage, whose coordinates batches have."""

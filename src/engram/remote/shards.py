@@ -89,6 +89,8 @@ class Shard:
     root_certificates = None
     #: Writes wait for their acknowledgement.
     full = None
+    #: An actor that is started again is waited for.
+    hurried = False
     #: Rows in memory are lost with their node.
     replaces_lost = True
 
@@ -280,7 +282,7 @@ class AwaitedStorage(ServedStorage):
     structure: Structure | None = None  # type: ignore[assignment] # until there is a store
 
     def __init__(self, stores: Stores, described: Described) -> None:
-        Storage.__init__(self)
+        ServedStorage.__init__(self)
         self._stores, self._described = stores, described
         self._there: ServedStorage | None = None
         self.ndim = described.geometry.ndim
@@ -296,8 +298,14 @@ class AwaitedStorage(ServedStorage):
     def _take(self, there: ServedStorage | None) -> None:
         if there is not None:
             self._there = there
-            self._schema, self.structure, self.ndim = there._schema, there.structure, there.ndim  # noqa: SLF001 - of a storage
+            self._schema, self._structures = there._schema, there._structures  # noqa: SLF001 - of a storage
+            self.structure, self.ndim = there.structure, there.ndim
             vars(self)["memory"] = there.memory
+
+    def adopt_fields(self) -> None:
+        if self._there is not None:
+            self._there.adopt_fields()
+            self._take(self._there)
 
     def _create(self, data: object, n: int | None, columns: tuple[int, ...], call: str) -> None:
         """Have the store made, for rows as these, unless it is there."""

@@ -26,7 +26,6 @@ from engram.remote import protocol, wire
 from engram.remote.connection import IN_DOUBT as DOUBTFUL
 from engram.remote.connection import Answer, Connection, Exchange, Message
 from engram.remote.served import RETRY_INTERVAL_S, Drawn, Limits, ServedStorage
-from engram.storages import Storage
 from engram.store.ragged_rows import items_in
 from engram.store.requests import IN_DOUBT
 from engram.types import Info, Write, WritePlan
@@ -214,9 +213,20 @@ class ServedLimits(Limits):
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
+    #: Of a fleet, which goes on without it.
+    hurried = False
+    #: The number that the last answer told, as of :class:`protocol.Written`; None: none did.
+    told: int | None = None
+
     def state(self) -> protocol.State:
         """Numbers of the store at this moment. Raises as :meth:`Connection.ask`."""
-        return self._connection.ask("stats", protocol.Stats(), protocol.State)
+        state = self._connection.ask("stats", protocol.Stats(), protocol.State, hurried=self.hurried)
+        self.tell(state.fleet[0] or (-1 if any(state.limit) else 0))
+        return state
+
+    def tell(self, number: int) -> None:
+        """What an answer says."""
+        self.told = number if self._connection.served.limited is not None else None
 
     @property
     def limit(self) -> tuple[float, float, int, int]:
@@ -254,9 +264,12 @@ class RemoteStorage(ServedStorage):
     def _connect(self, connection: Connection) -> None:
         served = connection.served
         self.connection = connection
-        schema, self._limits = decode(served.schema.encode(), "connect"), ServedLimits(connection)
-        self.describe(schema, f"at {connection.access}", self._limits, served.participant)
-        self._written = wire.arrow_schema(wire.written_columns(schema))
+        self._limits, self._described = ServedLimits(connection), served
+        self.describe(
+            decode(served.schema.encode(), "connect"), f"at {connection.access}", self._limits, served.participant
+        )
+        #: Of messages of rows, by how many fields these have.
+        self._written: dict[int, pa.Schema] = {}
         self._learning, self._writing = Exchange(connection, "learn"), Exchange(connection, "write")
         #: Of parts that are drawn beside those that are under way.
         self._redrawing = Exchange(connection, "learn")
@@ -268,6 +281,8 @@ class RemoteStorage(ServedStorage):
         self._rename()
         full = connection.access.full
         self._under_way = None if full is None else WritesUnderWay(full, self._sent)
+        hurried = connection.access.hurried
+        self._limits.hurried = self._learning.hurried = self._redrawing.hurried = hurried
         #: Bytes of priorities that were sent since all batches under way had come.
         self._unread = 0
 
@@ -276,6 +291,11 @@ class RemoteStorage(ServedStorage):
     @property
     def served(self) -> protocol.Served:
         return self.connection.served
+
+    @property
+    def limits_told(self) -> int | None:
+        """Number of the limits of several stores, as the last answer told it; None: no answer did."""
+        return self._limits.told
 
     @property
     def max_size(self) -> int:
@@ -288,16 +308,42 @@ class RemoteStorage(ServedStorage):
     def state(self) -> protocol.State:
         if self._under_way is not None:
             self._under_way.wait()
-        return self._limits.state()
+        state = self._limits.state()
+        if state.fields > len(self._schema.fields):
+            self.connection.describe()
+            self.adopt_fields()
+        return state
+
+    def adopt_fields(self) -> None:
+        served = self.connection.served
+        if served is self._described:
+            return
+        with self._learning.lock:
+            schema = decode(served.schema.encode(), "connect")
+            if len(schema.fields) > len(self._schema.fields):
+                for stream in (self._learning, self._redrawing):
+                    stream.renew()
+                assert self.memory is not None  # it is described
+                self.describe(schema, self.memory.place, self._limits, self.memory.participant)
+            self._described = served
 
     def gauges(self) -> dict[str, float]:
         try:
-            return self.connection.ask("gauges", protocol.Gauges(), dict[str, float])
+            return self.connection.ask("gauges", protocol.Gauges(), dict[str, float], hurried=self._limits.hurried)
         except ValueError:  # a server of an older engram knows no such command
             return {}
 
     def consumer_version(self, at_least: int | None = None) -> int:
-        return self.connection.ask("version", protocol.Version(at_least), int)
+        return self.connection.ask("version", protocol.Version(at_least), int, hurried=self._limits.hurried)
+
+    def writers(self) -> int:
+        """How many clients write. If nothing was asked before, the connection rests again: it may never be needed."""
+        rests = not self.connection.is_open
+        try:
+            return self._limits.state().writers
+        finally:
+            if rests:
+                self.connection.rest()
 
     def counters(self) -> dict[str, float]:
         counters = super().counters()
@@ -319,6 +365,7 @@ class RemoteStorage(ServedStorage):
     def ask(self, command: protocol.Sample) -> None:
         """Send a command, and do not wait for its answer."""
         with self._learning.lock:
+            self.adopt_fields()
             self._learning.send(Message(msgspec.json.encode(command)))
 
     def redraw(self, command: protocol.Sample) -> list[Drawn]:
@@ -356,7 +403,9 @@ class RemoteStorage(ServedStorage):
 
     def _batches(self, answer: Answer) -> list[Callable[[], Drawn]]:
         metadata = msgspec.json.decode(answer.metadata, type=protocol.Sampled)
-        fields, counts = len(self._schema.fields), [math.prod(shape) for shape in metadata.sizes]
+        self._limits.tell(metadata.limits)
+        fields = next(k for k, it in enumerate(answer.columns) if it.name == wire.ROW_NUMBER)
+        counts = [math.prod(shape) for shape in metadata.sizes]
         entries = [wire.entry_of(it.name) for it in answer.columns[fields + 1 :]]
 
         def drawn(number: int, shape: list[int], copied: Callable[[], list[Tensor]]) -> Drawn:
@@ -366,8 +415,9 @@ class RemoteStorage(ServedStorage):
             # Storages put columns together themselves: rows of windows lie one after the other.
             last = metadata.last and number == len(counts) - 1
             mass = metadata.masses[number] if metadata.masses else None
-            return Drawn(tensors[:fields], tensors[fields], info, last, mass)
+            return Drawn(tensors[: min(fields, known)], tensors[fields], info, last, mass)
 
+        known = len(self._schema.fields)
         batches = wire.batches_in(answer.rows, answer.columns, counts)
         return [partial(drawn, *of) for of in zip(itertools.count(), metadata.sizes, batches, strict=False)]
 
@@ -397,15 +447,22 @@ class RemoteStorage(ServedStorage):
         columns, lane = prepared, plan.lane
         if self.lanes > 1:
             columns = [*prepared, lane if isinstance(lane, Tensor) else torch.full((n,), lane or 0, device="cpu")]
-        batch = wire.record_batch(self._written, columns, n)
+        batch = wire.record_batch(self._written_of(len(prepared)), columns, n)
         lanes = frozenset(lane.tolist()) if isinstance(lane, Tensor) else frozenset((int(lane or 0),))
         if self._under_way is not None:
             self.connection.check()
             self._under_way.put(batch, lanes)
             return Write(torch.full((n,), -1, device="cpu"), 0)
         answer = self._sent(batch, len(lanes))
+        self._limits.tell(msgspec.json.decode(answer.metadata, type=protocol.Written).limits)
         (rows,) = wire.tensors_in(answer.rows, answer.columns)
         return Write(rows, 0)
+
+    def _written_of(self, fields: int) -> pa.Schema:
+        """Of messages of rows with so many fields: those that were prepared before others were added have fewer."""
+        if fields not in self._written:
+            self._written[fields] = wire.arrow_schema(wire.written_columns(self._schema.until(fields)))
+        return self._written[fields]
 
     def _sent(self, batch: RecordBatch, lanes: int) -> Answer:
         with self._writing.lock:
@@ -519,7 +576,7 @@ class RemoteStorage(ServedStorage):
         return {"connection": self.connection}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        Storage.__init__(self)
+        ServedStorage.__init__(self)
         self._connect(cast("Connection", state["connection"]))
 
     def close(self) -> None:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 #: Names of columns that are no fields begin with it.
 MARK = ":"
+#: That of the numbers of the rows of batches.
+ROW_NUMBER = f"{MARK}row"
 _NOTHING = pa.py_buffer(b"")
 
 

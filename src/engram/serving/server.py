@@ -179,6 +179,8 @@ class _Stream:
         self.service, self._name = service, name
         self._reader, self._writer = reader, writer
         self._schema: tuple[pa.Schema, list[wire.Column]] | None = None
+        #: Of batches: those of this moment, as a stream has one schema; and the columns of rows that come, which the first ones decide.
+        self._fields, self._expected = service.look_for_fields(), list[wire.Column]()
         #: Held while a message is worked on.
         self._working = threading.Lock()
         self._left = False
@@ -230,7 +232,7 @@ class _Stream:
         match command:
             case protocol.Sample():
                 with service.answering(command):
-                    batches = service.sample(command)
+                    batches = service.sample(command, self._fields)
                     metadata = msgspec.json.encode(batches.metadata)
                     self._put(metadata, batches.columns, batches.tensors, len(batches.tensors[0]))
             case protocol.Prioritize():
@@ -239,8 +241,11 @@ class _Stream:
                 except Exception as error:  # nothing comes back
                     raise broken(f"prioritize: {error}") from error
             case protocol.Append():
-                rows = service.append(command, self._rows_of(chunk, service.written, "append"), chunk.data.num_rows)
-                self._put(b'{"ok":1}', wire.ROW, [rows], len(rows))
+                expected = self._expected or service.written(0 if chunk.data is None else chunk.data.num_columns)
+                rows = service.append(command, self._rows_of(chunk, expected, "append"), chunk.data.num_rows)
+                self._expected = expected
+                metadata = msgspec.json.encode(protocol.Written(1, service.limits_number()))
+                self._put(metadata, wire.ROW, [rows], len(rows))
             case protocol.Tickets():
                 held = service.tickets(self._rows_of(chunk, wire.EDITS, "edit")[0])
                 self._put(b'{"ok":1}', wire.TICKET, [held], len(held))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import tempfile
 import threading
 import time
@@ -25,7 +26,7 @@ from engram.buffer.read_path import ReadPath
 from engram.buffer.window_marks import WindowMarks
 from engram.buffer.wiring import Wiring
 from engram.errors import IncompatibleStore, NoSampleable, RowError
-from engram.format import layout
+from engram.format import files, layout
 from engram.format.schema import Schema, encode
 from engram.format.sizes import most_row_bytes, usual_row_bytes
 from engram.inspect import gauges
@@ -33,6 +34,8 @@ from engram.inspect.advice import drawing_by, is_over_batch
 from engram.remote import protocol, wire
 from engram.samplers.staleness import RuledSampler, VersionedSampler
 from engram.store import DrawingPart, Masses, OutOfOrder, Requests, ThreadKey
+from engram.store.adding import adopt_fields
+from engram.store.lifetime import exclusive
 from engram.store.limits import Rules
 from engram.store.ragged_rows import Items, items_in, joined
 from engram.store.requests import IN_DOUBT
@@ -210,10 +213,10 @@ class Service:
         self._epoch = threading.Lock()
         self._counting = threading.Lock()
         self._fields = wire.fields_of(self._schema)
-        #: Of batches, by their entries.
+        self._fields_epoch = store.core.fields_epoch
+        #: Of batches, by their fields and entries.
         self._columns: dict[tuple[object, ...], list[Column]] = {}
-        #: The columns of rows on their way in.
-        self.written = wire.written_columns(self._schema)
+        self._name = _name_of(self._folder, readonly=store.readonly)
 
     # ---- actions -------------------------------------------------------------------------------------------------------
 
@@ -250,11 +253,32 @@ class Service:
                 f"connect: expected protocol {protocol.PROTOCOL}, of engram {__version__} on the server, got {command.protocol}, of engram "
                 f"{command.engram:.40}. Use the same version on both sides."
             )
-        described = (self._folder / layout.FOLDER / layout.STORE).stat()  # that file is written once
+        self.look_for_fields()
         recipe = json.loads((self._folder / layout.FOLDER / layout.BUFFER).read_bytes())
-        store, schema = f"{described.st_ino:x}-{described.st_mtime_ns:x}", encode(self._schema).decode()
-        served = served_by(self._rb, store, schema, recipe, why_alone(self._rb))
-        return msgspec.structs.replace(served, participant=self._number_of_client())
+        served = served_by(self._rb, self._name, encode(self._schema).decode(), recipe, why_alone(self._rb))
+        limited = self.limits_number() < 0
+        return msgspec.structs.replace(served, limited=limited, participant=self._number_of_client())
+
+    def limits_number(self) -> int:
+        """As :class:`protocol.Written` has it."""
+        core = self._store.core
+        number: int = core.fleet_limit[0]
+        return number or (-1 if any(core.limit) else 0)
+
+    def look_for_fields(self) -> int:
+        """Take over the fields that any process has added since: how many there are."""
+        epoch = self._store.core.fields_epoch
+        if epoch != self._fields_epoch:
+            adopt_fields(self._store)
+            self._schema, self._fields_epoch = self._store.schema, epoch
+            self._fields = wire.fields_of(self._schema)
+        return len(self._fields)
+
+    def written(self, columns: int) -> list[Column]:
+        """What so many columns of rows on their way in are: fields that were added may be left out."""
+        fields = columns - (self._schema.lanes > 1)
+        known = fields if self._schema.first_fields <= fields <= len(self._fields) else len(self._fields)
+        return wire.written_columns(self._schema.until(known))
 
     def _number_of_client(self) -> int:
         """Another one for each client that connects while others are there; 0 for the only one."""
@@ -277,7 +301,7 @@ class Service:
         storage, core = self._wiring.storage, self._store.core
         limits = core.limit, core.limit_counts()
         counts = len(storage), self._rb.write_count, storage.counters()
-        return protocol.State(*counts, *limits, self._mass(), self.writers, core.fleet_limit)
+        return protocol.State(*counts, *limits, self._mass(), self.writers, core.fleet_limit, self.look_for_fields())
 
     def _mass(self) -> protocol.Mass | None:
         """Of the next draw."""
@@ -347,8 +371,12 @@ class Service:
             )
         return self._answers.counted(nbytes)
 
-    def sample(self, command: protocol.Sample) -> Batches:
+    def sample(self, command: protocol.Sample, fields: int | None = None) -> Batches:
         """Draw batches, :meth:`answering` the command. Fewer come where an epoch ends, or where there is nothing more to draw.
+
+        Args:
+            command: of the client.
+            fields: how many its stream has; None: all.
 
         Raises ``RateLimited``: the limits of the store do not admit the first one now: clients wait. What drawing the first one raises.
         """
@@ -371,7 +399,9 @@ class Service:
             last = self._wiring.epoch_ended()
             if last and not parts:
                 break
-        drawn = [batch.tensors for batch in batches]
+        fields, entries = len(self._fields) if fields is None else fields, batches[0].entries
+        # One that any process adds meanwhile is for later streams.
+        drawn = [[*it.tensors[:fields], *it.tensors[-1 - len(entries) :]] for it in batches]
         tensors = drawn[0] if len(drawn) == 1 else [joined(same) for same in zip(*drawn, strict=True)]
         items = sum(it.nbytes for column in tensors if (it := items_in(column)) is not None)
         if items > protocol.MAX_MESSAGE:  # of rows that are far longer than others
@@ -379,8 +409,9 @@ class Service:
                 f"sample: expected batches of at most {protocol.MAX_MESSAGE} bytes over a connection, got {items} bytes of items. Draw "
                 "fewer rows."
             )
-        metadata = protocol.Sampled([list(batch.shape) for batch in batches], last, masses)
-        return Batches(metadata, self._columns_of(batches[0]), tensors)
+        sizes = [list(batch.shape) for batch in batches]
+        metadata = protocol.Sampled(sizes, last, masses, self.limits_number() if parts else 0)
+        return Batches(metadata, self._columns_of(entries, fields, tensors), tensors)
 
     def _part(self, key: int, rows: int, command: protocol.Sample) -> tuple[_Drawn, protocol.Mass]:
         """As :meth:`_drawn`, with what was true of the store. Raises ``NoSampleable``: the epoch is over, or no window begins there."""
@@ -405,20 +436,21 @@ class Service:
             ends = WindowMarks(self._wiring, info, index.shape, ()).ends
             info |= {} if ends is None else {WINDOW_ENDS: ends.unsqueeze(-1)}
         entries = {name: value for name, value in info.items() if isinstance(value, torch.Tensor)}
-        # Of a field that was added since, clients hear from the next server.
-        shape, tensors = index.shape, [*columns[: len(self._fields)], index, *entries.values()]
+        shape, tensors = index.shape, [*columns, index, *entries.values()]
         if len(shape) > 1:
             tensors = [tensor.reshape(index.numel(), *tensor.shape[len(shape) :]) for tensor in tensors]
         return _Drawn(shape, tuple(entries), tensors)
 
-    def _columns_of(self, batch: _Drawn) -> list[Column]:
-        """What the columns of a batch are, which its entries decide."""
-        known = self._columns.get(batch.entries)
+    def _columns_of(
+        self, entries: tuple[str | tuple[str, ...], ...], fields: int, tensors: Sequence[Tensor]
+    ) -> list[Column]:
+        """What the columns of a batch are, which its fields and entries decide."""
+        known = self._columns.get((fields, entries))
         if known is None:
             # Not as they are stored: stacks of frames are wider.
-            names = [it.name for it in self._fields] + [f"{wire.MARK}row", *map(wire.entry_name, batch.entries)]
-            known = [wire.column_of(name, tensor) for name, tensor in zip(names, batch.tensors, strict=True)]
-            self._columns[batch.entries] = known
+            names = [it.name for it in self._fields[:fields]] + [wire.ROW_NUMBER, *map(wire.entry_name, entries)]
+            known = [wire.column_of(name, tensor) for name, tensor in zip(names, tensors, strict=True)]
+            self._columns[fields, entries] = known
         return known
 
     def prioritize(self, rows: Tensor, priorities: Tensor, tickets: Tensor) -> None:
@@ -456,7 +488,7 @@ class Service:
         wiring = self._wiring
         storage = wiring.storage
         lane = columns[-1] if storage.lanes > 1 else 0
-        columns = columns[: len(self._fields)]
+        columns = columns[:-1] if storage.lanes > 1 else columns
         self._check_groups(columns)
         if command.writer is not None:
             return self._append_once(command, columns, lane, n)
@@ -514,6 +546,14 @@ class Service:
             return self._requests.append_by(writer, number, lane, columns, n).rows
         except OutOfOrder as error:
             raise protocol.NotOnce(str(error)) from error
+
+
+def _name_of(folder: Path, *, readonly: bool) -> str:
+    """What names the store in a folder to its clients. A copy of the folder is another store: it has another control block."""
+    control = folder / layout.FOLDER / layout.CONTROL
+    with exclusive(folder):  # of two servers that begin at once, one gives the name
+        name = files.store_id(control, bytes(16) if readonly else secrets.token_bytes(16))
+    return f"{control.stat().st_ino:x}-{name.hex()}"
 
 
 def _unit_of(rb: ReplayBuffer) -> SampleUnit | None:

@@ -97,9 +97,8 @@ class Requests:
         if not store.is_native:
             raise RuntimeError(f"Requests: expected a store on the CPU, got one on {store.device}.")
         self._store = store
-        #: Of the fields that the store has now: those that are added later may be left out.
-        self._fixed = [field for field in store.schema.fields if field.ragged is None]
-        self._layout = native.Layout(dlpack_specs(self._fixed))
+        #: By how many fields a request has: those that were added may be left out.
+        self._layouts: dict[int, native.Layout] = {}
         self._room = writers
         self._writers: WritersIndex | None = None
 
@@ -204,9 +203,15 @@ class Requests:
 
     def _check(self, lane: int, columns: Sequence[Tensor], n: int, call: str) -> None:
         self._check_lane(lane, call)
-        fixed = [column for number, column in enumerate(columns) if number not in self._store.schema.ragged]
-        if native.HAS_EXCHANGE and not self._layout.fits(fixed, n):
-            fields = ", ".join(f"{field.name} {[n, *field.shape]} {field.dtype}" for field in self._fixed)
+        schema = self._store.schema
+        fixed = [column for number, column in enumerate(columns) if number not in schema.ragged]
+        count = len(columns) if schema.first_fields <= len(columns) <= len(schema.fields) else len(schema.fields)
+        known = [field for field in schema.fields[:count] if field.ragged is None]
+        layout = self._layouts.get(count)
+        if layout is None:
+            layout = self._layouts[count] = native.Layout(dlpack_specs(known))
+        if native.HAS_EXCHANGE and not layout.fits(fixed, n):
+            fields = ", ".join(f"{field.name} {[n, *field.shape]} {field.dtype}" for field in known)
             got = ", ".join(f"{list(column.shape)} {column.dtype}" for column in fixed)
             raise RuntimeError(f"{call}: expected contiguous CPU columns {fields}; got {got}.")
 

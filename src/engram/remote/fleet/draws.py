@@ -307,7 +307,8 @@ class Draws:
         if mass.over_batch:
             weights = cast("Tensor", info[_WEIGHT])
             info[_WEIGHT] = weights / weights.max().clamp_min(torch.finfo(weights.dtype).tiny)
-        columns = [joined([part.drawn.columns[k] for part in parts]) for k in range(len(first.columns))]
+        fields = min(len(part.drawn.columns) for part in parts)  # one may have been asked for some that others lack
+        columns = [joined([part.drawn.columns[k] for part in parts]) for k in range(fields)]
         rows = joined([plans.number(part.drawn.rows, part.shard.number) for part in parts])
         last = self._epochs and not self._masses(self._members.present()).any()
         return Drawn(columns, rows, info, last)

@@ -8,6 +8,7 @@ import random
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -112,10 +113,9 @@ class Members:
 
     def known(self) -> list[Shard]:
         """Those that are there, with masses of this second. Raises as :meth:`lose`."""
-        for shard in self.present():
-            if time.monotonic() - shard.updated_at >= _MAX_MASS_AGE_S:
-                with self.reaching(shard):
-                    self.ask(shard)
+        now = time.monotonic()
+        if any(now - shard.updated_at >= _MAX_MASS_AGE_S for shard in self.present()):
+            self.answers(self.ask, lambda shard: now - shard.updated_at >= _MAX_MASS_AGE_S)
         return self.present()
 
     def refreshed(self) -> list[Shard]:
@@ -132,12 +132,14 @@ class Members:
         shard.tell(state.mass or msgspec.structs.replace(_NOTHING, live=state.size), epochs=self.epochs)
         return state
 
-    def answers(self, ask: Callable[[Shard], T]) -> list[tuple[Shard, T]]:
-        """What stores answer, of all that are there. Those that are gone are lost. Raises as :meth:`lose`."""
-        found = []
-        for shard in self.present():
-            with self.reaching(shard):
-                found.append((shard, ask(shard)))
+    def answers(self, ask: Callable[[Shard], T], which: Callable[[Shard], bool] | None = None) -> list[tuple[Shard, T]]:
+        """What stores answer that are there, all or some, at the same time. Those that are gone are lost. Raises as :meth:`lose`."""
+        shards, found = [*filter(which, self.present())], []
+        for shard, answer in zip(shards, at_once(ask, shards), strict=True):
+            if isinstance(answer, ConnectionError):
+                self.lose(shard, answer)
+            else:
+                found.append((shard, answer))
         return found
 
     @contextmanager
@@ -183,23 +185,26 @@ class Members:
 
     def find(self) -> bool:
         """Look for stores that are gone, and take those that are back. Whether others are gone still."""
-        for shard in [shard for shard in self.shards if shard.lost]:
-            try:
-                shard.storage.connection.reconnect()
-                shard.storage.forget_asked()  # what came before it was lost is answered otherwise
-                if self.version is not None:
-                    shard.storage.consumer_version(self.version)
-            except (OSError, ValueError, RuntimeError):
-                continue
-            shard.updated_at = -math.inf
-            shard.lost = False
-            _log.info("the store %r is back", shard.storage)
+        at_once(self._take_back, [shard for shard in self.shards if shard.lost])
         self._join()
         with self._lock:
             if any(shard.lost for shard in self.shards) or (self.joining is not None and self.joining.left()):
                 return True
             self._poller = None
             return False
+
+    def _take_back(self, shard: Shard) -> None:
+        """Take a store that is back."""
+        try:
+            shard.storage.connection.reconnect()
+            shard.storage.forget_asked()  # what came before it was lost is answered otherwise
+            if self.version is not None:
+                shard.storage.consumer_version(self.version)
+        except (OSError, ValueError, RuntimeError):
+            return
+        shard.updated_at = -math.inf
+        shard.lost = False
+        _log.info("the store %r is back", shard.storage)
 
     def _join(self) -> None:
         """Take stores that answer for the first time."""
@@ -257,6 +262,26 @@ class ReconnectPoller:
 
     def end(self) -> None:
         self._ended.set()
+
+
+K = TypeVar("K")
+#: Stores that are asked at a time.
+_MAX_ASKED = 32
+
+
+def at_once(ask: Callable[[K], T], each: Sequence[K]) -> list[T | ConnectionError]:
+    """The answer of each, or the error of one that does not answer: they are asked at the same time."""
+
+    def answer(one: K) -> T | ConnectionError:
+        try:
+            return ask(one)
+        except ConnectionError as error:
+            return error
+
+    if len(each) < 2:
+        return [*map(answer, each)]
+    with ThreadPoolExecutor(min(_MAX_ASKED, len(each)), "engram-fleet") as threads:
+        return list(threads.map(answer, each))
 
 
 #: For how long what was read holds, in seconds: limits that were changed hold everywhere after it.
@@ -387,13 +412,26 @@ class Ledger(Limits):
 
     # ---- admitting -----------------------------------------------------------------------------------------------------
 
-    def admit(self, rows: int, calls: int = 1, *, samples: bool) -> int:
+    def admit(self, rows: int, calls: int = 1, *, samples: bool, by: Sequence[Shard] = ()) -> int:
         """How many of some calls, of so many rows each, may insert or sample now. Then the stores count them, which :meth:`counted` says.
+
+        Args:
+            rows, calls: of each call, and how many.
+            samples: whether rows are sampled.
+            by: the stores that do it. As long as their answers tell of no other limits than were read last, and these admit everything,
+                no store is asked.
 
         Raises ``ValueError``: so many can never be inserted at a time. ``RuntimeError``: a store has limits of its own.
         """
         with self._lock:
             lease, admitted = self._leases[samples], 0
+            told = {it.storage.limits_told for it in by}
+            if told == {self._counts.fleet}:
+                if not any(self._counts.rules):
+                    self._under_way[samples] += rows * calls
+                    return calls
+            elif None not in told:  # other limits hold now
+                lease.until = -math.inf if told else lease.until
             while admitted < calls and (lease.take(rows) or self._renewed(lease, rows, samples=samples)):
                 self._under_way[samples] += rows
                 admitted += 1

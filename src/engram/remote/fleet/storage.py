@@ -6,19 +6,20 @@ import random
 import re
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import msgspec
 import torch
+from torch import Tensor
 
 from engram._support import fork
 from engram._support.checks import check_count
 from engram._support.native import NotAdmitted
 from engram._support.unsupported import refusing
 from engram._support.words import format_wait, warn
+from engram.around.episodes import usual_flags
 from engram.errors import RowError
 from engram.format.schema import decode
 from engram.format.sizes import without_rings
@@ -26,16 +27,13 @@ from engram.remote import protocol
 from engram.remote.connection import Access, Connection, Found, Servers
 from engram.remote.fleet import check_missing, plans
 from engram.remote.fleet.draws import Draws
-from engram.remote.fleet.members import SKIP_S, Joining, Ledger, Members, Missing, Shard
+from engram.remote.fleet.members import SKIP_S, Joining, Ledger, Members, Missing, Shard, at_once
 from engram.remote.served import Drawn, ServedStorage
 from engram.remote.storage import RemoteStorage
-from engram.storages import Storage
 from engram.types import Write, WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-    from torch import Tensor
 
     from engram.remote.protocol import Full
     from engram.saved.rows import Roles
@@ -149,8 +147,9 @@ class FleetStorage(ServedStorage):
         #: Rows of the batches in each message under way.
         self._ahead: deque[int] = deque()
         self._homes = fork.rlock()
-        #: The store that rows of this buffer go to.
+        #: The store that rows of this buffer go to, and the lanes in which a trajectory goes on there.
         self._home: Shard | None = None
+        self._open: set[int] = set()
         #: Updates for rows of stores that were gone.
         self._dropped = 0
 
@@ -172,8 +171,20 @@ class FleetStorage(ServedStorage):
     def nbytes(self) -> int:
         return sum(shard.storage.nbytes for shard in self.members.shards)
 
+    def adopt_fields(self) -> None:
+        """Once all stores have shown them."""
+        storages = [shard.storage for shard in self.members.shards if not shard.lost]
+        for storage in storages:
+            storage.adopt_fields()
+        schemas = [storage.memory.schema for storage in storages if storage.memory is not None]
+        least = min(schemas, key=lambda it: len(it.fields), default=self._schema)
+        if len(least.fields) > len(self._schema.fields):
+            assert self.memory is not None  # it is described
+            self.describe(least, self.memory.place, self.ledger, self.memory.participant)
+
     def state(self) -> protocol.State:
         found = [state for _, state in self.members.answers(self.members.ask)]
+        self.adopt_fields()
         counters = plans.summed([state.counters for state in found], _LARGEST)
         counters["priority_updates_dropped"] += self._dropped
         members = {"shards": len(self.members.shards), "shards_missing": len(self.members.shards) - len(found)}
@@ -222,7 +233,7 @@ class FleetStorage(ServedStorage):
         self._ahead.append(rows * admitted)
 
     def _admitted(self, rows: int, calls: int) -> int:
-        admitted = self.ledger.admit(rows, calls, samples=True)
+        admitted = self.ledger.admit(rows, calls, samples=True, by=self.members.known())
         if not admitted:
             raise NotAdmitted(rows)
         return admitted
@@ -277,28 +288,56 @@ class FleetStorage(ServedStorage):
     # ---- writing -------------------------------------------------------------------------------------------------------
 
     def home(self) -> Shard:
-        """The store that rows of this buffer go to: while it is there, it stays the one. Raises ``ConnectionError``: none is there."""
+        """The store that rows of this buffer go to: while it is there, it stays the one.
+
+        Raises ``ConnectionError``: none is there. It is gone, in the midst of a trajectory: once, then others are taken.
+        """
         with self._homes:
-            if self._home is None or self._home.lost:
+            gone = self._home
+            if gone is None or gone.lost:
+                self._home = None
+                if self._open:
+                    self._open.clear()
+                    raise ConnectionError(
+                        f"extend: {gone.storage if gone else self!r}, which has the steps of this trajectory so far, is gone. Nothing was "
+                        "written. Begin a new episode: it goes to another store."
+                    )
                 turn, stores = self._turn(), len(self.members.shards)
-                found = self.members.answers(self.members.ask)
-                self._home = min((state.writers, (it.number - turn) % stores, it) for it, state in found)[2]
-            return self._home
+                found = self.members.answers(lambda it: it.storage.writers())
+                self._home = min((writers, (it.number - turn) % stores, it) for it, writers in found)[2]
+                return self._home
+            return gone
 
     def limit(self, rules: Rules, unconsumed: int) -> None:  # noqa: ARG002 - each store knows its own
         self.ledger.set(rules)
 
     def write(self, plan: WritePlan, prepared: list[Tensor], n: int) -> Write:
-        if not self.ledger.admit(n, samples=False):
+        shard = self.home()
+        if not self.ledger.admit(n, samples=False, by=[shard]):
             raise NotAdmitted(n)
         try:
-            shard = self.home()
             with self.members.needing(shard):
                 written = shard.storage.write(plan, prepared, n)
+        except ConnectionError:
+            self._open.clear()  # the trajectory is told of it now
+            raise
         finally:
             self.ledger.counted(n, samples=False)
+        self._note_open(plan.lane, prepared, n)
         shard.change()
         return Write(plans.number(written.rows, shard.number), 0)
+
+    def _note_open(self, lane: Tensor | int | None, prepared: list[Tensor], n: int) -> None:
+        """In which lanes a trajectory goes on behind rows that were written: none of the usual flags ends it with the last one."""
+        fields = self._schema.fields
+        flags = usual_flags([field.key for field in fields].__contains__)
+        rows = slice(None) if isinstance(lane, Tensor) else slice(-1, None)
+        ends = [
+            column.reshape(n, -1)[rows].any(1) for it, column in zip(fields, prepared, strict=False) if it.key in flags
+        ]
+        over = torch.stack(ends).any(0).tolist() if ends else [False] * n
+        last = dict(zip(lane.tolist() if isinstance(lane, Tensor) else [lane or 0], over, strict=False))
+        self._open = (self._open - last.keys()) | {lane for lane, ended in last.items() if not ended}
 
     def check_removal(self, rows: Tensor) -> None:
         """Raises, too: ``RuntimeError``, ``ConnectionError``: as a store of rows does, or it is gone."""
@@ -336,6 +375,7 @@ class FleetStorage(ServedStorage):
         """Of the store that rows of this buffer go to."""
         shard = self.home()
         rows: Tensor = shard.storage.end_trajectories(lanes, roles, terminated=terminated)
+        self._open -= {*lanes.tolist()}
         return plans.number(rows, shard.number)
 
     fetch_dump = refusing("dumps", "Dump each of the stores, or save checkpoints of ranks, where they are.")
@@ -348,7 +388,7 @@ class FleetStorage(ServedStorage):
         return {"storages": storages, "missing": members.missing, "stratum": self._stratum, "joining": members.joining}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        Storage.__init__(self)
+        ServedStorage.__init__(self)
         self._turn = random_turn
         self._join(*cast("tuple[list[RemoteStorage], Missing, int | None, Joining | None]", (*state.values(),)))
 
@@ -361,11 +401,7 @@ class FleetStorage(ServedStorage):
         return f"FleetStorage({', '.join(repr(shard.storage) for shard in self.members.shards)})"
 
 
-K = TypeVar("K")
-T = TypeVar("T")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
-#: Addresses that are asked at a time.
-_MAX_CONNECTING = 32
 
 
 def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedStorage:
@@ -386,11 +422,12 @@ def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedS
         return RemoteStorage(Connection(access._replace(addresses=(*served, *silent))))
     check_stores(list(served.values()), access.full)
     patience_s = min(SKIP_S, access.patience_s) if missing == "skip" else access.patience_s
+    access = access._replace(patience_s=patience_s, hurried=missing == "skip")
     with ExitStack() as opened:  # where one cannot belong to the fleet, all are closed
-        each = [access._replace(addresses=tuple(addresses), patience_s=patience_s) for addresses in stores.values()]
-        storages = [opened.enter_context(closing(_without_limits(one))) for one in each]
+        each = [access._replace(addresses=tuple(addresses)) for addresses in stores.values()]
+        storages = [opened.enter_context(closing(_without_limits(one, served[one.addresses[0]]))) for one in each]
         opened.pop_all()
-    joining = Silent(access._replace(patience_s=patience_s), silent) if silent else None
+    joining = Silent(access, silent) if silent else None
     return FleetStorage(storages, missing, stratum, joining)
 
 
@@ -427,13 +464,19 @@ class Silent:
             yield storage
 
 
-def _without_limits(access: Access) -> RemoteStorage:
-    """A store of a fleet. Raises ``ConnectionError``. ``ValueError``: it has limits of its own."""
-    storage = RemoteStorage(Connection(access))
+def _without_limits(access: Access, served: protocol.Served | None = None) -> RemoteStorage:
+    """A store of a fleet. ``served``: what its server has said: then it is connected to when it is needed.
+
+    Raises ``ConnectionError``. ``ValueError``: it has limits of its own.
+    """
+    limited = None if served is None else served.limited
+    storage = RemoteStorage(Connection(access) if limited is None else Connection(access, served, opens=False))
     with ExitStack() as opened:
         opened.callback(storage.close)
-        state = storage.state()
-        if any(state.limit) and not state.fleet[0]:
+        if limited is None:
+            state = storage.state()
+            limited = any(state.limit) and not state.fleet[0]
+        if limited:
             raise ValueError(f"connect: {storage!r} has limits, which hold for one store. Remove them: rb.limit(None).")
         opened.pop_all()
     return storage
@@ -448,7 +491,7 @@ def _ask_servers(access: Access, missing: Missing) -> dict[protocol.Address, pro
     begun, pause = time.monotonic(), _FIRST_PAUSE_S
     while True:
         silent = [it for it in access.addresses if isinstance(found.get(it, ConnectionError()), ConnectionError)]
-        found |= zip(silent, _answers(partial(_served_at, access), silent), strict=True)
+        found |= zip(silent, at_once(partial(_served_at, access), silent), strict=True)
         served = {it: answer for it in access.addresses if not isinstance(answer := found[it], ConnectionError)}
         errors = [answer for answer in found.values() if isinstance(answer, ConnectionError)]
         waits_all = missing == "wait" or not served
@@ -470,19 +513,6 @@ def _served_at(access: Access, address: protocol.Address) -> protocol.Served:
     connection = Connection(access._replace(addresses=(address,), patience_s=0.0))
     connection.close()
     return connection.served
-
-
-def _answers(ask: Callable[[K], T], each: Sequence[K]) -> list[T | ConnectionError]:
-    """The answer of each, or the error of one that does not answer: they are asked at the same time."""
-
-    def answer(one: K) -> T | ConnectionError:
-        try:
-            return ask(one)
-        except ConnectionError as error:
-            return error
-
-    with ThreadPoolExecutor(max(1, min(_MAX_CONNECTING, len(each))), "engram-connect") as threads:
-        return list(threads.map(answer, each))
 
 
 def check_stratum(stratum: int | None, stores: int) -> None:
@@ -563,7 +593,7 @@ class AwaitedFleet:
 
         Raises ``ConnectionError``: no shard answers, or not all do, and they are waited for. As ``ReplayBuffer.connect``.
         """
-        found = _answers(lambda shard: shard.serve(None), self._shards)
+        found = at_once(lambda shard: shard.serve(None), self._shards)
         errors = [one for one in found if isinstance(one, ConnectionError)]
         if errors and (self._missing == "wait" or len(errors) == len(self._shards)):
             raise errors[0]
@@ -576,7 +606,7 @@ class AwaitedFleet:
         first = Connection(self._makers[0])
         first.close()
         schema = first.served.schema
-        for one in _answers(lambda shard: shard.serve(schema), self._makers[1:]):
+        for one in at_once(lambda shard: shard.serve(schema), self._makers[1:]):
             if isinstance(one, ConnectionError):
                 raise one
         return self._joined(range(len(self._shards)))
