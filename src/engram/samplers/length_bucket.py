@@ -122,6 +122,17 @@ class LengthBucketSampler(SamplerAround):
         self._source.were_read(draw, failed=failed)
 
     def used_rows(self, n: int) -> Tensor:
+        """Those of :attr:`sampler`.
+
+        >>> import torch
+        >>> from engram import ConsumingSampler, LazyTensorStorage, LengthBucketSampler, Ragged, ReplayBuffer
+        >>> storage = LazyTensorStorage(10, ragged={"text": Ragged("utf-8", max_length=9)})
+        >>> rb = ReplayBuffer(storage=storage, sampler=LengthBucketSampler(ConsumingSampler()), batch_size=2)
+        >>> _ = rb.extend({"text": ["a", "b"]})
+        >>> _ = rb.sample()
+        >>> rb.sampler.used_rows(10).tolist()
+        [0, 1]
+        """
         return self._source.used_rows(n)
 
     def drawable(self, storage: SampledStorage) -> int:
@@ -149,7 +160,12 @@ class LengthBucketSampler(SamplerAround):
         return self._source.own_indexes
 
     def state_dict(self) -> dict[str, object]:
-        """That of :attr:`sampler`."""
+        """That of :attr:`sampler`.
+
+        >>> from engram import LengthBucketSampler, RandomSampler
+        >>> LengthBucketSampler(RandomSampler()).state_dict()
+        {}
+        """
         return self._source.state_dict()
 
     def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
@@ -161,5 +177,5 @@ class LengthBucketSampler(SamplerAround):
     def __getstate__(self) -> dict[str, object]:
         return {"sampler": self.sampler, "field": self.field, "pool": self.pool}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _storage=None, _source=declared(state["sampler"]))
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state, _storage=None, _source=declared(cast("Sampler", state["sampler"])))
