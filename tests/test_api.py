@@ -73,6 +73,7 @@ NAMES = [
     "LazyMemmapStorage",
     "LazyStackStorage",
     "LazyTensorStorage",
+    "LengthBucketSampler",
     "Lifo",
     "LinearScheduler",
     "ListStorage",

@@ -146,9 +146,14 @@ bool Consumption::is_of(std::uint64_t row, std::int64_t drawn) const {
   return numbers_[row] != 0 && numbers_[row] <= number && (numbers_[row] == number || is_known(row, word_of(row)));
 }
 
+// Whether a live row is not used up, where the rules say that rows are.
+bool Consumption::is_waited_for(std::uint64_t row) const {
+  return rules_.any() && numbers_[row] != 0 && most_ > 0 && has_draws_left(row);
+}
+
 // Before its number changes.
 void Consumption::count_evicted(std::uint64_t row, std::uint64_t number) {
-  if (rules_.any() && number != 0 && numbers_[row] != 0 && numbers_[row] != number && most_ > 0 && has_draws_left(row)) {
+  if (number != 0 && numbers_[row] != number && is_waited_for(row)) {
     header_->evicted.fetch_add(1, std::memory_order_relaxed);
   }
 }
@@ -484,14 +489,19 @@ void Consumption::edited(const std::int64_t* rows, std::uint64_t n, std::uint64_
   change.done();
 }
 
-void Consumption::lost(const std::int64_t* rows, std::uint64_t n) {
+void Consumption::lost(const std::int64_t* rows, std::uint64_t n) { forget(rows, n, false); }
+void Consumption::evicted(const std::int64_t* rows, std::uint64_t n) { forget(rows, n, true); }
+
+void Consumption::forget(const std::int64_t* rows, std::uint64_t n, bool counted) {
   const OwnRows own(rows, n, rows_);
   const RedoLock guard = lock(1);
   Change change(*this);
   for (std::uint64_t i = 0; i < n; ++i) {
     const auto row = static_cast<std::uint64_t>(rows[i]);
     const std::uint64_t word = word_of(row);
-    if (tickets_ == nullptr || (!is_committed(word) && state_of(word) != State::writing)) note(row, 0, 0);
+    if (tickets_ != nullptr && (is_committed(word) || state_of(word) == State::writing)) continue;
+    if (counted && is_waited_for(row)) header_->evicted.fetch_add(1, std::memory_order_relaxed);
+    note(row, 0, 0);
   }
   change.done();
 }

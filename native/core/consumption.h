@@ -125,6 +125,7 @@ class Consumption : public Index {
   void edited(const std::int64_t* rows, std::uint64_t n, std::uint64_t t0, std::span<const std::uint64_t> which,
               std::uint64_t scatter) override;
   void lost(const std::int64_t* rows, std::uint64_t n) override;
+  void evicted(const std::int64_t* rows, std::uint64_t n) override;
   void emptied() override;
   void count_again(bool died) override;
 
@@ -148,7 +149,9 @@ class Consumption : public Index {
   bool has_draws_left(std::uint64_t row) const { return most_ == 0 || count_of(row) < most_; }
   void count(std::uint64_t row);
   void judge(std::uint64_t row);
+  bool is_waited_for(std::uint64_t row) const;
   void count_evicted(std::uint64_t row, std::uint64_t number);
+  void forget(const std::int64_t* rows, std::uint64_t n, bool counted);
   std::uint32_t count_of(std::uint64_t row) const { return counts_[row] & kCount; }
   void note(std::uint64_t row, std::uint64_t number, std::uint32_t count);
   void place(std::uint64_t row);

@@ -29,6 +29,9 @@ class Index {
   /// rows[0, n) may hold nothing any more: their writer died, or they were removed.
   virtual void lost(const std::int64_t* rows, std::uint64_t n) = 0;
 
+  /// Rows hold nothing any more, as newer ones needed their items.
+  virtual void evicted(const std::int64_t* rows, std::uint64_t n) { lost(rows, n); }
+
   /// All rows were forgotten.
   virtual void emptied() = 0;
 

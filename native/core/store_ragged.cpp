@@ -97,7 +97,7 @@ void Store::tell_evicted(const std::vector<std::int64_t>& rows) const {
   ragged_->page().evicted.fetch_add(rows.size(), std::memory_order_relaxed);
   control_.counters().scatters.fetch_add(1, std::memory_order_acq_rel);  // tables of other processes hear of it by that
   fence(std::memory_order_seq_cst);
-  tell_indexes([&](Index& index) { index.lost(rows.data(), rows.size()); });
+  tell_indexes([&](Index& index) { index.evicted(rows.data(), rows.size()); });
 }
 
 // Goes through the positions of a lane from its tail on, up to `position`, until no row has items below the offsets `below`. The mutex

@@ -81,6 +81,7 @@ from engram.members.offline_to_online import prefill_replay_buffer as prefill_re
 from engram.members.replay_buffer import ReplayBufferEnsemble as ReplayBufferEnsemble
 from engram.samplers import ConsumingSampler as ConsumingSampler
 from engram.samplers import FilteredSampler as FilteredSampler
+from engram.samplers import LengthBucketSampler as LengthBucketSampler
 from engram.samplers import PrioritizedSampler as PrioritizedSampler
 from engram.samplers import PromptGroupSampler as PromptGroupSampler
 from engram.samplers import RandomSampler as RandomSampler

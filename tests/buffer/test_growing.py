@@ -144,7 +144,7 @@ def test_without_slots_or_ragged_fields(tmp_path):
 
 def test_whoever_opens_the_folder_may_open_rows_first(tmp_path):
     with made(tmp_path / "store") as rb:
-        rb.add({"tokens": [1], "text": "a", "prompt": 1, "reward": 0.0})
+        rb.add({"tokens": [1], "text": "a", "prompt": 1, "reward": 0.0, "log_prob": None})
         with ReplayBuffer.open(tmp_path / "store") as other:
             other.open_row(prompt=2).append(tokens=[5, 6])
         assert [row.lengths["tokens"] for row in rb.unsealed()] == [2]

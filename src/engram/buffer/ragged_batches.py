@@ -17,9 +17,10 @@ from engram.around import Expander
 from engram.buffer.field_updates import AfterUpdates
 from engram.buffer.output import Source, View
 from engram.errors import NoSampleable
-from engram.samplers import FilteredSampler, check_drawable
+from engram.samplers import FilteredSampler, LengthBucketSampler, check_drawable, picked
 from engram.samplers.redraw import DrawOverBatch
 from engram.storages.ragged import LayoutKind, RaggedLayout
+from engram.store.ragged import counted_groups
 from engram.types import Device, Draw, Entry, Wait
 
 if TYPE_CHECKING:
@@ -78,7 +79,9 @@ class BatchForm(NamedTuple):
         elif self.most and wiring.of_sampler.draws_once and isinstance(wiring.source, FilteredSampler):
             instead = "a FilteredSampler around one that draws with replacement, got an epoch's. Use batch_size"
         elif self.most and (
-            wiring.unit_reader or wiring.of_sampler.draws_windows or isinstance(wiring.source, Expander)
+            wiring.unit_reader
+            or wiring.of_sampler.draws_windows
+            or isinstance(wiring.source, Expander | LengthBucketSampler)
         ):
             instead = f"a sampler that draws rows, got {wiring.source!r:.80}. Use batch_size"
         elif self.most and storage.memory is not None and storage.memory.bare.limited:
@@ -103,13 +106,8 @@ class TokenBudget:
     def __init__(self, wiring: Wiring, form: BatchForm, rows: int) -> None:
         self._storage, self._store, of = wiring.storage, wiring.storage.store, wiring.of_sampler
         schema, layout = self._store.schema, form.layout or self._storage.ragged.layout
-        places = {n: place for place, group in enumerate(schema.ragged_groups) for n in group.members}
-        of_key = {schema.fields[n].key: place for n, place in places.items()}
-        if form.field is not None and form.field not in of_key:
-            raise KeyError(f"sample: max_tokens: expected one of the ragged fields {[*of_key]}, got {form.field}.")
-        numeric = [place for n, place in places.items() if not schema.ragged[n].kind] or [*places.values()]
         #: The groups of fields of which the longest counts; what divides the length of padded rows, whose padding counts, or 0.
-        self._which = numeric if form.field is None else [of_key[form.field]]
+        self._which = counted_groups(schema, form.field, "sample: max_tokens")
         self._multiple = layout.multiple if layout.kind == "padded" else 0
         self._most, self._most_rows, self.each = form.most, rows or form.most, wiring.source.rows_of_unit
         #: Whether a row comes once in a batch, by whatever number of draws.
@@ -181,14 +179,6 @@ class TokenBudget:
         draw, self._taken = self._found
         self.rows = torch.cat((self.rows, draw.rows))
         return draw
-
-
-def picked(draw: Draw, places: Tensor) -> Draw:
-    """Some rows of a draw whose tickets are known."""
-    assert draw.tickets is not None  # as the caller knows
-    shape = draw.rows.shape
-    info = {k: v[places] if isinstance(v, Tensor) and v.shape[:1] == shape else v for k, v in draw.info.items()}
-    return Draw(draw.rows[places], draw.tickets[places], info)
 
 
 def draw_within(wiring: Wiring, budget: TokenBudget, key: int) -> Draw:

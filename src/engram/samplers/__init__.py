@@ -1,9 +1,10 @@
 """Samplers say which rows to read."""
 
 from engram._support.absent import moved_names
-from engram.samplers._base import check_drawable, declared
+from engram.samplers._base import check_drawable, declared, picked
 from engram.samplers.consuming import ConsumingSampler, FilteredSampler
 from engram.samplers.epoch import SamplerWithoutReplacement
+from engram.samplers.length_bucket import LengthBucketSampler
 from engram.samplers.prioritized import PrioritizedSampler
 from engram.samplers.prompt_groups import PromptGroupSampler
 from engram.samplers.redraw import RandomSampler
@@ -13,6 +14,7 @@ from engram.samplers.staleness import StalenessAwareSampler
 OF_ROWS = (
     ConsumingSampler,
     FilteredSampler,
+    LengthBucketSampler,
     RandomSampler,
     SamplerWithoutReplacement,
     PrioritizedSampler,
@@ -26,6 +28,7 @@ __all__ = [
     "KNOWN",
     "ConsumingSampler",
     "FilteredSampler",
+    "LengthBucketSampler",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
     "PromptGroupSampler",
@@ -38,4 +41,5 @@ __all__ = [
     "WindowSpec",
     "check_drawable",
     "declared",
+    "picked",
 ]

@@ -41,6 +41,14 @@ def check_drawable(size: int) -> None:
         raise NoSampleable(EMPTY)
 
 
+def picked(draw: Draw, places: Tensor) -> Draw:
+    """Some rows of a draw whose tickets are known."""
+    assert draw.tickets is not None  # as the caller knows
+    shape = draw.rows.shape
+    info = {k: v[places] if isinstance(v, Tensor) and v.shape[:1] == shape else v for k, v in draw.info.items()}
+    return Draw(draw.rows[places], draw.tickets[places], info)
+
+
 def refuse_batch(index: object, priority: object) -> None:
     """Raise ``TypeError`` for a batch in place of the rows of ``update_priority``; a whole ``info`` is taken with priorities."""
     if is_tensor_collection(index) or (isinstance(index, dict) and (priority is None or "index" not in index)):

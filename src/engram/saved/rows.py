@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from msgspec import UNSET
 
-from engram._support.checks import check_choice
 from engram._support.field_paths import public
 from engram.errors import CorruptStore
 from engram.format import layout
@@ -55,7 +54,8 @@ _START = "is_init"
 def check_roles(given: Roles | None) -> None:
     """Raise ``ValueError`` unless these are roles."""
     for key, role in (given or {}).items():
-        check_choice(f"roles: {key!r}", role, ROLES)
+        if role not in ROLES:
+            raise ValueError(f"roles: {key!r}: expected one of {', '.join(ROLES)}, got {role!r}.")
 
 
 def of_the_step(fields: Sequence[F]) -> list[F]:

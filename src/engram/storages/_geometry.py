@@ -170,7 +170,8 @@ class Geometry(NamedTuple):
                 )
             longest[number] = (declared and declared.max_length) or it.max_length
         if self.ragged.nbytes is None:
-            return with_rings(schema, rings_of(resized(schema, self.capacity, self.lanes)))
+            rings = rings_of(resized(schema, self.capacity, self.lanes)).items()
+            return with_rings(schema, {at: (max(items, longest[at]), longest[at]) for at, (items, _) in rings})
         groups = schema.ragged_groups
         sizes = [
             ragged_fields.Group(
@@ -178,8 +179,8 @@ class Geometry(NamedTuple):
             )
             for group in groups
         ]
-        rings = zip(groups, self.ragged.rings(sizes), strict=True)
-        return with_rings(schema, {group.leader: (items, longest[group.leader]) for group, items in rings})
+        given = zip(groups, self.ragged.rings(sizes), strict=True)
+        return with_rings(schema, {group.leader: (items, longest[group.leader]) for group, items in given})
 
     def converted(self, text: str | None, here: Schema | None, where: str) -> Schema:
         """The schema of a store for the rows of a saved state of another size.

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 from engram._support import fork, native, progress
-from engram._support.checks import check_type
 from engram.errors import IncompatibleStore
 from engram.format import files, layout
 from engram.store.lifetime import exclusive
@@ -181,7 +180,8 @@ _INDEX_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 def check_index_name(name: object, where: str = "index") -> None:
     """Raise unless this can be the name of an index: ``TypeError``, ``ValueError``."""
-    name = check_type(where, name, str, "a name")
+    if not isinstance(name, str):
+        raise TypeError(f"{where}: expected a name, got {type(name).__name__}.")
     if not _INDEX_NAME.fullmatch(name):
         raise ValueError(f"{where}: expected a name of 1 to 64 letters, digits, '-' or '_', got {name!r}.")
 

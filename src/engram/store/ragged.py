@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from engram._support.field_paths import FieldPath
     from engram.format.schema import RaggedGroup, Schema
     from engram.store.blocks import Key
 
@@ -30,6 +31,19 @@ if TYPE_CHECKING:
 def private_store(schema: Schema) -> Store:
     """A store in private memory. Pages are taken when rows are first written."""
     return (RaggedStore if schema.ragged else Store).private(schema)
+
+
+def counted_groups(schema: Schema, field: FieldPath | None, call: str) -> list[int]:
+    """The groups of fields of which the longest is the length of a row: that of a field, or those of all that are no texts, if any.
+
+    Raises ``KeyError``: no such ragged field.
+    """
+    places = {n: place for place, group in enumerate(schema.ragged_groups) for n in group.members}
+    of_key = {schema.fields[n].key: place for n, place in places.items()}
+    if field is not None and field not in of_key:
+        raise KeyError(f"{call}: expected one of the ragged fields {[*of_key]}, got {field}.")
+    numeric = [place for n, place in places.items() if not schema.ragged[n].kind] or [*places.values()]
+    return numeric if field is None else [of_key[field]]
 
 
 class RaggedStore(Store):
@@ -187,6 +201,11 @@ class RaggedStore(Store):
     def read_spans(self, rows: Tensor, expected: Tensor) -> tuple[list[Tensor], list[int]]:
         """The columns of all leaders, int32 ``[n, 3]``, of rows that have these tickets; and the positions of those that have others."""
         return super().read(rows, expected=expected, which=[group.leader for group in self.schema.ragged_groups])
+
+    def lengths_of(self, rows: Tensor, expected: Tensor, field: FieldPath | None, call: str) -> Tensor:
+        """How long rows are that have these tickets, int32 ``[n]``; of others any number. Raises as :func:`counted_groups`."""
+        spans, _ = self.read_spans(rows, expected)
+        return torch.stack([spans[place][:, 2] for place in counted_groups(self.schema, field, call)]).amax(0)
 
     def packed(self, columns: list[Tensor], live: Tensor) -> list[Tensor]:
         """The items of the first rows, while the store is paused: of each ragged field in order, ``[items, *shape]``, row after row.
