@@ -345,7 +345,7 @@ def import_(source: str, directory: Path, kind: str | None, rename: tuple[str, .
 
     Exit code: 0, 1 if SOURCE is damaged or cannot be stored, 2 if there is no SOURCE or DIRECTORY holds something else.
     """
-    with refusing():
+    with refusing("minari,datasets"):
         from engram.cli.data import import_source
 
         import_source(source, directory, kind, rename, end_keys)
@@ -366,7 +366,7 @@ def export(directory: Path, out: Path, kind: str, repeat_final: bool) -> None:
     Exit code: 0, 1 if the rows have no place in such a file, 2 if DIRECTORY holds nothing of engram's or OUT is there.
     """
     _ours(directory)
-    with refusing():
+    with refusing("minari,datasets"):
         from engram.cli.data import export
 
         export(directory, out, kind, repeat_final=repeat_final)

@@ -39,15 +39,7 @@ _TIED = "\xa0"
 _LONGEST = 400
 
 #: What is installed to have a module, by its first name.
-_EXTRAS = {
-    "matplotlib": "plot",
-    "pyarrow": "serve",
-    "prometheus_client": "metrics",
-    "gymnasium": "gym",
-    "ray": "ray",
-    "minari": "minari",
-    "h5py": "hdf5",
-}
+_EXTRAS = {"matplotlib": "plot", "pyarrow": "serve", "prometheus_client": "metrics", "gymnasium": "gym", "ray": "ray"}
 
 
 class Refusal(click.ClickException):

@@ -60,6 +60,8 @@ class Block(NamedTuple):
     """Rows of each episode."""
     finals: Columns
     """``[episodes, …]`` each: the observations after the last steps. Empty: the data set has none."""
+    known: Array | None = None
+    """Of which episodes; in place of the others are those of the last steps. None: of all."""
 
 
 class Source(ABC):

@@ -62,16 +62,20 @@ class Stored(Table):
                 yield {path: column.numpy() for path, column in zip(self._paths, columns, strict=True)}
 
     def blocks(self, row: int, episode: int) -> Iterator[Block]:
-        """Its episodes, and the observations after their last steps, where all of a block are known."""
+        """Its episodes, and the observations after their last steps, as far as they are known."""
         for block in super().blocks(row, episode):
             mark, last = block.columns.pop(MARK, None), np.cumsum(block.lengths) - 1
             pairs = [(key, ("next", *key)) for key in block.columns if ("next", *key) in block.columns]
             finals = {key: block.columns[following][last] for key, following in pairs}
+            known = None
             if mark is not None and self._finals is not None:
-                values, found = self._finals.read(torch.from_numpy(mark[last]))
-                if bool(found.all()):
-                    finals |= dict(zip(self._finals.keys, [value.numpy() for value in values], strict=True))
-            yield Block(block.columns, block.lengths, finals)
+                known = mark[last, 0] >= 0
+                values, found = self._finals.read(torch.from_numpy(mark[last[known]]))
+                known[known] = found.numpy()
+                for key, value in zip(self._finals.keys, values, strict=False):
+                    finals[key] = block.columns[key][last]
+                    finals[key][known] = value[found].numpy()
+            yield Block(block.columns, block.lengths, finals, known)
 
     def after(self, block: Block, path: FieldPath, final: str) -> Array:
         """The observations after the last steps of a block, ``[episodes, …]``.
@@ -81,7 +85,7 @@ class Stored(Table):
             path: the observation.
             final: what those are that are not stored: ``"repeat"``, the observations of the last steps, or ``"refuse"``.
         """
-        if path in block.finals:
+        if path in block.finals and (final == "repeat" or block.known is None or block.known.all()):
             return block.finals[path]
         if final != "repeat":
             raise self.refuse(

@@ -407,7 +407,11 @@ class _Envs(Arrays):
             )
         steps, self._envs = shape
         pos, full = int(buffer.get("pos", 0)), bool(buffer.get("full", "pos" not in buffer))
-        self._order = (np.arange(steps) + pos) % steps if full else np.arange(pos)
+        order = (np.arange(steps) + pos) % steps if full else np.arange(pos)
+        overwritten = bool(buffer.get("full")) and not any(
+            key[0] == "next_observations" for key in found
+        )  # by the newest next observation
+        self._order = order[overwritten:]
         dones = found.pop(("dones",)) != 0
         timeouts = found.pop(("timeouts",), np.zeros_like(dones)) != 0
         found |= {("terminals",): dones & ~timeouts, ("timeouts",): dones & timeouts}
