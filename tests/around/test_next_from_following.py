@@ -26,6 +26,7 @@ from engram import (
     ReplayBuffer,
     RewardToGo,
     SamplerWithoutReplacement,
+    SliceSampler,
     TensorDictReplayBuffer,
 )
 
@@ -332,3 +333,108 @@ def test_end_keys():
     assert (stored["next", "final"][:, 0] >= 0).tolist() == [True, False, False]
     assert ("next", "obs") in data.keys(True)
     assert ("next", "obs") not in stored.keys(True)
+
+
+# ---- keys alone: rows without final observations -------------------------------------------------------------------------
+
+
+def flat_rows(lengths, lanes=1):
+    """Rows as a data set has them: of each, the number of its step, and two flags that end episodes by turns."""
+    n = sum(lengths)
+    last = torch.zeros(n, dtype=torch.bool)
+    last[torch.tensor(lengths).cumsum(0) - 1] = True
+    by_terminal = (torch.arange(n) % 2 == 0) & last
+    return {"obs": torch.arange(n), "rewards": torch.ones(n), "terminals": by_terminal, "timeouts": last & ~by_terminal}
+
+
+ENDS = ["terminals", "timeouts"]
+DATA = [1, 4, 2, 1, 9, 3]
+#: Steps that another one of the same episode follows.
+FOLLOWED = {step for start, end in ((1, 5), (5, 7), (8, 17), (17, 20)) for step in range(start, end - 1)}
+
+
+def drawn(rb, times=30):
+    return [
+        row for _ in range(times) for row in zip(*(column.tolist() for column in observed(rb.sample(64))), strict=True)
+    ]
+
+
+def observed(batch):
+    return batch["obs"], batch["next"]["obs"]
+
+
+def test_keys_alone_leave_last_steps_out():
+    sampler = NextFromFollowing(RandomSampler(), ["obs"], end_keys=ENDS)
+    rb = ReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler)
+    rb.extend(flat_rows(DATA))
+    pairs = set(drawn(rb))
+    assert {step for step, _ in pairs} == FOLLOWED
+    assert all(after == step + 1 for step, after in pairs)
+
+
+def test_keys_alone_by_priority_and_by_id():
+    sampler = NextFromFollowing(PrioritizedSampler(20, 1.0, 1.0), ["obs"], traj_key="episode")
+    rb = ReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler)
+    rows = flat_rows(DATA)
+    rb.extend({"obs": rows["obs"], "episode": torch.repeat_interleave(torch.arange(6), torch.tensor(DATA))})
+    rb.update_priority(torch.arange(20), torch.where(torch.arange(20) == 9, 50.0, 1.0))
+    steps = [step for step, _ in drawn(rb)]
+    assert set(steps) == FOLLOWED
+    assert steps.count(9) > len(steps) / 2
+
+
+def test_keys_alone_with_returns_of_several_steps():
+    sampler = NStep(NextFromFollowing(RandomSampler(), ["obs"], end_keys=ENDS), 3, 0.5, reward_key="rewards")
+    rb = ReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler)
+    rb.extend(flat_rows(DATA))
+    pairs = set(drawn(rb))
+    assert pairs == {(step, step + 3) for step in range(20) if {step, step + 1, step + 2} <= FOLLOWED}
+    assert rb.sample(9)["rewards"].unique().tolist() == [1.75]
+
+
+def test_keys_alone_with_frames():
+    sampler = FrameStack(NextFromFollowing(RandomSampler(), ["obs"], end_keys=ENDS), n=2, dim=None, in_keys=["obs"])
+    rb = ReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler)
+    rb.extend(flat_rows(DATA))
+    batch = rb.sample(256)
+    assert torch.equal(batch["next"]["obs"][:, 0], batch["obs"][:, 1])
+    assert torch.equal(batch["next"]["obs"][:, 1], batch["obs"][:, 1] + 1)
+
+
+def test_keys_alone_are_noted_copied_and_read(tmp_path):
+    sampler = NextFromFollowing(RandomSampler(), ["obs"], end_keys=ENDS)
+    rb = ReplayBuffer.open_or_create(tmp_path / "data", 20, sampler=sampler, batch_size=64)
+    rb.extend(flat_rows(DATA))
+    rb.close()
+    for readonly in (True, False):
+        with ReplayBuffer.open(tmp_path / "data", readonly=readonly) as again:
+            assert repr(again.sampler) == "NextFromFollowing(RandomSampler(), ['obs'])"
+            assert again.sampler.recordable
+            assert {step for step, _ in drawn(again)} == FOLLOWED
+    copied = pickle.loads(pickle.dumps(sampler))
+    assert copied.followed == (("obs",),)
+
+
+def test_keys_alone_where_nothing_can_be_drawn():
+    rb = ReplayBuffer(storage=LazyTensorStorage(3), sampler=NextFromFollowing(RandomSampler(), ["obs"], end_keys=ENDS))
+    rb.extend(flat_rows([1, 1, 1]))
+    assert not rb.can_sample(2)
+    with pytest.raises(NoSampleable, match="no row that is drawn has a next observation"):
+        rb.sample(2)
+
+
+def test_keys_alone_refuse_windows_and_rows_with_next_observations():
+    with pytest.raises(TypeError, match="windows would hold last steps"):
+        NextFromFollowing(SliceSampler(slice_len=2), ["obs"])
+    with pytest.raises(TypeError, match="expected a list of keys"):
+        NextFromFollowing(RandomSampler(), "obs")
+    rb = ReplayBuffer(storage=LazyTensorStorage(3), sampler=NextFromFollowing(RandomSampler(), ["obs"], end_keys=ENDS))
+    rb.extend(flat_rows([3]) | {"next": {"obs": torch.ones(3)}})
+    with pytest.raises(ValueError, match="have a field"):
+        rb.sample(2)
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(3), sampler=NextFromFollowing(RandomSampler(), ["absent"], end_keys=ENDS)
+    )
+    rb.extend(flat_rows([3]))
+    with pytest.raises(KeyError, match="expected a stored field"):
+        rb.sample(2)

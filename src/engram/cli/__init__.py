@@ -1,5 +1,5 @@
 """The command line: ``engram doctor``, ``inspect``, ``plot``, ``report``, ``verify``, ``reshard``, ``plan``, ``serve``,
-``health``, ``stats``, ``top``.
+``health``, ``stats``, ``top``, ``import``, ``export``.
 
 It starts without torch; each command imports what it needs. ``ending`` says how commands end.
 """
@@ -29,6 +29,9 @@ __all__ = ["main"]
 
 #: What ``engram plot`` draws.
 _FIGURES = ("priority", "weights", "age", "usage", "returns", "map", "ratio", "throughput")
+#: What ``engram import`` reads, and ``engram export`` writes.
+_IMPORTED = ("hdf5", "minari", "numpy", "parquet", "sb3", "torchrl")
+_EXPORTED = ("hdf5", "minari", "parquet", "torchrl")
 _PATH = click.Path(path_type=Path)
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
 
@@ -320,6 +323,53 @@ def serve(
         at = listening(listen, token, tls_cert, tls_key, insecure=insecure)
         also = None if metrics is None else _showing(directory.resolve().name, metrics, insecure=insecure)
         run(directory, at, lambda address: click.echo(str(address)), also)
+
+
+@main.command("import")
+@click.argument("source")
+@click.argument("directory", type=_PATH)
+@click.option(
+    "--from", "kind", type=click.Choice(_IMPORTED), help="What SOURCE is. Default: as its name and files say."
+)
+@click.option(
+    "--rename",
+    multiple=True,
+    metavar="OLD=NEW",
+    help="Store OLD as NEW, such as infos/qpos=qpos; without NEW leave it out.",
+)
+@click.option("--end-key", "end_keys", multiple=True, metavar="NAME", help="A field that is not zero at last steps.")
+def import_(source: str, directory: Path, kind: str | None, rename: tuple[str, ...], end_keys: tuple[str, ...]) -> None:
+    """Write the data set SOURCE to a store in DIRECTORY: a file or folder, or the name of a data set of Minari's.
+
+    Says what its fields become, and shows progress. Killed, it goes on behind the last whole episode when it is started again.
+
+    Exit code: 0, 1 if SOURCE is damaged or cannot be stored, 2 if there is no SOURCE or DIRECTORY holds something else.
+    """
+    with refusing("minari,datasets"):
+        from engram.cli.data import import_source
+
+        import_source(source, directory, kind, rename, end_keys)
+
+
+@main.command()
+@click.argument("directory", type=_PATH)
+@click.argument("out", type=_PATH)
+@click.option("--to", "kind", type=click.Choice(_EXPORTED), required=True, help="What OUT becomes.")
+@click.option(
+    "--repeat-final",
+    is_flag=True,
+    help="After last steps, write their own observations where no later ones are stored.",
+)
+def export(directory: Path, out: Path, kind: str, repeat_final: bool) -> None:
+    """Write the episodes of the store in DIRECTORY to OUT, a file or folder that appears when it is whole.
+
+    Exit code: 0, 1 if the rows have no place in such a file, 2 if DIRECTORY holds nothing of engram's or OUT is there.
+    """
+    _ours(directory)
+    with refusing("minari,datasets"):
+        from engram.cli.data import export
+
+        export(directory, out, kind, repeat_final=repeat_final)
 
 
 @main.command()

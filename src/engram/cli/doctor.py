@@ -43,7 +43,9 @@ _EXTRAS = {
     "transfer-queue": ("transferqueue", "values of TransferQueue"),
     "metrics": ("prometheus-client", "metrics for Prometheus"),
     "ray": ("ray", "buffers on Ray"),
-    "hdf5": ("h5py", "dumps in HDF5 files"),
+    "hdf5": ("h5py", "dumps and data sets in HDF5 files"),
+    "minari": ("minari", "data sets of Minari"),
+    "datasets": ("pyarrow", "data sets in Parquet files"),
     **({} if sys.version_info >= (3, 14) else {"zstd": ("backports.zstd", "compressed rows")}),
 }
 _LEAST_TORCH = (2, 11)

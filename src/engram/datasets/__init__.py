@@ -4,11 +4,8 @@ Every ``from_…`` writes whole episodes, notes in the directory how many there 
 buffer over the finished store, opened read-only. Every ``to_…`` reads a store and writes a file or folder that appears when it is whole.
 """
 
-from engram.datasets.arrays import from_hdf5, from_numpy, to_hdf5
-from engram.datasets.minari import from_minari, to_minari
-from engram.datasets.parquet import from_parquet, to_parquet
-from engram.datasets.sb3 import from_sb3
-from engram.datasets.torchrl import from_torchrl, to_torchrl
+from engram.datasets.libraries import from_minari, from_torchrl, to_minari, to_torchrl
+from engram.datasets.tables import from_hdf5, from_numpy, from_parquet, from_sb3, to_hdf5, to_parquet
 
 __all__ = [
     "from_hdf5",

@@ -16,42 +16,35 @@ from engram.around.episodes import TrajectoryKeys, numbers_by_path
 from engram.around.following import finals_of
 from engram.around.reading import MARK
 from engram.buffer.replay_buffer import ReplayBuffer
-from engram.datasets.blocks import BLOCK_BYTES, Block, Table
+from engram.datasets.blocks import BLOCK_BYTES, Array, Block, Columns, StrPath, Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from engram.datasets.blocks import Array, Columns
+    from engram.format.schema import Field
 
 
 class Stored(Table):
     """The rows of a store, lane after lane and oldest first."""
 
-    def __init__(self, buffer: ReplayBuffer[Any], call: str, where: str) -> None:
+    sorted = False
+
+    def __init__(self, buffer: ReplayBuffer[Any], call: str, where: Path) -> None:
         super().__init__(call, where)
-        self._storage = buffer.storage
-        if not len(buffer):
-            raise self.refuse("expected rows, got an empty store.")
-        memory = self._storage.memory
+        self._storage, self._extent, self._finals = buffer.storage, buffer.storage.extent(), finals_of(buffer.sampler)
+        memory = buffer.storage.memory
         assert memory is not None  # it was opened from its directory
-        fields = memory.schema.fields
-        numbers = numbers_by_path(memory)
-        boundaries = TrajectoryKeys(None, None, None).boundaries(fields, numbers, f"{call}: {where}")
-        self.id, self.sorted = next((fields[number].key for number in boundaries.ids), None), False
-        self.ends = [fields[number].key for number in boundaries.ends]
+        fields, self.rows = memory.schema.fields, self._extent.size
+        if not self.rows:
+            raise self.refuse("expected rows, got an empty store.")
+        marks = TrajectoryKeys(None, None, None).boundaries(fields, numbers_by_path(memory), f"{call}: {where}")
+        self.id = next((fields[number].key for number in marks.ids), None)
+        self.ends = [fields[number].key for number in marks.ends]
         self._paths = [field.key for field in fields]
         self.names = {path: path for path in self._paths if path != MARK}
-        for field in fields:
-            if "float8" in field.dtype or field.dtype in ("bfloat16", "complex32"):
-                raise self.refuse(f"field {field.name}: expected a dtype that NumPy has, got {field.dtype}.")
-        self._finals = finals_of(buffer.sampler)
-        self._extent = self._storage.extent()
-        self.rows = self._extent.size
+        check_dtypes(self, fields)
         self._piece = max(1, BLOCK_BYTES // memory.schema.row_bytes)
-
-    def identity(self) -> dict[str, object]:
-        return {"source": self.where}
 
     def parts(self, row: int) -> Iterator[Iterator[Columns]]:
         assert row == 0  # exports begin anew
@@ -64,25 +57,25 @@ class Stored(Table):
             rows = self._extent.in_order(torch.tensor([lane]), places=places)
             columns, moved = self._storage.read(rows)
             if moved:
-                raise self.refuse("expected a store that nobody writes to, but its rows change while they are read.")
+                raise self.refuse("expected a store that is not written to, but its rows change while they are read.")
             if len(rows):
                 yield {path: column.numpy() for path, column in zip(self._paths, columns, strict=True)}
 
     def blocks(self, row: int, episode: int) -> Iterator[Block]:
-        """Its episodes, and the observations after their last steps, where all of a block are known."""
+        """Its episodes, and the observations after their last steps, as far as they are known."""
         for block in super().blocks(row, episode):
-            mark = block.columns.pop(MARK, None)
-            last = np.cumsum(block.lengths) - 1
-            finals = {
-                path[1:]: column[last]
-                for path, column in block.columns.items()
-                if path[0] == "next" and path[1:] in block.columns
-            }
+            mark, last = block.columns.pop(MARK, None), np.cumsum(block.lengths) - 1
+            pairs = [(key, ("next", *key)) for key in block.columns if ("next", *key) in block.columns]
+            finals = {key: block.columns[following][last] for key, following in pairs}
+            known = None
             if mark is not None and self._finals is not None:
-                values, found = self._finals.read(torch.from_numpy(mark[last]))
-                if bool(found.all()):
-                    finals |= {key: value.numpy() for key, value in zip(self._finals.keys, values, strict=True)}
-            yield Block(block.columns, block.lengths, finals)
+                known = mark[last, 0] >= 0
+                values, found = self._finals.read(torch.from_numpy(mark[last[known]]))
+                known[known] = found.numpy()
+                for key, value in zip(self._finals.keys, values, strict=False):
+                    finals[key] = block.columns[key][last]
+                    finals[key][known] = value[found].numpy()
+            yield Block(block.columns, block.lengths, finals, known)
 
     def after(self, block: Block, path: FieldPath, final: str) -> Array:
         """The observations after the last steps of a block, ``[episodes, …]``.
@@ -92,7 +85,7 @@ class Stored(Table):
             path: the observation.
             final: what those are that are not stored: ``"repeat"``, the observations of the last steps, or ``"refuse"``.
         """
-        if path in block.finals:
+        if path in block.finals and (final == "repeat" or block.known is None or block.known.all()):
             return block.finals[path]
         if final != "repeat":
             raise self.refuse(
@@ -101,34 +94,27 @@ class Stored(Table):
             )
         return block.columns[path][np.cumsum(block.lengths) - 1]
 
-    def episodes(self, final: str) -> Iterator[tuple[Columns, Columns]]:
-        """Each episode, and the observations after its last step. ``final``: as for :meth:`after`."""
-        for block in self.blocks(0, 0):
-            ends = np.cumsum(block.lengths)
-            after = {path: self.after(block, path, final) for path in block.columns if path[0] == "observation"}
-            for number, (start, end) in enumerate(zip(ends - block.lengths, ends, strict=True)):
-                columns = {path: column[start:end] for path, column in block.columns.items()}
-                yield columns, {path: column[number] for path, column in after.items()}
+
+def check_dtypes(source: Table, fields: Iterator[Field] | tuple[Field, ...]) -> None:
+    for field in fields:
+        if field.dtype.startswith(("float8", "bfloat", "complex32")):
+            raise source.refuse(f"field {field.name}: expected a dtype that NumPy has, got {field.dtype}.")
 
 
 @contextmanager
-def stored(directory: str | os.PathLike[str], call: str) -> Iterator[Stored]:
+def stored(directory: StrPath, call: str) -> Iterator[Stored]:
     """The rows of a store, which is only read."""
     folder = check_path(f"{call}: directory", directory)
     with ReplayBuffer.open(folder, readonly=True) as buffer:
-        yield Stored(buffer, call, str(folder))
+        yield Stored(buffer, call, folder)
 
 
 @contextmanager
-def written_whole(path: str | os.PathLike[str], call: str) -> Iterator[Path]:
+def written_whole(path: StrPath, call: str) -> Iterator[Path]:
     """Where to write a file or folder that then appears, whole, under a path. Raises ``FileExistsError``: that is there."""
     target = check_path(f"{call}: path", path)
     if target.exists():
-        raise FileExistsError(
-            17,
-            f"{call}: expected a path where nothing is, got one of a {'folder' if target.is_dir() else 'file'}",
-            str(target),
-        )
+        raise FileExistsError(17, f"{call}: expected a path where nothing is", str(target))
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:

@@ -11,9 +11,8 @@ import json
 import logging
 import mmap
 import os
-from collections.abc import Callable
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import numpy as np
@@ -21,12 +20,12 @@ import xxhash
 
 from engram._support.checks import check_path
 from engram._support.field_paths import FieldPath, public
-from engram._support.progress import OnProgress, Work
+from engram._support.progress import Work
 from engram._support.words import count
 from engram.around import FinalObservations, NextFromFollowing
 from engram.around.reading import MARK
 from engram.buffer.replay_buffer import ReplayBuffer
-from engram.datasets.blocks import REWARD, TRAJECTORY, Block, Source, nested
+from engram.datasets.blocks import REWARD, TRAJECTORY, Array, Block, Columns, ImportArguments, Source, StrPath, nested
 from engram.errors import CorruptStore, IncompatibleStore, StoreInUse
 from engram.format import files, layout
 from engram.samplers import RandomSampler
@@ -35,10 +34,6 @@ from engram.storages import LazyMemmapStorage
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from engram.datasets.blocks import Columns
 
 #: In the directory of the store: the note, the folder of observations after last steps, and a file that an import locks.
 NOTE, FINALS, LOCK = "import.json", "finals", "import.lock"
@@ -56,37 +51,35 @@ class Note(msgspec.Struct):
     total: int
     rows: int = 0
     episodes: int = 0
+    returns: float = 0.0
+    """Their sum."""
     complete: bool = False
     version: int = 1
-    returns: tuple[float, float, float] | None = None
-    """The smallest, the sum and the largest of the episodes so far."""
 
     @classmethod
-    def read(cls, folder: Path) -> Note | None:
-        """None: there is none. Raises ``CorruptStore``: it cannot be read."""
+    def read(cls, folder: Path, source: Source) -> Note | None:
+        """None: there is none. Raises ``CorruptStore``: it cannot be read. ``IncompatibleStore``: it is of another data set."""
         try:
-            return msgspec.json.decode((folder / NOTE).read_bytes(), type=cls)
+            note = msgspec.json.decode((folder / NOTE).read_bytes(), type=cls)
         except FileNotFoundError:
             return None
         except msgspec.MsgspecError as error:
-            where = folder / NOTE
             raise CorruptStore(
-                f"{where}: expected the note of an import, but {error}. Use another directory."
+                f"{folder / NOTE}: expected the note of an import ({error}). Use another directory."
             ) from error
+        asked = _identity(source)
+        if differs := [key for key in asked if asked[key] != note.source.get(key)]:
+            raise IncompatibleStore(
+                f"{source.call}: {str(folder)!r} holds an import of another data set, or of one that has changed since: "
+                f"{differs} differ. Use another directory, or remove this one."
+            )
+        return note
 
     def write(self, folder: Path) -> None:
         files.overwrite(folder / NOTE, msgspec.json.encode(self))
 
 
-class ImportArguments(TypedDict, total=False):
-    """What every import takes: see :func:`engram.datasets.from_numpy`."""
-
-    batch_size: int | None
-    progress: OnProgress | None
-    show: Callable[[str], object] | None
-
-
-def import_source(source: Source, directory: str | os.PathLike[str], arguments: ImportArguments) -> ReplayBuffer[Any]:
+def import_source(source: Source, directory: StrPath, arguments: ImportArguments) -> ReplayBuffer[Any]:
     """Import a data set, or what is left of it, and open the store read-only.
 
     Raises:
@@ -97,34 +90,13 @@ def import_source(source: Source, directory: str | os.PathLike[str], arguments: 
     folder = check_path(f"{source.call}: directory", directory)
     if source.rows < 1:
         raise source.refuse("expected at least one row, got none.")
-    if not _is_complete(Note.read(folder), source, folder):
+    note = Note.read(folder, source)
+    if note is None or not note.complete:
         fresh = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder, source.call):
             _import_rest(source, folder, arguments, fresh=fresh)
     return ReplayBuffer.open(folder, readonly=True, batch_size=arguments.get("batch_size", 256))
-
-
-def _import_rest(source: Source, folder: Path, arguments: ImportArguments, *, fresh: bool) -> None:
-    note = Note.read(folder)
-    if note is None and {path.name for path in folder.iterdir()} > {LOCK}:
-        (folder / LOCK).unlink()
-        text = f"{source.call}: expected a new directory, or one of an import; it has other files"
-        raise FileExistsError(17, text, str(folder))
-    if _is_complete(note, source, folder):  # another process was faster
-        return
-    note = note or Note(_identity(source), source.rows)
-    try:
-        note.write(folder)
-        _Import(source, folder, note, arguments).run()
-    except BaseException:
-        if not note.rows and not layout.is_store(folder):  # nothing of it is there
-            for name in (NOTE, LOCK):
-                (folder / name).unlink(missing_ok=True)
-            if fresh:
-                folder.rmdir()
-        raise
-    (folder / LOCK).unlink()
 
 
 @contextmanager
@@ -135,24 +107,32 @@ def _locked(folder: Path, call: str) -> Iterator[None]:
         except BlockingIOError:
             raise StoreInUse(f"{call}: another process imports into {str(folder)!r}. Wait for it.") from None
         yield
+        (folder / LOCK).unlink()
+
+
+def _import_rest(source: Source, folder: Path, arguments: ImportArguments, *, fresh: bool) -> None:
+    note = Note.read(folder, source)  # another process may have been faster
+    if note is None and [*folder.iterdir()] != [folder / LOCK]:
+        (folder / LOCK).unlink()
+        raise FileExistsError(
+            17, f"{source.call}: expected a new directory, or one of an import, got files", str(folder)
+        )
+    note = note or Note(_identity(source), source.rows)
+    try:
+        note.write(folder)
+        if not note.complete:
+            _Import(source, folder, note, arguments).run()
+    except BaseException:
+        if not note.rows and not layout.is_store(folder):  # nothing of it is there
+            for name in (NOTE, LOCK):
+                (folder / name).unlink()
+            if fresh:
+                folder.rmdir()
+        raise
 
 
 def _identity(source: Source) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(json.dumps({"from": source.call, **source.identity()}))
-    return found
-
-
-def _is_complete(note: Note | None, source: Source, folder: Path) -> bool:
-    """Whether an import has ended. Raises ``IncompatibleStore``: it is one of another data set."""
-    if note is None:
-        return False
-    there, asked = note.source, _identity(source)
-    if differs := sorted(key for key in asked.keys() | there.keys() if asked.get(key) != there.get(key)):
-        raise IncompatibleStore(
-            f"{source.call}: {str(folder)!r} holds an import of another data set, or of one that has changed since: "
-            f"{differs} differ. Use another directory, or remove this one."
-        )
-    return note.complete
+    return cast("dict[str, Any]", json.loads(json.dumps({"from": source.call, **source.identity()})))
 
 
 class _Import:
@@ -160,6 +140,7 @@ class _Import:
 
     def __init__(self, source: Source, folder: Path, note: Note, arguments: ImportArguments) -> None:
         self._source, self._folder, self._note, self._arguments = source, folder, note, arguments
+        self._show = arguments.get("show") or _log.info
         #: What the tags of final observations count from.
         self._first_tag = xxhash.xxh3_64_intdigest(msgspec.json.encode(note.source, order="deterministic")) >> 2
         self._buffer: ReplayBuffer[Any] | None = None
@@ -173,27 +154,17 @@ class _Import:
                 work(note.rows)
                 for block in source.blocks(note.rows, note.episodes):
                     self._write(block)
-                    work(int(block.lengths.sum()))
+                    work.reach(note.rows)
             if note.rows != source.rows:
                 raise source.refuse(f"expected {count(source.rows, 'row')}, got {note.rows}: steps of it are missing.")
             note.complete = True
             note.write(self._folder)
-            self._show(self._summary())
+            mean = f"mean return {note.returns / note.episodes:.6g}"
+            self._show(f"{self._folder}: {count(note.episodes, 'episode')} of {count(note.rows, 'row')}, {mean}")
         finally:
             for opened in (self._buffer, self._finals):
                 if opened is not None:
                     opened.close()
-
-    def _summary(self) -> str:
-        note = self._note
-        said = f"{count(note.episodes, 'episode')} of {count(note.rows, 'row')} are in {self._folder}"
-        if note.returns is None:
-            return said
-        least, total, most = note.returns
-        return f"{said}; returns {least:.6g} to {most:.6g}, mean {total / note.episodes:.6g}"
-
-    def _show(self, line: str) -> None:
-        (self._arguments.get("show") or _log.info)(line)
 
     def _write(self, block: Block) -> None:
         """Write whole episodes, then note them."""
@@ -202,66 +173,55 @@ class _Import:
         if note.rows + rows > self._source.rows:
             raise self._source.refuse(f"expected {count(self._source.rows, 'row')}, got more.")
         columns = {path: self._storable(path, column) for path, column in block.columns.items()}
-        finals = {path: self._storable(path, column) for path, column in block.finals.items()}
         numbers = np.arange(note.episodes, note.episodes + episodes)
         columns.setdefault(TRAJECTORY, np.repeat(numbers, lengths))
         returns = self._returns(columns, lengths)
+        finals: Columns = {(".".join(path),): self._storable(path, column) for path, column in block.finals.items()}
         if finals:
-            tags = self._first_tag + numbers
+            finals["tag",] = tags = self._first_tag + numbers
             columns[MARK] = mark = np.full((rows, 2), -1)
             mark[np.cumsum(lengths) - 1] = np.stack([numbers, tags], 1)
-            finals = {**{(".".join(path),): column for path, column in finals.items()}, ("tag",): tags}
         buffer = self._buffer or self._open(columns, [*block.finals])
         if self._finals is not None:
             self._put(self._finals, note.episodes, finals)
         self._put(buffer, note.rows, columns)
-        note.rows, note.episodes = note.rows + rows, note.episodes + episodes
-        if returns is not None:
-            least, total, most = note.returns or (np.inf, 0.0, -np.inf)
-            least, most = min(least, float(returns.min())), max(most, float(returns.max()))
-            note.returns = (least, total + float(returns.sum()), most)
+        note.rows, note.episodes, note.returns = note.rows + rows, note.episodes + episodes, note.returns + returns
         note.write(self._folder)
 
-    def _storable(self, path: FieldPath, column: Any) -> Any:
+    def _storable(self, path: FieldPath, column: Array) -> Array:
         """A column as a store takes it: in the byte order of this machine. Raises ``DatasetError``: it holds no numbers."""
         if column.dtype.kind not in "biufc" or column.dtype.char in "gG":
-            raise self._source.refuse(
-                f"field {public(path)!r}: expected numbers, got {column.dtype}. Leave it out: rename={{name: None}}."
-            )
+            expected = f"field {public(path)!r}: expected numbers, got {column.dtype}"
+            raise self._source.refuse(f"{expected}. Leave it out: rename={{name: None}}.")
         if path == TRAJECTORY:
             return column.reshape(len(column)).astype(np.int64)
         return column.astype(column.dtype.newbyteorder("="), copy=False)
 
     @staticmethod
-    def _returns(columns: Columns, lengths: NDArray[np.int64]) -> NDArray[np.float64] | None:
-        """The sum of the rewards of each episode, also as a field of each step; None: rewards are no single numbers."""
+    def _returns(columns: Columns, lengths: Array) -> float:
+        """Add a field that says at each step what the rewards of its episode sum up to. The sum of all of them."""
         reward = columns.get(REWARD)
-        if reward is None or reward.size != len(reward) or reward.dtype.kind == "c":
-            return None
-        starts = np.cumsum(lengths) - lengths
-        sums: NDArray[np.float64] = np.add.reduceat(reward.reshape(-1).astype(np.float64), starts)
+        if reward is None or reward.size != len(reward) or reward.dtype.kind == "c":  # no single numbers
+            return 0.0
+        sums = np.add.reduceat(reward.reshape(-1).astype(np.float64), np.cumsum(lengths) - lengths)
         columns.setdefault(RETURN, np.repeat(sums.astype(np.float32), lengths))
-        return sums
+        return float(sums.sum())
 
     def _open(self, columns: Columns, finals: list[FieldPath]) -> ReplayBuffer[Any]:
         """The store, made for such rows if it is not there. ``finals``: observations that are kept of last steps."""
         source = self._source
-
-        def made(folder: Path, rows: int) -> LazyMemmapStorage:
-            if layout.is_store(folder):
-                return LazyMemmapStorage.open(folder, io="map")
-            return LazyMemmapStorage(rows, scratch_dir=folder, existsok=True, io="map")  # a kill may have left files
-
         keys = [path for path in columns if path[0] == "observation" and ("next", *path) not in columns]
         kept: FinalObservations | list[FieldPath] = keys
         if finals:
-            kept = FinalObservations(finals, made(self._folder / FINALS, source.finals))
+            kept = FinalObservations(finals, _storage(self._folder / FINALS, source.finals))
             self._finals = ReplayBuffer(storage=kept.storage)
         sampler = NextFromFollowing(RandomSampler(), kept) if keys else RandomSampler()
-        storage, batch_size = made(self._folder, source.rows), self._arguments.get("batch_size", 256)
+        storage, batch_size = _storage(self._folder, source.rows), self._arguments.get("batch_size", 256)
         self._buffer = ReplayBuffer(storage=storage, sampler=sampler, batch_size=batch_size)
         for old, new in source.names.items() if not self._note.rows else ():
-            self._show(f"{public(old)!r} is left out" if new is None else f"{public(old)!r} -> {_shown(new, columns)}")
+            column = None if new is None else columns[new]
+            stored = "left out" if column is None else f"{new and public(new)!r}, {column.dtype}{[*column.shape[1:]]}"
+            self._show(f"{public(old)!r}: {stored}")
         return self._buffer
 
     def _put(self, buffer: ReplayBuffer[Any], first: int, columns: Columns) -> None:
@@ -280,14 +240,14 @@ class _Import:
                 forget(tensor.data_ptr(), tensor.nbytes)
 
 
-def _shown(path: FieldPath, columns: Columns) -> str:
-    column = columns[path]
-    return f"{public(path)!r}: {column.dtype}{list(column.shape[1:])}"
+def _storage(folder: Path, rows: int) -> LazyMemmapStorage:
+    if layout.is_store(folder):
+        return LazyMemmapStorage.open(folder, io="map")
+    return LazyMemmapStorage(rows, scratch_dir=folder, existsok=True, io="map")  # a kill may have left files
 
 
 def forget(address: int, nbytes: int) -> None:
     """Take pages of a mapped file out of this process. What was written to them stays; the next look reads them again."""
-    page = mmap.PAGESIZE
-    first, end = -(-address // page) * page, (address + nbytes) // page * page
+    first, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if end > first:
         _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)

@@ -1,0 +1,467 @@
+"""Arrays in memory, HDF5 files in D4RL's layout, Parquet files, and buffers of Stable-Baselines3."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+import numpy as np
+import xxhash
+
+from engram._support.checks import check_path
+from engram._support.field_paths import FieldPath, public
+from engram.datasets.blocks import BLOCK_BYTES, Array, Columns, ImportArguments, StrPath, Table, flat_names, required
+from engram.datasets.episodes import stored, written_whole
+from engram.datasets.importing import import_source
+from engram.errors import DatasetError
+
+if TYPE_CHECKING:
+    from engram.buffer.replay_buffer import ReplayBuffer
+
+
+class Arrays(Table):
+    """Columns that can be sliced: arrays, or data sets of an HDF5 file."""
+
+    def __init__(self, call: str, where: StrPath, fields: Mapping[FieldPath, Any], arguments: ImportArguments) -> None:
+        super().__init__(call, where)
+        self.named(fields, arguments)
+        self._columns = {new: fields[old] for old, new in self.names.items() if new is not None}
+        lengths = {public(path): len(column) for path, column in self._columns.items()}
+        self.rows = max(lengths.values(), default=0)
+        if short := {name: n for name, n in lengths.items() if n != self.rows}:
+            raise self.refuse(
+                f"expected as many rows in all fields, {self.rows}, got {short}. They were cut, or are no columns of steps."
+            )
+        row_bytes = sum(column.dtype.itemsize * int(np.prod(column.shape[1:])) for column in self._columns.values())
+        self._piece = max(1, BLOCK_BYTES // max(1, row_bytes))
+
+    def identity(self) -> dict[str, object]:
+        """Without a file, a sum of how they begin and end tells arrays apart."""
+        sums, some = xxhash.xxh3_128(), max(1, self._piece >> 7)
+        for column in () if self.files else self._columns.values():
+            sums.update(b"".join(np.ascontiguousarray(piece).tobytes() for piece in (column[:some], column[-some:])))
+        shapes = [(path, str(column.dtype), column.shape) for path, column in self._columns.items()]
+        return {**super().identity(), "fields": shapes, "sum": sums.hexdigest()}
+
+    def parts(self, row: int) -> Iterator[Iterator[Columns]]:
+        yield map(self._piece_from, range(row, self.rows, self._piece))
+
+    def _piece_from(self, start: int) -> Columns:
+        try:
+            return {path: column[start : start + self._piece] for path, column in self._columns.items()}
+        except OSError as error:
+            raise self.refuse(f"rows from {start} on cannot be read ({error}). The file is damaged.") from error
+
+
+def from_numpy(data: Mapping[str, object], directory: StrPath, **more: Unpack[ImportArguments]) -> ReplayBuffer[Any]:
+    """Write arrays of steps to a store in a directory, and open it read-only.
+
+    Rows get the names of TorchRL: ``observations`` becomes ``observation``, ``rewards`` ``("next", "reward")``, ``terminals``
+    ``("next", "terminated")``, ``timeouts`` ``("next", "truncated")``, and the number of the episode ``("collector", "traj_ids")``.
+    That number is added where it is missing, and so is ``episode_return``, the sum of the rewards of the step's episode. Next
+    observations that are not among the arrays are read from the following row, by a :class:`NextFromFollowing`.
+
+    A call that was killed is made again: it goes on behind the last whole episode. Once all are there, it only opens the store.
+
+    Args:
+        data: arrays ``[N, …]`` by name, nested or not, of which an episode number or end flags tell the episodes.
+        directory: a new one.
+        rename: new names by old ones, which are strings or paths; None as a name leaves the field out.
+        end_keys: the fields that are not zero at the last step of an episode, by their old names. Default: ``terminals``,
+            ``timeouts`` and the like. Those that do not exist are skipped.
+        batch_size, progress, show: of all imports. ``batch_size`` is that of the buffer, ``progress`` is called with a
+            :class:`Progress`, and ``show`` with a line for each field; both go to the log by default.
+
+    Raises:
+        DatasetError: arrays differ in length, hold no numbers, or nothing tells episodes apart.
+        IncompatibleStore: the directory holds an import of other arrays. FileExistsError: it holds other files.
+        StoreInUse: another process imports into it.
+
+    Cost: that of copying the arrays.
+
+    >>> import tempfile
+    >>> import numpy as np
+    >>> from engram.datasets import from_numpy
+    >>> steps = {"observations": np.arange(6.0), "rewards": np.ones(6), "terminals": np.arange(6) % 3 == 2}
+    >>> rb = from_numpy(steps, tempfile.mkdtemp() + "/data", batch_size=4)
+    >>> rb["collector", "traj_ids"].tolist(), rb["episode_return"].tolist()
+    ([0, 0, 0, 1, 1, 1], [3.0, 3.0, 3.0, 3.0, 3.0, 3.0])
+    >>> batch = rb.sample()
+    >>> bool((batch["next"]["observation"] == batch["observation"] + 1).all())
+    True
+    """
+    if not isinstance(data, Mapping):
+        raise TypeError(f"from_numpy: data: expected a dict of arrays, got {type(data).__name__}.")
+    columns = {path: np.atleast_1d(np.asarray(leaf)) for path, leaf in flat_names(data)}
+    return import_source(Arrays("from_numpy", "data", columns, more), directory, more)
+
+
+# ---- HDF5 ---------------------------------------------------------------------------------------------------------------
+
+#: What fields of a store are called in a file of D4RL's, besides their own names.
+_D4RL: dict[FieldPath, str] = {
+    ("observation",): "observations",
+    ("action",): "actions",
+    ("next", "observation"): "next_observations",
+    ("next", "reward"): "rewards",
+    ("next", "terminated"): "terminals",
+    ("next", "truncated"): "timeouts",
+    ("collector", "traj_ids"): "episode",
+}
+
+
+def from_hdf5(path: StrPath, directory: StrPath, **more: Unpack[ImportArguments]) -> ReplayBuffer[Any]:
+    """Write the steps of an HDF5 file in D4RL's layout to a store in a directory, and open it read-only.
+
+    Its data sets are columns of steps: ``observations``, ``actions``, ``rewards``, ``terminals``, ``timeouts`` and others, such as
+    ``infos/qpos``, whose name is the path ``("infos", "qpos")``. The group ``metadata`` is left out. The file is read in pieces of 8 MB.
+
+    Args:
+        path: the file.
+        directory, rename, end_keys, batch_size, progress, show: as for :func:`from_numpy`.
+
+    Raises:
+        DatasetError: the file is damaged, columns differ in length, or nothing tells episodes apart. FileNotFoundError.
+        ModuleNotFoundError: h5py is missing, which ``engram-replay[hdf5]`` brings. Others as :func:`from_numpy`.
+
+    >>> import tempfile
+    >>> import h5py, numpy as np
+    >>> from engram.datasets import from_hdf5
+    >>> folder = tempfile.mkdtemp()
+    >>> with h5py.File(folder + "/steps.hdf5", "w") as file:
+    ...     for name, column in {"observations": np.arange(4.0), "rewards": np.ones(4), "terminals": np.arange(4) == 3}.items():
+    ...         file[name] = column
+    >>> len(from_hdf5(folder + "/steps.hdf5", folder + "/data"))
+    4
+    """
+    call = "from_hdf5"
+    h5py, where = required("h5py", "hdf5", call), check_path(f"{call}: path", path)
+    where.stat()  # raises FileNotFoundError, which names it
+    try:
+        file = h5py.File(where, "r")
+    except OSError as error:
+        raise DatasetError(f"{call}: {where}: expected a whole HDF5 file ({error}).") from error
+    with file:
+        fields: dict[FieldPath, Any] = {}
+
+        def visit(name: str, entry: Any) -> None:
+            if isinstance(entry, h5py.Dataset) and entry.shape and not name.startswith("metadata/"):
+                fields[tuple(name.split("/"))] = entry
+
+        file.visititems(visit)
+        source = Arrays(call, where, fields, more)
+        source.files = [where]
+        return import_source(source, directory, more)
+
+
+def to_hdf5(directory: StrPath, path: StrPath, *, compression: str | None = None) -> None:
+    """Write the steps of a store to an HDF5 file in D4RL's layout.
+
+    Episodes follow each other, lane after lane and oldest first. Fields get D4RL's names: ``observation`` becomes ``observations``,
+    ``("next", "reward")`` ``rewards``, ``("next", "terminated")`` ``terminals``, ``("next", "truncated")`` ``timeouts``; the others keep
+    theirs. Next observations are among them where the store has them. The file appears when it is whole.
+
+    Args:
+        directory: of the store; it is only read.
+        path: the file. It must not exist.
+        compression: one of h5py's, such as ``"gzip"``.
+
+    Raises:
+        FileExistsError: the file is there. DatasetError: nothing tells episodes apart.
+        ModuleNotFoundError: h5py is missing, which ``engram-replay[hdf5]`` brings.
+
+    >>> import tempfile
+    >>> import h5py, numpy as np
+    >>> from engram.datasets import from_numpy, to_hdf5
+    >>> folder = tempfile.mkdtemp()
+    >>> steps = {"observations": np.arange(4.0), "rewards": np.ones(4), "terminals": np.arange(4) == 3}
+    >>> from_numpy(steps, folder + "/data").close()
+    >>> to_hdf5(folder + "/data", folder + "/steps.hdf5")
+    >>> with h5py.File(folder + "/steps.hdf5") as file:
+    ...     file["observations"][:].tolist(), file["terminals"][:].tolist()
+    ([0.0, 1.0, 2.0, 3.0], [False, False, False, True])
+    """
+    h5py = required("h5py", "hdf5", "to_hdf5")
+    with (
+        stored(directory, "to_hdf5") as store,
+        written_whole(path, "to_hdf5") as partial,
+        h5py.File(partial, "w") as file,
+    ):
+        at = 0
+        for block in store.blocks(0, 0):
+            n = int(block.lengths.sum())
+            for field, rows in block.columns.items():
+                known = next((key for key in _D4RL if field[: len(key)] == key), ())
+                name = "/".join([*([_D4RL[known]] if known else []), *field[len(known) :]])
+                if name not in file:
+                    file.create_dataset(name, (store.rows, *rows.shape[1:]), rows.dtype, compression=compression)
+                file[name][at : at + n] = rows
+            at += n
+
+
+# ---- Parquet ------------------------------------------------------------------------------------------------------------
+
+
+class ParquetRows(Table):
+    """The rows of Parquet files, one file after the other. Dots in names of columns part those of groups."""
+
+    def __init__(self, call: str, path: Path, files: Sequence[Path], arguments: ImportArguments) -> None:
+        super().__init__(call, path)
+        self._types, self.files = required("pyarrow", "datasets", call).types, files
+        if not files:
+            raise self.refuse("expected Parquet files, got none.")
+        self._parquet = required("pyarrow.parquet", "datasets", call)
+        found = [self._opened(one) for one in files]
+        self._rows = [file.metadata.num_rows for file in found]
+        self.rows = sum(self._rows)
+        columns = [(file.schema_arrow.names, file.schema_arrow.types) for file in found]
+        for one, file, theirs in zip(files, found, columns, strict=True):
+            file.close()
+            if theirs != columns[0]:
+                raise self.refuse(f"expected the same columns in all files, but {one.name} has others.")
+        self._old = {tuple(name.split(".")): name for name in columns[0][0]}
+        self.named(self._old, arguments)
+        nbytes = max(1, sum(one.stat().st_size for one in files))
+        self._piece = min(1 << 16, max(1, BLOCK_BYTES * self.rows // (4 * nbytes)))
+
+    def _opened(self, path: Path) -> Any:
+        path.stat()  # raises FileNotFoundError, which names it
+        try:
+            return self._parquet.ParquetFile(path)
+        except (OSError, ValueError) as error:
+            raise self.refuse(
+                f"{path.name}: expected a whole Parquet file; this one is damaged, or still written ({error})."
+            ) from error
+
+    def parts(self, row: int) -> Iterator[Iterator[Columns]]:
+        yield self._pieces(row)
+
+    def _pieces(self, row: int) -> Iterator[Columns]:
+        names = {self._old[old]: new for old, new in self.names.items() if new is not None}
+        for path, rows in zip(self.files, self._rows, strict=True):
+            if row < rows:
+                with self._opened(path) as file:
+                    sizes = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+                    first = int(np.searchsorted(np.cumsum(sizes), row, side="right"))
+                    skipped, groups = row - sum(sizes[:first]), [*range(first, len(sizes))]
+                    for batch in self._batches(file, groups, [*names], path):
+                        if skipped < len(batch):
+                            some = batch.slice(skipped)
+                            yield {new: self._array(name, some.column(name)) for name, new in names.items()}
+                        skipped = max(0, skipped - len(batch))
+            row = max(0, row - rows)
+
+    def _batches(self, file: Any, groups: list[int], names: list[str], path: Path) -> Iterator[Any]:
+        try:
+            yield from file.iter_batches(self._piece, row_groups=groups, columns=names, use_threads=False)
+        except OSError as error:
+            raise self.refuse(f"{path.name}: expected a whole Parquet file; this one is damaged ({error}).") from error
+
+    def _array(self, name: str, column: Any) -> Array:
+        """A column as an array, ``[rows, …]``. Raises ``DatasetError``: an entry is missing, or lists differ in length."""
+        shape, types = [len(column)], self._types
+        column = getattr(column, "storage", column)  # of an extension type
+        while types.is_fixed_size_list(column.type) or types.is_list(column.type) or types.is_large_list(column.type):
+            lengths = np.unique(column.value_lengths().to_numpy(zero_copy_only=False)) if not column.null_count else ()
+            if len(lengths) != 1:
+                raise self.refuse(f"column {name!r}: expected lists of one length, got {[*lengths] or 'empty ones'}.")
+            shape.append(int(lengths[0]))
+            column = column.flatten()
+        if column.null_count:
+            raise self.refuse(f"column {name!r}: expected a value in every row, got {column.null_count} empty ones.")
+        if not (types.is_integer(column.type) or types.is_floating(column.type) or types.is_boolean(column.type)):
+            raise self.refuse(
+                f"column {name!r}: expected numbers, got {column.type}. Leave it out: rename={{{name!r}: None}}."
+            )
+        return np.asarray(column.to_numpy(zero_copy_only=False)).reshape(shape)
+
+
+def from_parquet(path: StrPath, directory: StrPath, **more: Unpack[ImportArguments]) -> ReplayBuffer[Any]:
+    """Write the steps of Parquet files to a store in a directory, and open it read-only.
+
+    A row of the files is a step, a column a field: numbers, or lists of one length. A column ``next.reward`` is the field ``("next",
+    "reward")``. Files are read in batches of some MB.
+
+    Args:
+        path: a file, or a folder of files, which are read in the order of their names.
+        directory, rename, end_keys, batch_size, progress, show: as for :func:`from_numpy`.
+
+    Raises:
+        DatasetError: a file is damaged or was not closed, a column holds no numbers or empty entries, files have other columns,
+            or nothing tells episodes apart. FileNotFoundError.
+        ModuleNotFoundError: pyarrow is missing, which ``engram-replay[datasets]`` brings. Others as :func:`from_numpy`.
+
+    >>> import tempfile
+    >>> import pyarrow as pa, pyarrow.parquet as pq
+    >>> from engram.datasets import from_parquet
+    >>> folder = tempfile.mkdtemp()
+    >>> table = pa.table({"obs": [[0.0, 1.0], [2.0, 3.0]], "next.reward": [1.0, 2.0], "episode": [0, 0]})
+    >>> pq.write_table(table, folder + "/steps.parquet")
+    >>> rb = from_parquet(folder + "/steps.parquet", folder + "/data")
+    >>> rb["observation"].shape, rb["episode_return"].tolist()
+    (torch.Size([2, 2]), [3.0, 3.0])
+    """
+    where = check_path("from_parquet: path", path)
+    files = sorted(where.rglob("*.parquet")) if where.is_dir() else [where]
+    return import_source(ParquetRows("from_parquet", where, files, more), directory, more)
+
+
+def to_parquet(directory: StrPath, path: StrPath, *, compression: str = "zstd") -> None:
+    """Write the steps of a store to a Parquet file, a row each.
+
+    Episodes follow each other, lane after lane and oldest first. The field ``("next", "reward")`` is the column ``next.reward``. A field
+    of several numbers is a column of lists of fixed size. The file appears when it is whole.
+
+    Args:
+        directory: of the store; it is only read.
+        path: the file. It must not exist.
+        compression: one of Parquet's.
+
+    Raises:
+        FileExistsError: the file is there. DatasetError: nothing tells episodes apart, or a field is of a dtype that Arrow lacks.
+        ModuleNotFoundError: pyarrow is missing, which ``engram-replay[datasets]`` brings.
+
+    >>> import tempfile
+    >>> import numpy as np, pyarrow.parquet as pq
+    >>> from engram.datasets import from_numpy, to_parquet
+    >>> folder = tempfile.mkdtemp()
+    >>> from_numpy({"obs": np.arange(4.0), "reward": np.ones(4), "done": np.arange(4) == 3}, folder + "/data").close()
+    >>> to_parquet(folder + "/data", folder + "/steps.parquet")
+    >>> pq.read_table(folder + "/steps.parquet")["observation"].to_pylist()
+    [0.0, 1.0, 2.0, 3.0]
+    """
+    call = "to_parquet"
+    parquet = required("pyarrow.parquet", "datasets", call)
+    with stored(directory, call) as store, written_whole(path, call) as partial:
+        tables = (
+            arrow_table({".".join(key): column for key, column in block.columns.items()}, call)
+            for block in store.blocks(0, 0)
+        )
+        first = next(tables)
+        with parquet.ParquetWriter(partial, first.schema, compression=compression) as writer:
+            writer.write_table(first)
+            for table in tables:
+                writer.write_table(table)
+
+
+def arrow_table(columns: Mapping[str, Array], call: str) -> Any:
+    """Columns as a table of Arrow's. Raises ``DatasetError``: it lacks a dtype."""
+    arrow = required("pyarrow", "datasets", call)
+    found = {}
+    for name, column in columns.items():
+        try:
+            values = arrow.array(np.ascontiguousarray(column).reshape(-1))
+        except (ValueError, NotImplementedError) as error:
+            raise DatasetError(
+                f"{call}: field {name!r}: expected a dtype that Arrow has, got {column.dtype}."
+            ) from error
+        for size in reversed(column.shape[1:]):
+            values = arrow.FixedSizeListArray.from_arrays(values, size)
+        found[name] = values
+    return arrow.table(found)
+
+
+# ---- Stable-Baselines3 --------------------------------------------------------------------------------------------------
+
+_OF_SB3 = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
+#: What a pickle of arrays calls: containers, and the parts of NumPy that put arrays together.
+_CALLED = {("collections", "OrderedDict"), ("numpy", "ndarray"), ("numpy", "dtype")} | {
+    (f"numpy.{core}.{module}", name)
+    for core in ("core", "_core")
+    for module, name in (("multiarray", "_reconstruct"), ("multiarray", "scalar"), ("numeric", "_frombuffer"))
+}
+
+
+class _Record:
+    """Stands for an object of any other class. None of its code runs."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def __setstate__(self, state: object) -> None:
+        vars(self).update(state if isinstance(state, Mapping) else {})
+
+    def __setitem__(self, key: object, value: object) -> None: ...
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return super().find_class(module, name) if (module, name) in _CALLED else _Record
+
+
+class _Envs(Arrays):
+    """Arrays ``[T, environments, …]``: the steps of one environment after the other, oldest first."""
+
+    def __init__(self, call: str, where: str, buffer: Mapping[str, Any], arguments: ImportArguments) -> None:
+        found = {
+            key: np.asarray(leaf) for key, leaf in flat_names({key: buffer[key] for key in _OF_SB3 if key in buffer})
+        }
+        found = {key: leaf for key, leaf in found.items() if leaf.dtype != object}  # None
+        shape: tuple[int, ...] = found.get(("rewards",), np.zeros(0)).shape
+        wrong = {public(key): leaf.shape for key, leaf in found.items() if leaf.shape[:2] != shape}
+        if len(shape) != 2 or ("dones",) not in found or wrong:
+            raise DatasetError(
+                f"{call}: {where}: expected arrays [steps, environments, …] of a ReplayBuffer, got {wrong or [*buffer]}."
+            )
+        steps, self._envs = shape
+        pos, full = int(buffer.get("pos", 0)), bool(buffer.get("full", "pos" not in buffer))
+        order = (np.arange(steps) + pos) % steps if full else np.arange(pos)
+        overwritten = bool(buffer.get("full")) and not any(
+            key[0] == "next_observations" for key in found
+        )  # by the newest next observation
+        self._order = order[overwritten:]
+        dones = found.pop(("dones",)) != 0
+        timeouts = found.pop(("timeouts",), np.zeros_like(dones)) != 0
+        found |= {("terminals",): dones & ~timeouts, ("timeouts",): dones & timeouts}
+        super().__init__(call, where, found, arguments)
+        self.rows = len(self._order) * self._envs
+
+    def identity(self) -> dict[str, object]:
+        return {**super().identity(), "order": [self.rows, *map(int, self._order[:1])]}
+
+    def parts(self, row: int) -> Iterator[Iterator[Columns]]:
+        env, steps = divmod(row, max(1, len(self._order)))
+        for one in range(env, self._envs):
+            yield self._steps(one, steps if one == env else 0)
+
+    def _steps(self, env: int, first: int) -> Iterator[Columns]:
+        for start in range(first, len(self._order), self._piece):
+            rows = self._order[start : start + self._piece]
+            yield {path: column[rows, env] for path, column in self._columns.items()}
+
+
+def from_sb3(source: object, directory: StrPath, **more: Unpack[ImportArguments]) -> ReplayBuffer[Any]:
+    """Write a replay buffer of Stable-Baselines3 to a store in a directory, and open it read-only.
+
+    The steps of one environment follow those of another. A done that is a timeout becomes ``("next", "truncated")``, another one
+    ``("next", "terminated")``. A buffer with ``optimize_memory_usage`` has no next observations; they are read from the following rows.
+    A pickle has to fit into memory. Of it, arrays and numbers alone are read: no code in it runs, and Stable-Baselines3 is not needed.
+
+    Args:
+        source: a file of ``model.save_replay_buffer``, a ``ReplayBuffer``, or a dict of its arrays, ``[steps, environments, …]``.
+        directory, rename, batch_size, progress, show: as for :func:`from_numpy`.
+
+    Raises:
+        DatasetError: the file is damaged, or holds something else. FileNotFoundError. Others as :func:`from_numpy`.
+
+    >>> import tempfile
+    >>> import numpy as np
+    >>> from engram.datasets import from_sb3
+    >>> column = np.arange(4.0).reshape(4, 1)
+    >>> arrays = {"observations": column, "next_observations": column + 1, "actions": column, "rewards": column, "dones": column == 1}
+    >>> rb = from_sb3(arrays, tempfile.mkdtemp() + "/data")
+    >>> rb["collector", "traj_ids"].tolist(), rb["next", "observation"].tolist()
+    ([0, 0, 1, 1], [1.0, 2.0, 3.0, 4.0])
+    """
+    call, where = "from_sb3", "buffer"
+    if isinstance(source, str | Path):
+        path = check_path(f"{call}: source", source)
+        where = str(path)
+        try:
+            source = _Reader(io.BytesIO(path.read_bytes())).load()
+        except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, LookupError) as error:
+            raise DatasetError(f"{call}: {where}: expected a whole pickle of a ReplayBuffer ({error}).") from error
+    entries = source if isinstance(source, Mapping) else getattr(source, "__dict__", {})
+    return import_source(_Envs(call, where, entries, more), directory, more)
