@@ -188,16 +188,9 @@ def test_a_directory_goes_on(tmp_path):
 def test_save_and_load_by_the_algorithm(tmp_path):
     """A whole pickle of a buffer in RAM, and the environment comes back."""
     keywords = {"n_sampled_goal": 2}
-    model = DQN(
-        "MultiInputPolicy",
-        BitFlippingEnv(n_bits=3),
-        buffer_size=200,
-        learning_starts=10,
-        replay_buffer_class=HerReplayBuffer,
-        replay_buffer_kwargs=keywords,
-        device="cpu",
-        seed=0,
-    )
+    small = {"buffer_size": 200, "learning_starts": 10, "device": "cpu", "seed": 0}
+    replay = {"replay_buffer_class": HerReplayBuffer, "replay_buffer_kwargs": keywords}
+    model = DQN("MultiInputPolicy", BitFlippingEnv(n_bits=3), **small, **replay)
     model.learn(40)
     before = model.replay_buffer.observations
     model.save_replay_buffer(tmp_path / "replay")
