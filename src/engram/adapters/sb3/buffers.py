@@ -284,6 +284,8 @@ class ReplayBuffer(sb3.ReplayBuffer):
             rb, then["observation"] = self.rb, last
         else:
             rb, then["final"] = self._unended, np.full((self.n_envs, 2), -1)
+            if isinstance(observed, dict):
+                then["observation"] = {}  # as the transform leaves it
         rb.extend({"observation": observed, **row}, lane=self._lane)
         following.stepped(after, over)
 

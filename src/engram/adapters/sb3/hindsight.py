@@ -61,6 +61,7 @@ class HerReplayBuffer(ReplayBuffer, sb3.HerReplayBuffer):  # type: ignore[misc] 
     """
 
     not_pickled = (*ReplayBuffer.not_pickled, "env")
+    env: VecEnv | None = None
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class HerReplayBuffer(ReplayBuffer, sb3.HerReplayBuffer):  # type: ignore[misc] 
                 f"{who}: copy_info_dict: expected no scratch_dir beside it, as infos are Python objects, which no directory holds. Let "
                 "compute_reward read what it needs from the goals, or leave scratch_dir out."
             )
-        self.env: VecEnv | None = env
+        self.env = env
         self.n_sampled_goal = check_count(f"{who}: n_sampled_goal", n_sampled_goal, least=0)
         self.her_ratio = 1 - 1 / (self.n_sampled_goal + 1)
         self.goal_selection_strategy, self.copy_info_dict = named, copy_info_dict
