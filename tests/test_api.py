@@ -154,6 +154,7 @@ NAMES = [
     "Transition",
     "UncleanStore",
     "VecNorm",
+    "Window",
     "WindowSpec",
     "Write",
     "WritePlan",

@@ -33,6 +33,7 @@ from engram.around.slices import PrioritizedSliceSampler as PrioritizedSliceSamp
 from engram.around.slices import SliceSampler as SliceSampler
 from engram.around.slices import SliceSamplerWithoutReplacement as SliceSamplerWithoutReplacement
 from engram.around.slices import StreamingSliceSampler as StreamingSliceSampler
+from engram.around.times import Window as Window
 from engram.around.trajectory import Trajectory as Trajectory
 from engram.buffer.field_updates import ConditionalUpdateResult as ConditionalUpdateResult
 from engram.buffer.growing import OpenRow as OpenRow
