@@ -57,6 +57,9 @@ from engram.checkpoint.reports import SaveReport as SaveReport
 from engram.checkpoint.save import SaveHandle as SaveHandle
 from engram.device.loader import DeviceLoader as DeviceLoader
 from engram.device.replay import DeviceReplay as DeviceReplay
+from engram.env.robot import RobotEpisode as RobotEpisode
+from engram.env.robot import RobotRecorder as RobotRecorder
+from engram.env.robot import record_robot as record_robot
 from engram.errors import CorruptCheckpoint as CorruptCheckpoint
 from engram.errors import CorruptStore as CorruptStore
 from engram.errors import EngramError as EngramError

@@ -43,6 +43,7 @@ _EXTRAS = {
     "transfer-queue": ("transferqueue", "values of TransferQueue"),
     "metrics": ("prometheus-client", "metrics for Prometheus"),
     "ray": ("ray", "buffers on Ray"),
+    "robot": ("av", "videos of robots"),
     "hdf5": ("h5py", "dumps in HDF5 files"),
     **({} if sys.version_info >= (3, 14) else {"zstd": ("backports.zstd", "compressed rows")}),
 }
