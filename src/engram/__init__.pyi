@@ -33,6 +33,7 @@ from engram.around.slices import PrioritizedSliceSampler as PrioritizedSliceSamp
 from engram.around.slices import SliceSampler as SliceSampler
 from engram.around.slices import SliceSamplerWithoutReplacement as SliceSamplerWithoutReplacement
 from engram.around.slices import StreamingSliceSampler as StreamingSliceSampler
+from engram.around.times import Window as Window
 from engram.around.trajectory import Trajectory as Trajectory
 from engram.buffer.field_updates import ConditionalUpdateResult as ConditionalUpdateResult
 from engram.buffer.growing import OpenRow as OpenRow
@@ -56,6 +57,9 @@ from engram.checkpoint.reports import SaveReport as SaveReport
 from engram.checkpoint.save import SaveHandle as SaveHandle
 from engram.device.loader import DeviceLoader as DeviceLoader
 from engram.device.replay import DeviceReplay as DeviceReplay
+from engram.env.robot import RobotEpisode as RobotEpisode
+from engram.env.robot import RobotRecorder as RobotRecorder
+from engram.env.robot import record_robot as record_robot
 from engram.errors import CorruptCheckpoint as CorruptCheckpoint
 from engram.errors import CorruptStore as CorruptStore
 from engram.errors import EngramError as EngramError

@@ -336,7 +336,7 @@ def test_infos_that_only_some_have():
 
 
 def test_an_info_of_another_shape():
-    rb, env = recorded(info_keys={("next", "action_mask"): np.zeros(4, np.int8)})
+    _, env = recorded(info_keys={("next", "action_mask"): np.zeros(4, np.int8)})
     with pytest.raises(
         ValueError, match=r"infos\['action_mask'\]: expected shape \[2, 4\], as record\(info_keys=…\) says"
     ):

@@ -15,6 +15,7 @@ from engram.around.slices import (
     SliceSamplerWithoutReplacement,
     StreamingSliceSampler,
 )
+from engram.around.times import Window
 
 # As in TorchRL it is of both kinds; it shares no code with either.
 SliceSampler.register(SliceSamplerWithoutReplacement)
@@ -53,6 +54,7 @@ __all__ = [
     "SliceSamplerWithoutReplacement",
     "StreamingSliceSampler",
     "Transition",
+    "Window",
     "WindowSpec",
     "finals_of",
     "find_start_stop_traj",

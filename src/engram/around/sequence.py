@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -172,6 +172,20 @@ class Transition(SampleUnit):
         return None
 
 
+class Expanded(NamedTuple):
+    """What a unit made of drawn rows."""
+
+    columns: list[Tensor]
+    """Of the fields; unspecified where something moved."""
+    rows: Tensor
+    """int64 ``[N]``, those of the batch."""
+    tickets: Tensor
+    """Theirs."""
+    info: dict[Any, Any]
+    moved: list[int]
+    """The places among the rows where something was written meanwhile, in order."""
+
+
 class ExpandedReader(UnitReader):
     """Asks a unit for rows, and reads them as they were when the draw began."""
 
@@ -199,10 +213,7 @@ class ExpandedReader(UnitReader):
                 if draw is None or self.draws_others(draw.tickets):
                     source.bind(storage)
                     draw = source.draw(extent, n, bits)
-                rows, info = self._expanded(storage, draw.rows, dict(draw.info))
-                tickets = storage.tickets_of(rows)
-                columns, moved = storage.read(rows, tickets)
-                moved = sorted({*moved, *(tickets >= clock).nonzero().flatten().tolist()})
+                columns, rows, tickets, info, moved = self.expanded(storage, draw, clock)
                 if not moved:
                     break
                 self._check_live(storage, rows)
@@ -220,6 +231,14 @@ class ExpandedReader(UnitReader):
         if numbered or source.traits.prioritized:
             info["index_generation"] = storage.writes_of(rows, tickets)
         return columns, rows, info
+
+    def expanded(self, storage: Storage, draw: Draw, clock: int) -> Expanded:
+        """Rows for those that were drawn, and what they hold. ``clock``: the number of the first write that came since."""
+        rows, info = self._expanded(storage, draw.rows, dict(draw.info))
+        tickets = storage.tickets_of(rows)
+        columns, moved = storage.read(rows, tickets)
+        moved = sorted({*moved, *(tickets >= clock).nonzero().flatten().tolist()})
+        return Expanded(columns, rows, tickets, info, moved)
 
     def _expanded(self, storage: Storage, drawn: Tensor, info: Info) -> tuple[Tensor, Info]:
         index = self.named.index_of(drawn)

@@ -43,6 +43,7 @@ _EXTRAS = {
     "transfer-queue": ("transferqueue", "values of TransferQueue"),
     "metrics": ("prometheus-client", "metrics for Prometheus"),
     "ray": ("ray", "buffers on Ray"),
+    "robot": ("av", "videos of robots"),
     "hdf5": ("h5py", "dumps and data sets in HDF5 files"),
     "minari": ("minari", "data sets of Minari"),
     "datasets": ("pyarrow", "data sets in Parquet files"),

@@ -1,0 +1,296 @@
+"""Windows by time: a drawn row stands for the rows at given times before and after it, by stored timestamps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
+
+import torch
+
+from engram._support.checks import as_numbers, check_number
+from engram._support.field_paths import FieldPath, checked_path, plain, public
+from engram.around.episodes import TrajectoryKeys, numbers_by_path
+from engram.around.reading import Expansion
+from engram.around.sequence import Expanded, ExpandedReader, SampleUnit, Sequence
+from engram.store import as_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engram.around.sequence import Named, UnitReader
+    from engram.samplers._base import DeclaredSampler
+    from engram.storages import Storage
+    from engram.store import Store
+    from engram.types import Draw
+
+#: Times before and after a row, of each field: a dict, or pairs of keys and times.
+Deltas: TypeAlias = Mapping[str, object] | Mapping[tuple[str, ...], object] | Iterable[tuple[object, object]]
+
+
+class Window(SampleUnit):
+    """A window by time: each drawn row stands for the rows at given times before and after it.
+
+    ``ReplayBuffer(sample_unit=Window(deltas={"state": [-0.1, 0.0], "action": torch.arange(50) / 50}))`` is what ``delta_timestamps``
+    is in LeRobot. In a batch of ``B`` rows the fields under each key of ``deltas`` are ``[B, T, ...]``, all others those of the drawn
+    rows, ``[B, ...]``.
+
+    Args:
+        deltas: for each key ``T`` times from that of the drawn row, in the unit of the stored timestamps. A key of nested fields means
+            all of them.
+        tolerance: how far the time of a row may lie from the one that is meant, in the same unit.
+        time_key: the field with timestamps, one real number per row, which never go back within an episode.
+        traj_key, end_keys, end_when: where episodes end, as for :class:`SliceSampler`.
+
+    The row is the nearest one of the same episode. Where the time lies before the first stored row of the episode, or after its last,
+    that row stands for it, and bool ``[B, T]`` ``KEY_is_pad`` is true. This mask is in the ``info`` of all buffers and in the batches
+    of :class:`TensorDictReplayBuffer`. ``index`` and priorities are those of drawn rows.
+
+    Raises:
+        TypeError: ``deltas`` is no dict of numbers. ValueError: it is empty; a time or the tolerance is not finite.
+        Drawing raises ``KeyError``: a key or the timestamps are not stored; ``TypeError``: timestamps are not one real number per row;
+            ``ValueError``: within an episode no row is near enough; ``RuntimeError``: rows on an accelerator or of several steps, or
+            nothing says where episodes end.
+
+    Cost: besides the draw four native reads of timestamps, a few more where rows are not evenly spaced, and one of each field.
+
+    >>> import torch
+    >>> from engram import LazyTensorStorage, TensorDictReplayBuffer, Window
+    >>> from tensordict import TensorDict
+    >>> unit = Window(deltas={"state": [-0.1, 0.0], "action": torch.arange(3) / 10})
+    >>> rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), sample_unit=unit, batch_size=4)
+    >>> step = torch.arange(20)
+    >>> rows = {"episode": step // 10, "timestamp": step % 10 / 10, "state": step, "action": step}
+    >>> _ = rb.extend(TensorDict(rows, [20]))
+    >>> batch = rb.sample()
+    >>> batch["state"].shape, batch["action"].shape
+    (torch.Size([4, 2]), torch.Size([4, 3]))
+    >>> bool((batch["state_is_pad"][:, 0] == (batch["timestamp"] == 0)).all())  # an episode has nothing before its first row
+    True
+    """
+
+    def __init__(
+        self,
+        deltas: Deltas,
+        tolerance: float = 1e-4,
+        *,
+        time_key: object = "timestamp",
+        traj_key: object = None,
+        end_keys: Iterable[object] | None = None,
+        end_when: str | None = None,
+    ) -> None:
+        pairs = deltas.items() if isinstance(deltas, Mapping) else deltas
+        try:
+            named = [
+                (checked_path(key, "Window: deltas"), times)
+                for key, times in cast("Iterable[tuple[object, object]]", pairs)
+            ]
+        except (TypeError, ValueError):
+            raise TypeError(f"Window: deltas: expected a dict of times by key, got {deltas!r}.") from None
+        if not named:
+            raise ValueError(
+                "Window: deltas: expected times of one key at least, got none. Without windows, leave the unit out."
+            )
+        #: Times of each key, float64 ``[T]``.
+        self.deltas: dict[FieldPath, Tensor] = {path: _times(times, path) for path, times in named}
+        self.tolerance = check_number("Window: tolerance", tolerance, least=0)
+        self.time_key = checked_path(time_key, "Window: time_key")
+        self.rules = TrajectoryKeys.of("Window", traj_key, end_keys, None, end_when)
+
+    def check(self, storage: Storage, source: DeclaredSampler) -> None:
+        Sequence(1).check(storage, source)  # needs the same of both
+
+    def read_with(self, source: DeclaredSampler, named: Named) -> UnitReader | None:
+        return TimeReader(self, source, named)
+
+    def config(self) -> dict[str, object]:
+        """As of every unit: the arguments as plain values, ``deltas`` as pairs.
+
+        >>> from engram import Window
+        >>> Window(deltas={("next", "state"): [0.0, 0.5]}).config()["deltas"]
+        [[['next', 'state'], [0.0, 0.5]]]
+        """
+        rules = {name: value for name, value in self.rules.config().items() if name != "index"}
+        deltas = [[plain(path), times.tolist()] for path, times in self.deltas.items()]
+        return {
+            "deltas": deltas,
+            "tolerance": self.tolerance,
+            "time_key": plain(self.time_key),
+            "end_when": None,
+            **rules,
+        }
+
+
+def _times(times: object, path: FieldPath) -> Tensor:
+    """Times as float64 ``[T]``. Raises ``TypeError``, ``ValueError``."""
+    what = f"Window: deltas: {public(path)!r}"
+    found = as_numbers(what, times).detach().to("cpu", torch.float64)
+    if found.ndim != 1 or not len(found) or not bool(found.isfinite().all()):
+        raise ValueError(f"{what}: expected a list of finite times, got {times!r}.")
+    return found
+
+
+class _Fields(NamedTuple):
+    """What a unit reads of one store."""
+
+    memory: Store
+    known: int
+    """Fields that the store had."""
+    time: int
+    """The number of the timestamps."""
+    of_keys: list[list[int]]
+    """The fields under each key of the unit."""
+    others: list[int]
+
+    @classmethod
+    def of(cls, memory: Store, unit: Window) -> _Fields:
+        """Raises ``KeyError``, ``TypeError``, ``RuntimeError``, as :class:`Window` says."""
+        if not memory.is_native:
+            raise RuntimeError(
+                'sample: Window: expected rows on the CPU, got an accelerator. Make the storage with device="cpu".'
+            )
+        Expansion.check_rows(memory, "Window")
+        fields, numbers = memory.schema.fields, numbers_by_path(memory)
+        of_keys = [[number for path, number in numbers.items() if path[: len(key)] == key] for key in unit.deltas]
+        time = numbers.get(unit.time_key)
+        missing = [public(key) for key, found in zip(unit.deltas, of_keys, strict=True) if not found]
+        if time is None or missing:
+            what = "time_key" if time is None else "deltas"
+            got = repr(public(unit.time_key)) if time is None else str(missing)
+            raise KeyError(
+                f"sample: Window: {what}: expected a stored field, one of {[public(path) for path in numbers]}, got {got}."
+            )
+        if math.prod(fields[time].shape) != 1 or not fields[time].dtype.startswith(("float", "int", "uint")):
+            form = f"{fields[time].dtype} {list(fields[time].shape)}"
+            raise TypeError(
+                f"sample: Window: time_key: expected one real number per row, got {form} in {public(unit.time_key)!r}."
+            )
+        taken = {number for found in of_keys for number in found}
+        return cls(memory, len(fields), time, of_keys, [number for number in range(len(fields)) if number not in taken])
+
+
+class _Spans(NamedTuple):
+    """The episodes that some rows are in, ``[B]`` each. A place is a row's number in its track."""
+
+    memory: Store
+    track: Tensor
+    place: Tensor
+    first: Tensor
+    last: Tensor
+
+    @classmethod
+    def of(cls, memory: Store, runs: Tensor, rows: Tensor) -> _Spans:
+        """``runs``: track, first place and length of each episode, by track and place; none is empty. Rows in none have a ``last``
+        before their ``first``.
+        """
+        width = math.prod(memory.schema.columns)
+        steps = memory.lane_length // width
+        tracks, firsts, lengths = runs.T.contiguous()
+        track = rows // memory.lane_length * width + rows % width
+        least = firsts[torch.searchsorted(tracks, tracks)]  # of the track of each run
+        mine = torch.searchsorted(tracks, track).clamp(max=len(runs) - 1)
+        offset = (rows % memory.lane_length // width - firsts[mine]) % steps
+        run = (
+            torch.searchsorted(tracks * steps + firsts - least, track * steps + offset, right=True).sub(1).clamp(min=0)
+        )
+        place, first = firsts[mine] + offset, firsts[run]
+        inside = (tracks[run] == track) & (place < first + lengths[run])
+        return cls(memory, track, place, first, torch.where(inside, first + lengths[run] - 1, first - 1))
+
+    def rows(self, places: Tensor) -> Tensor:
+        """The rows at some places ``[B, ...]``."""
+        width = math.prod(self.memory.schema.columns)
+        track = self.track.reshape(-1, *(1,) * (places.ndim - 1))
+        steps = self.memory.lane_length // width
+        return track // width * self.memory.lane_length + places % steps * width + track % width
+
+    def times(self, places: Tensor, field: int) -> Tensor:
+        """Timestamps at some places, float64."""
+        found = self.memory.read(self.rows(places).reshape(-1).contiguous(), which=[field])[0][0]
+        return found.reshape(places.shape).to(torch.float64)
+
+    def nearest(self, wanted: Tensor, field: int) -> tuple[Tensor, Tensor]:
+        """The places whose times are nearest to those ``wanted``, ``[B, T]``, and these times.
+
+        It is looked for where even spacing would put it, else by halves.
+        """
+        low, high = self.first[:, None].expand_as(wanted), self.last[:, None].expand_as(wanted)
+        begin, end = self.times(torch.stack([self.first, self.last], 1), field).T[..., None]
+        share = ((wanted - begin) / (end - begin)).nan_to_num(0.0, 0.0, 0.0).clamp(0, 1)
+        guess = low + (share * (high - low)).round().long()
+        around = torch.stack([torch.maximum(guess - 1, low), torch.minimum(guess + 1, high)], -1)
+        before, after = self.times(around, field).unbind(-1)
+        low, high = (
+            torch.where(before <= wanted, around[..., 0], low),
+            torch.where(after > wanted, around[..., 1], high),
+        )
+        while bool((high - low > 1).any()):
+            middle = (low + high) // 2
+            earlier = self.times(middle, field) <= wanted
+            low, high = torch.where(earlier, middle, low), torch.where(earlier, high, middle)
+        both = torch.stack([low, high], -1)
+        found = self.times(both, field)
+        chosen = (found - wanted[..., None]).abs().argmin(-1, keepdim=True)
+        return both.gather(-1, chosen)[..., 0], found.gather(-1, chosen)[..., 0]
+
+
+class TimeReader(ExpandedReader):
+    """Draws rows, finds those at the times around them, and reads these."""
+
+    def __init__(self, unit: Window, source: DeclaredSampler, named: Named) -> None:
+        super().__init__(unit, source, named)
+        self._window = unit
+        self._fields: _Fields | None = None
+
+    def moved(self) -> None:
+        self._fields = None
+
+    def expanded(self, storage: Storage, draw: Draw, clock: int) -> Expanded:
+        """As :meth:`ExpandedReader.expanded`. Raises as :class:`Window` says."""
+        memory, unit = cast("Store", storage.memory), self._window
+        fields = self._fields
+        if fields is None or fields.memory is not memory or fields.known != len(memory.schema.fields):
+            fields = self._fields = _Fields.of(memory, unit)
+        drawn = as_rows(draw.rows, "sample")
+        tickets = storage.tickets_of(drawn) if draw.tickets is None else draw.tickets
+        runs = unit.rules.episodes(memory, "sample: Window").table().runs().reshape(-1, 3)
+        spans = _Spans.of(memory, torch.from_numpy(runs), drawn)
+        outside = (spans.last < spans.first).nonzero().flatten().tolist()
+        if outside:  # written over since
+            return Expanded([], drawn, tickets, dict(draw.info), outside)
+        now = spans.times(spans.place, fields.time)[:, None]
+        deltas = torch.cat([*unit.deltas.values()])
+        wanted = now + deltas
+        places, times = spans.nearest(wanted, fields.time)
+        places = torch.where(deltas == 0, spans.place[:, None], places)  # of equal times the row itself
+        far = (times - wanted).abs() > unit.tolerance
+        edge = torch.where(wanted < times, spans.first[:, None], spans.last[:, None])
+        read = storage.tickets_of(spans.rows(places).reshape(-1)).reshape(places.shape)
+        gone = (read < 0) | (read >= clock)
+        moved = gone.any(1).nonzero().flatten().tolist()
+        if not moved and bool((far & (places != edge)).any()):
+            self._refuse(drawn, wanted, times, (far & (places != edge)).nonzero()[0].tolist())
+        info: dict[object, object] = dict(draw.info)
+        columns: list[Tensor] = [torch.empty(0, device="cpu")] * fields.known
+        begin = 0
+        for (key, each), which in zip(unit.deltas.items(), fields.of_keys, strict=True):
+            part = slice(begin, begin := begin + len(each))
+            at, expected = spans.rows(places[:, part]).reshape(-1), read[:, part].reshape(-1)
+            found, changed = memory.read(at, expected=expected, which=which)
+            moved += [place // len(each) for place in changed]
+            for number, column in zip(which, found, strict=True):
+                columns[number] = column.reshape(-1, len(each), *column.shape[1:])
+            info[public((*key[:-1], f"{key[-1]}_is_pad"))] = far[:, part].contiguous()
+        found, changed = memory.read(drawn, expected=tickets, which=fields.others)
+        for number, column in zip(fields.others, found, strict=True):
+            columns[number] = column
+        return Expanded(columns, drawn, tickets, info, sorted({*moved, *changed}))
+
+    def _refuse(self, drawn: Tensor, wanted: Tensor, times: Tensor, at: list[int]) -> None:
+        row, column = at
+        keys = [public(key) for key, each in self._window.deltas.items() for _ in each]
+        raise ValueError(
+            f"sample: Window: deltas: {keys[column]!r}: expected a row of the episode within {self._window.tolerance:g} of the time "
+            f"{float(wanted[row, column]):.9g}, meant from row {int(drawn[row])}, got the nearest at {float(times[row, column]):.9g}. Name "
+            "times that are stored, or raise tolerance=. Timestamps of an episode must not go back."
+        )

@@ -1,0 +1,308 @@
+"""The recorder of robots: what was acknowledged is there after a kill, and videos show what was recorded."""
+
+import os
+import signal
+
+import av
+import numpy as np
+import pytest
+
+from engram import CorruptStore, IncompatibleStore, RateLimited, record_robot
+from tests import fresh
+from tests.waiting import until
+
+FEATURES = {
+    "camera": {"dtype": "video", "shape": (32, 48, 3)},
+    "state": {"dtype": "float32", "shape": (3,)},
+    "action": {"dtype": "float64", "shape": (2,)},
+    "force": {"dtype": "int16", "shape": (), "fps": 60},
+}
+
+
+def frame(at, height=32, width=48):
+    """A smooth picture that moves."""
+    y, x = np.mgrid[:height, :width]
+    return np.stack([(x * 2 + at) % 200, (y * 3 + at * 2) % 190, (x + y) % 180], -1).astype(np.uint8)
+
+
+def state(episode, step):
+    return {"state": np.array([episode, step, episode * step], np.float32), "action": np.array([step / 3, -episode])}
+
+
+def play(recorder, episode, steps, camera=True):
+    """Steps of an episode: a frame, a row of sensors, and two rows of a force that is measured twice as often."""
+    for step in range(steps):
+        seen = {**state(episode, step), **({"camera": frame(step + episode)} if camera else {})}
+        recorder.add(seen, timestamp=step / 30)
+        for half in range(2):
+            recorder.add({"force": 2 * step + half + episode}, timestamp=(2 * step + half) / 60)
+
+
+def check(episode, number, steps, *, complete=True, exact=True, camera=True):
+    assert (episode.number, episode.complete) == (number, complete)
+    for name in ("state", "action"):
+        expected = np.stack([state(number, step)[name] for step in range(steps)])
+        found = episode.read(name)
+        assert (found.dtype, found.tobytes()) == (expected.dtype, expected.tobytes())
+        assert episode.timestamps(name).tolist() == [step / 30 for step in range(steps)]
+    assert episode.read("force").tolist() == [half + number for half in range(2 * steps)]
+    assert episode.timestamps("force").tolist() == [half / 60 for half in range(2 * steps)]
+    if camera:
+        expected = np.stack([frame(step + number) for step in range(steps)])
+        found = episode.read("camera")
+        assert found.shape == expected.shape
+        assert episode.timestamps("camera").tolist() == [step / 30 for step in range(steps)]
+        difference = np.abs(found.astype(int) - expected)
+        assert difference.max() == 0 if exact else difference.mean((1, 2, 3)).max() < 6
+        assert [one.tobytes() for one in episode.frames("camera")] == [one.tobytes() for one in found]
+
+
+IN_EPISODE_173 = """
+import os, signal
+from engram import record_robot
+from tests.env.test_robot import FEATURES, play
+
+recorder = record_robot(directory, FEATURES, encode=False, hours=0.05)
+for episode in range(172):
+    play(recorder, episode, 3)
+    assert recorder.end_episode() == episode
+play(recorder, 172, 2)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_killed_in_episode_173(tmp_path):
+    program = fresh.start(IN_EPISODE_173, directory=str(tmp_path / "robot"))
+    assert program.wait() == -signal.SIGKILL
+    with record_robot(tmp_path / "robot", encode=False) as recorder:
+        assert recorder.episode == 173
+        *whole, torn = recorder.episodes()
+        assert len(whole) == 172
+        for number, episode in enumerate(whole):
+            check(episode, number, 3)
+        check(torn, 172, 2, complete=False)
+        play(recorder, 173, 4)
+        recorder.end_episode()
+    with record_robot(tmp_path / "robot", FEATURES, encode=False) as recorder:
+        assert [episode.complete for episode in recorder.episodes()] == [True] * 172 + [False, True]
+        check([*recorder.episodes()][-1], 173, 4)
+
+
+BESIDE_ITS_ENCODER = """
+import os, signal
+from engram import record_robot
+from tests.env.test_robot import FEATURES, play
+
+recorder = record_robot(directory, FEATURES, room_s=1, hours=0.05)
+for episode in range(5):
+    play(recorder, episode, 6)
+    recorder.end_episode()
+    if episode == 2:
+        assert recorder.wait(60)
+play(recorder, 5, 3)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_killed_beside_its_encoder(tmp_path):
+    """33 frames are recorded, and there is room for 30: those that have a verified video make place."""
+    program = fresh.start(BESIDE_ITS_ENCODER, directory=str(tmp_path / "robot"))
+    assert program.wait() == -signal.SIGKILL, program.err
+    with record_robot(tmp_path / "robot") as recorder:
+        assert recorder.wait(60)
+        assert recorder.kept == {}
+        assert recorder.stream_of("camera").held == 0
+        play(recorder, 6, 20)  # more than were free before
+        recorder.end_episode()
+    with record_robot(tmp_path / "robot") as recorder:
+        found = [*recorder.episodes()]
+        assert [episode.video("camera") is not None for episode in found] == [True] * 7
+        for number, episode in enumerate(found):
+            steps = {5: 3, 6: 20}.get(number, 6)
+            check(episode, number, steps, complete=number != 5, exact=False)
+            with av.open(str(episode.video("camera"))) as file:
+                assert sum(1 for _ in file.decode(video=0)) == steps
+    assert not [*(tmp_path / "robot" / "videos").glob("*.part")]
+
+
+def test_the_encoder_is_killed(tmp_path):
+    with record_robot(tmp_path / "robot", FEATURES, room_s=2, hours=0.05) as recorder:
+        for episode in range(3):
+            play(recorder, episode, 8)
+            recorder.end_episode()
+            encoder = recorder._encoder
+            os.kill(encoder.pid, signal.SIGKILL)
+            until(lambda encoder=encoder: encoder.poll() is not None, 60, "the end of the encoder")
+        assert recorder.wait(60)
+        assert (recorder.waiting, recorder.kept) == (0, {})
+        for number, episode in enumerate(recorder.episodes()):
+            check(episode, number, 8, exact=False)
+
+
+def test_an_encoder_that_cannot_begin(tmp_path, monkeypatch):
+    """Frames stay as they are, and nobody waits for ever."""
+    monkeypatch.setattr("engram.env.robot.sys.executable", "/bin/false")
+    recorder = record_robot(tmp_path / "robot", FEATURES, room_s=2, hours=0.05)
+    play(recorder, 0, 3)
+    recorder.end_episode()
+    assert recorder.wait(60)
+    check(next(recorder.episodes()), 0, 3)
+    with pytest.warns(UserWarning, match="episode 0 keeps its frames: the encoder ends without an answer"):
+        recorder.close()
+
+
+def test_a_video_that_differs_too_much_is_not_kept(tmp_path):
+    noise = np.random.default_rng(0).integers(0, 256, (5, 32, 48, 3), np.uint8)
+    recorder = record_robot(tmp_path / "robot", {"camera": FEATURES["camera"]}, tolerance=0.5)
+    for step, one in enumerate(noise):
+        recorder.add({"camera": one}, timestamp=step)
+    recorder.end_episode()
+    assert recorder.wait(60)
+    (episode,) = recorder.episodes()
+    assert episode.video("camera") is None
+    assert episode.read("camera").tobytes() == noise.tobytes()
+    assert recorder.stream_of("camera").held == 5
+    with pytest.warns(UserWarning, match=r"episode 0 keeps its frames: camera: expected frames within 0.5 levels"):
+        recorder.close()
+
+
+def test_frames_of_odd_sizes(tmp_path):
+    with record_robot(tmp_path / "robot", {"camera": {"dtype": "video", "shape": (33, 47, 3)}}) as recorder:
+        for step in range(5):
+            recorder.add({"camera": frame(step, 33, 47)}, timestamp=step)
+        recorder.end_episode()
+        assert recorder.wait(60)
+        (episode,) = recorder.episodes()
+        assert episode.video("camera") is not None
+        expected = np.stack([frame(step, 33, 47) for step in range(5)])
+        assert np.abs(episode.read("camera").astype(int) - expected).mean() < 3
+
+
+def test_cameras_of_several_rates(tmp_path):
+    """One that gives no frame in an episode, and one that is slower."""
+    features = {
+        "wrist": {"dtype": "video", "shape": (32, 48, 3), "fps": 15},
+        "front": {"dtype": "video", "shape": (32, 48, 3)},
+        "state": {"dtype": "float32", "shape": (1,)},
+    }
+    with record_robot(tmp_path / "robot", features, hours=0.01) as recorder:
+        assert sorted(stream.spec.fps for stream in recorder.streams) == [15, 30, 30]
+        for step in range(6):
+            recorder.add({"front": frame(step), "state": [step]}, timestamp=step / 30)
+            if step % 2 == 0:
+                recorder.add({"wrist": frame(100 + step)}, timestamp=step / 30 + 0.001)
+        recorder.end_episode()
+        recorder.add({"front": frame(9)}, timestamp=0)
+        recorder.end_episode()
+        assert recorder.wait(60)
+        first, second = recorder.episodes()
+        assert (len(first.read("front")), len(first.read("wrist")), len(first.read("state"))) == (6, 3, 6)
+        assert first.timestamps("wrist").tolist() == [0.001, 2 / 30 + 0.001, 4 / 30 + 0.001]
+        assert (len(second.read("front")), len(second.read("wrist")), second.video("wrist")) == (1, 0, None)
+        with av.open(str(first.video("wrist"))) as file:
+            assert file.streams.video[0].average_rate == 15
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------------
+
+
+def test_no_place_for_frames(tmp_path):
+    with record_robot(tmp_path / "robot", FEATURES, room_s=0.1, hours=0.01, encode=False) as recorder:
+        play(recorder, 0, 3)
+        before = recorder.stream_of("state").held
+        with pytest.raises(RateLimited, match=r"add: \['camera'\]: expected place for a row, but all 3 are taken"):
+            recorder.add({**state(0, 3), "camera": frame(3)}, timestamp=1)
+        assert recorder.stream_of("state").held == before, "nothing is written"
+        recorder.end_episode()
+        check(next(recorder.episodes()), 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("values", "timestamp", "error", "said"),
+    [
+        ({"lidar": 1}, 1, KeyError, r"expected a feature, one of .*'camera'.*, got 'lidar'"),
+        (
+            {"state": np.zeros(3)},
+            1,
+            KeyError,
+            r"expected all features of a rate in one row, \['state', 'action'\], got \['state'\]",
+        ),
+        ({"camera": np.zeros((32, 48), np.uint8)}, 1, ValueError, r"add: 'camera': expected shape \[32, 48, 3\]"),
+        ({"camera": np.zeros((32, 48, 3), np.float32)}, 1, TypeError, "expected uint8, as record_robot"),
+        ({"force": 1}, 0.5, ValueError, r"add: \['force'\]: expected a timestamp after 0.5 s, got 0.5"),
+        ({"force": 1}, float("nan"), ValueError, "expected a timestamp after"),
+    ],
+)
+def test_rows_that_cannot_be(values, timestamp, error, said, tmp_path):
+    with record_robot(tmp_path / "robot", FEATURES, room_s=0.5, hours=0.01, encode=False) as recorder:
+        recorder.add({"force": 0}, timestamp=0.5)
+        with pytest.raises(error, match=said):
+            recorder.add(values, timestamp)
+        assert [stream.held for stream in recorder.streams if stream.held] == [1]
+
+
+def test_an_episode_without_rows(tmp_path):
+    with record_robot(tmp_path / "robot", FEATURES, room_s=0.5, hours=0.01, encode=False) as recorder:
+        with pytest.raises(RuntimeError, match="end_episode: expected rows of an episode"):
+            recorder.end_episode()
+        assert [*recorder.episodes()] == []
+
+
+@pytest.mark.parametrize(
+    ("features", "error", "said"),
+    [
+        ({}, TypeError, "features: expected a dict of features by name"),
+        ({"a": 3}, TypeError, "features: 'a': expected a dict with 'dtype' and 'shape'"),
+        ({"a": {"dtype": "video", "shape": (32, 48)}}, ValueError, r"expected the shape \(height, width, 3\)"),
+        ({"a": {"dtype": "words", "shape": ()}}, TypeError, "expected 'video' or a dtype of numbers, got 'words'"),
+        ({"timestamp": {"dtype": "float32", "shape": ()}}, ValueError, "expected a name without"),
+        ({"a/b": {"dtype": "float32", "shape": ()}}, ValueError, "expected a name without"),
+        ({"a": {"dtype": "float32", "shape": (), "fps": 0}}, ValueError, "fps"),
+    ],
+)
+def test_features_that_cannot_be(features, error, said, tmp_path):
+    with pytest.raises(error, match=f"record_robot: .*{said}"):
+        record_robot(tmp_path / "robot", features, encode=False)
+    assert not (tmp_path / "robot").exists()
+
+
+def test_directories_that_do_not_fit(tmp_path):
+    with pytest.raises(FileNotFoundError, match="expected a directory that was recorded into, or features="):
+        record_robot(tmp_path / "robot")
+    record_robot(tmp_path / "robot", FEATURES, room_s=0.5, hours=0.01, encode=False).close()
+    with pytest.raises(IncompatibleStore, match="has other features"):
+        record_robot(tmp_path / "robot", {"state": FEATURES["state"]}, encode=False)
+    (tmp_path / "robot" / "robot.json").write_text("[[1")
+    with pytest.raises(CorruptStore, match=r"robot.json.*expected what record_robot wrote"):
+        record_robot(tmp_path / "robot", encode=False)
+
+
+def test_without_pyav(tmp_path):
+    program = """
+    import sys
+    sys.modules["av"] = None
+    from engram import record_robot
+
+    features = {"camera": {"dtype": "video", "shape": (32, 48, 3)}}
+    try:
+        record_robot(directory, features)
+    except ModuleNotFoundError as error:
+        print(error)
+    record_robot(directory, features, encode=False, room_s=1).close()
+    """
+    said = fresh.run(program, directory=str(tmp_path / "robot"))
+    assert "videos need PyAV" in said
+    assert "pip install 'engram-replay[robot]', or pass encode=False" in said
+
+
+def test_a_video_that_was_cut(tmp_path):
+    with record_robot(tmp_path / "robot", {"camera": FEATURES["camera"]}) as recorder:
+        for step in range(5):
+            recorder.add({"camera": frame(step)}, timestamp=step)
+        recorder.end_episode()
+        assert recorder.wait(60)
+        (episode,) = recorder.episodes()
+        path = episode.video("camera")
+        path.write_bytes(path.read_bytes()[:200])
+        with pytest.raises(OSError, match=r"camera-000000.mp4.*expected a video"):
+            episode.read("camera")
