@@ -129,6 +129,8 @@ MAX_MESSAGE, BESIDE_ROW = 1 << 30, 32
 
 #: What a server says last on a stream: it did nothing of what came since.
 LEAVING = b"{}"
+#: What one says that has no stream left.
+STREAMS_TAKEN = "all streams are taken"
 
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]

@@ -86,7 +86,8 @@ class Shard:
     """
 
     #: Servers in the cluster have no certificates of their own.
-    root_certificates = None
+    root_certificates = ()
+    own_certificate = None
     #: Writes wait for their acknowledgement.
     full = None
     #: An actor that is started again is waited for.

@@ -203,8 +203,8 @@ class Service:
         of = self._wiring.of_sampler  # what it draws may be gone where it cannot be sent
         gone = of.consumes or of.has_epochs or of.awaits_rows
         self._drawn_bytes = records * drawn_bytes(rb.sampler, self._schema, consumes=gone)
-        #: Clients that write.
-        self.writers = 0
+        #: Clients that write, and streams of all kinds, which the server counts.
+        self.writers = self.open_streams = 0
         #: Streams of batches; when the clients connected that have begun none yet; and the number of the newest client.
         self.streams = 0
         self._awaited: deque[float] = deque()
@@ -229,7 +229,7 @@ class Service:
             case protocol.Stats():
                 return self._state()
             case protocol.Gauges():
-                return gauges(wiring.storage, wiring.source)
+                return gauges(wiring.storage, wiring.source) | {"server_streams": self.open_streams}
             case protocol.CanSample():
                 return wiring.can_sample(command.rows)
             case protocol.CanRemove():

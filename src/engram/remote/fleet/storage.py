@@ -24,7 +24,7 @@ from engram.errors import RowError
 from engram.format.schema import decode
 from engram.format.sizes import without_rings
 from engram.remote import protocol
-from engram.remote.connection import Access, Connection, Found, Servers
+from engram.remote.connection import Access, Connection, Final, Found, Servers
 from engram.remote.fleet import check_missing, plans
 from engram.remote.fleet.draws import Draws
 from engram.remote.fleet.members import SKIP_S, Joining, Ledger, Members, Missing, Shard, at_once
@@ -45,7 +45,7 @@ _LARGEST = ("consumer_version", "larger_than_memory", "reads_from_files", "write
 _ROW = (1 << plans.SHIFT) - 1
 
 
-_SUMS = ("bytes_ram", "bytes_disk", "sample_count", "add_per_s", "sample_per_s")
+_SUMS = ("bytes_ram", "bytes_disk", "sample_count", "add_per_s", "sample_per_s", "server_streams")
 #: Of which the largest is the worst, or the largest of all rows.
 _WORST = ("sample_wait_ms_p50", "sample_wait_ms_p99", "checkpoint_age_s", "age_p99", "priority_max")
 #: Shares and means, which rows of all stores count in alike.
@@ -494,6 +494,8 @@ def _ask_servers(access: Access, missing: Missing) -> dict[protocol.Address, pro
         found |= zip(silent, at_once(partial(_served_at, access), silent), strict=True)
         served = {it: answer for it in access.addresses if not isinstance(answer := found[it], ConnectionError)}
         errors = [answer for answer in found.values() if isinstance(answer, ConnectionError)]
+        if (final := next((error for error in errors if isinstance(error, Final)), None)) is not None:
+            raise final
         waits_all = missing == "wait" or not served
         patience_s = access.patience_s if waits_all else min(SKIP_S, access.patience_s)
         if not errors or time.monotonic() + pause > begun + patience_s:
