@@ -25,7 +25,7 @@ from engram.writers.removers import FifoRemover, Remover
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch
 
@@ -93,7 +93,9 @@ class ConnectArguments(ReadingArguments, total=False):
     """Keywords of ``connect``."""
 
     token: str | os.PathLike[str] | None
-    tls_root: str | os.PathLike[str] | None
+    tls_root: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
+    tls_cert: str | os.PathLike[str] | None
+    tls_key: str | os.PathLike[str] | None
     patience: float
     full: Full | None
     missing: Missing

@@ -8,7 +8,7 @@ import weakref
 from collections import deque
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack, cast
 
 from engram._support import fork
 from engram._support.checks import check_choice, check_path
@@ -25,7 +25,7 @@ from engram.saved.checkpoints import replacing
 from engram.store import Key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -33,10 +33,12 @@ if TYPE_CHECKING:
     from engram.buffer.read_path import ReadPath
     from engram.buffer.saving import Saving
     from engram.buffer.wiring import Wiring
+    from engram.remote.awaited import Described
+    from engram.remote.connection import Access
     from engram.remote.fleet.members import Missing
     from engram.remote.protocol import Full
     from engram.remote.served import Drawn, ServedStorage
-    from engram.remote.shards import Described, Shard, ShardSavers
+    from engram.remote.shards import Shard, ShardSavers
     from engram.saved.rows import Roles
 
     Given = str | os.PathLike[str] | None
@@ -50,11 +52,28 @@ class _Way(NamedTuple):
     """The arguments of ``ReplayBuffer.connect`` that say how servers are reached."""
 
     token: Given = None
-    tls_root: Given = None
+    tls_root: Given | Sequence[str | os.PathLike[str]] = None
+    tls_cert: Given = None
+    tls_key: Given = None
     patience: float = 60.0
     full: Full | None = None
     missing: Missing = "skip"
     stratum: int | None = None
+
+    def access(self, address: object, call: str) -> Access:
+        """Raises ``TypeError``: no path or address. ``ValueError``: no address; a certificate without its key, or a key alone."""
+        from engram.remote.connection import Access
+        from engram.remote.protocol import addresses_of
+
+        own = self.tls_cert, self.tls_key
+        if own.count(None) == 1:
+            raise ValueError(f"{call}: expected tls_cert and tls_key together, got one of them.")
+        given = self.tls_root
+        roots = [given] if given is None or isinstance(given, str | os.PathLike) else [*given]
+        token = None if self.token is None else os.fspath(self.token)
+        named, pair = (tuple(os.fspath(path) for path in group if path is not None) for group in (roots, own))
+        at, certificate = tuple(addresses_of(address, call)), cast("tuple[str, str] | None", pair or None)
+        return Access(at, token, named, float(self.patience), self.full, own_certificate=certificate)
 
     def check_on_ray(self) -> None:
         """Raise ``TypeError``, ``ValueError``: what shards on Ray do not take."""
@@ -92,17 +111,14 @@ def connect_buffer(asked: type[Facade], address: object, arguments: ConnectArgum
             way.check_on_ray()
             name, patience = address.removeprefix(_ON_RAY), float(way.patience)
             return attached_by_name(asked, name, patience, way.missing, way.stratum, reading)
-        from engram.remote.connection import Access
         from engram.remote.fleet.storage import storage_at
-        from engram.remote.protocol import addresses_of
         from engram.remote.served import RemoteSampler, RemoteWriter
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f'connect: needs {error.name}: pip install "engram-replay[{"ray" if error.name == "ray" else "serve"}]".',
             name=error.name,
         ) from error
-    paths = [None if path is None else os.fspath(path) for path in (way.token, way.tls_root)]
-    access = Access(tuple(addresses_of(address, "connect")), paths[0], paths[1], float(way.patience), way.full)
+    access = way.access(address, "connect")
     storage: ServedStorage = storage_at(access, way.missing, way.stratum)
     try:
         served, noted = storage.served, storage.served.recipe
@@ -126,6 +142,20 @@ def connect_buffer(asked: type[Facade], address: object, arguments: ConnectArgum
     except BaseException:
         storage.close()
         raise
+
+
+class Reaching(TypedDict, total=False):
+    """Keywords of ``connect`` that commands have as options."""
+
+    token: str | None
+    tls_root: tuple[str, ...]
+    tls_cert: str | None
+    tls_key: str | None
+
+
+def access_to(address: str, call: str, patience: float, **how: Unpack[Reaching]) -> Access:
+    """How servers are reached. Raises as :meth:`_Way.access`."""
+    return _Way(patience=patience, **how).access(address, call)
 
 
 Transport = Literal["auto", "flight", "shared"]
@@ -236,9 +266,10 @@ def _made(shards: Shards, described: Described, own: Mapping[str, object]) -> Fa
 
 def _storage_of(shards: Shards, described: Described) -> ServedStorage:
     """The rows, over connections, as soon as there are some."""
+    from engram.remote.awaited import AwaitedStorage
     from engram.remote.fleet.members import SKIP_S
     from engram.remote.fleet.storage import AwaitedFleet
-    from engram.remote.shards import AwaitedStorage, OneStore, Shard
+    from engram.remote.shards import OneStore, Shard
 
     if shards.is_one:
         return AwaitedStorage(OneStore(shards.each[0]), described)

@@ -1369,14 +1369,15 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
             address: ``"unix:/PATH"``, ``"HOST:PORT"`` or ``"grpc+tls://HOST:PORT"``, or several, in a list or with commas. Servers of
                 one store, which they say themselves, stand in for each other. Several stores are one buffer: see docs/cluster.md.
             token: the path of the file with the server's token, of mode 0600. A pickle takes the path along, and no secret.
-            tls_root: the path of the certificate that signs the server's, PEM. Default: the system's.
+            tls_root: the path of the certificate that signs the server's, PEM; a list, if servers have several. Default: the system's.
+            tls_cert, tls_key: paths of a certificate of this client and its key, PEM, for servers that ask for one.
             patience: seconds for which servers that are gone are looked for, again and again. Default: 60.
             full: None, the default: a write returns when its rows are in the store. Else it returns at once, with -1 for each row,
                 while less than 4 writes and 4 MiB are under way. Without these credits it waits (``"block"``), raises ``RateLimited``
                 (``"raise"``), or drops its rows (``"drop"``), which ``stats()["rows_dropped"]`` counts. ``len(rb)`` and ``stats()``
                 wait for what is under way; what a write raised, the next one does. Of one store only.
-            missing: of several stores, one whose servers are gone is left out after 10 seconds, with a warning, until it is back
-                (``"skip"``, the default); or ``patience`` ends, and ``ConnectionError`` is raised (``"wait"``).
+            missing: of several stores, one whose servers are gone is left out, with a warning, until it is back (``"skip"``, the
+                default); a write to it waits for 10 seconds. Or ``patience`` ends, and ``ConnectionError`` is raised (``"wait"``).
             stratum: of several stores, the number of the one that draws all batches, for a learner of its own; they have
                 ``"loss_factor"``, ``[B]``, to multiply the loss by. Default: batches have rows of all.
             **arguments: ``collate_fn, transform, transform_factory, batch_size, prefetch, pin_memory, generator, output``, as for the
@@ -1387,9 +1388,10 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
         sent without waiting, and lost with their server.
 
         Raises:
-            ConnectionError: no server answers. PermissionError: no token or another one, or a token file that others may read.
+            ConnectionError: no server answers, has a stream left, or has a certificate that is trusted. PermissionError: no token or
+                another one, or a token file that others may read.
             IncompatibleStore: the server speaks another protocol. ValueError: no address; several stores of different kinds, or whose
-                sampler, writer or limits are those of one store; no such ``stratum``.
+                sampler, writer or limits are those of one store; no such ``stratum``; a ``tls_cert`` without its ``tls_key``.
             TypeError: an argument that a connection does not take. ModuleNotFoundError: ``engram-replay[serve]`` is not installed.
 
         Cost: a request takes about 0.1 ms by a Unix socket, and a copy of the batch on each side.

@@ -6,10 +6,13 @@ It starts without torch; each command imports what it needs. ``ending`` says how
 
 from __future__ import annotations
 
+import contextlib
+import re
 import stat
 import sys
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 import click
 
@@ -18,10 +21,11 @@ from engram._support.words import format_number
 from engram.cli.show import Commands, Misuse, Refusal, echo, print_json, problem, refusing, stat_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from typing_extensions import Unpack
 
+    from engram.buffer.connecting import Reaching
     from engram.cli.reshard import Resharding
     from engram.inspect.metrics import HasStats
 
@@ -34,6 +38,15 @@ _IMPORTED = ("hdf5", "minari", "numpy", "parquet", "sb3", "torchrl")
 _EXPORTED = ("hdf5", "minari", "parquet", "torchrl")
 _PATH = click.Path(path_type=Path)
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
+
+
+class Making(TypedDict):
+    """Options of a store that is made, and of its buffer."""
+
+    lanes: int
+    batch_size: int | None
+    priorities: tuple[float, float] | None
+    tensordicts: bool
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
@@ -296,16 +309,31 @@ def plan(
 )
 @click.option("--tls-cert", type=click.Path(dir_okay=False), help="Certificate of the server, PEM.")
 @click.option("--tls-key", type=click.Path(dir_okay=False), help="Its key, PEM.")
+@click.option("--tls-clients", type=click.Path(dir_okay=False), help="Certificate that signs those of clients, PEM.")
 @click.option("--insecure", is_flag=True, help="Listen on TCP without a token, or beyond this machine without TLS.")
 @click.option("--metrics", metavar="HOST:PORT", help="Also answer http://HOST:PORT/metrics, for Prometheus.")
+@click.option("--capacity", type=click.IntRange(min=1), help="Make the store, of so many rows, where there is none.")
+@click.option("--schema", type=_PATH, help='Its fields: JSON such as {"obs": "float32[4]"}, or a store.json.')
+@click.option(
+    "--like", type=_PATH, help="Its fields are those of this row (.npz, .npy), or of a store, dump or checkpoint."
+)
+@click.option("--lanes", type=click.IntRange(min=1), default=1, help="Its lanes.")
+@click.option("--batch-size", type=click.IntRange(min=1), help="Rows of a batch.")
+@click.option("--priorities", type=(float, float), metavar="ALPHA BETA", help="Draw by priority.")
+@click.option("--tensordicts", is_flag=True, help="Rows are TensorDicts.")
 def serve(
     directory: Path,
     listen: str,
     token: str | None,
     tls_cert: str | None,
     tls_key: str | None,
+    tls_clients: str | None,
     insecure: bool,
     metrics: str | None,
+    capacity: int | None,
+    schema: Path | None,
+    like: Path | None,
+    **how: Unpack[Making],
 ) -> None:
     """Serve the store in DIRECTORY to other processes and machines, which use ReplayBuffer.connect(ADDRESS).
 
@@ -314,15 +342,54 @@ def serve(
 
     TCP needs a token; an address that other machines reach needs a certificate, too.
 
+    With --capacity there need not be a store yet: --schema or --like says what rows are, or else the first write of a client does. The
+    same command serves it when it is there.
+
     Exit code: 0, 1 if the store or the address cannot be used, 2 if DIRECTORY holds nothing of engram's.
     """
-    _ours(directory)
+    if capacity is None:
+        if schema or like:
+            raise Misuse("--schema and --like: expected --capacity, too, for a store that is made.")
+        _ours(directory)
     with refusing("serve" if metrics is None else "serve,metrics", oserror=Refusal):
         from engram.serving.server import listening, run
 
-        at = listening(listen, token, tls_cert, tls_key, insecure=insecure)
+        at = listening(listen, token, tls_cert, tls_key, tls_clients, insecure=insecure)
         also = None if metrics is None else _showing(directory.resolve().name, metrics, insecure=insecure)
-        run(directory, at, lambda address: click.echo(str(address)), also)
+        made = None
+        if capacity is not None:
+            from engram.cli.plan import fields_of_row
+            from engram.serving.awaiting import awaiting
+
+            made = partial(awaiting, directory, capacity, fields=fields_of_row(like, schema), **how)
+        run(directory, at, lambda address: click.echo(str(address)), also, made)
+
+
+def _reaching(command: Callable[..., None]) -> Callable[..., None]:
+    """The options by which a server is reached."""
+    for option in (
+        click.option("--tls-key", type=click.Path(dir_okay=False), help="Its key, PEM."),
+        click.option("--tls-cert", type=click.Path(dir_okay=False), help="Certificate of this client, PEM."),
+        click.option(
+            "--tls-root",
+            multiple=True,
+            type=click.Path(dir_okay=False),
+            help="Certificate that signs the server's, PEM.",
+        ),
+        click.option("--token", type=click.Path(dir_okay=False), help="File of mode 0600 with the server's word."),
+    ):
+        command = option(command)
+    return command
+
+
+@contextlib.contextmanager
+def _by_options() -> Iterator[None]:
+    """What a connection refuses names keywords: the command has options."""
+    try:
+        yield
+    except (PermissionError, ConnectionError) as error:
+        text = re.sub(r"\b(token|tls_root|tls_cert|tls_key)=", lambda it: f"--{it[1].replace('_', '-')}", str(error))
+        raise Refusal(text) from error
 
 
 @main.command("import")
@@ -374,19 +441,18 @@ def export(directory: Path, out: Path, kind: str, repeat_final: bool) -> None:
 
 @main.command()
 @click.argument("address")
-@click.option("--token", type=click.Path(dir_okay=False), help="File of mode 0600 with the server's word.")
-@click.option("--tls-root", type=click.Path(dir_okay=False), help="Certificate that signs the server's, PEM.")
+@_reaching
 @_JSON
-def health(address: str, token: str | None, tls_root: str | None, as_json: bool) -> None:
+def health(address: str, as_json: bool, **how: Unpack[Reaching]) -> None:
     """Ask the server at ADDRESS whether it answers.
 
     Exit code: 0 if it does, 1 if not.
     """
-    with refusing("serve", oserror=Refusal):
-        from engram.remote.connection import Access, Connection
-        from engram.remote.protocol import addresses_of
+    with refusing("serve", oserror=Refusal), _by_options():
+        from engram.buffer.connecting import access_to
+        from engram.remote.connection import Connection
 
-        Connection(Access(tuple(addresses_of(address, "health")), token, tls_root, 0.0)).close()
+        Connection(access_to(address, "health", patience=0.0, **how)).close()
     if as_json:
         print_json({"address": address, "good": True, "problems": []})
     else:
@@ -415,12 +481,11 @@ def stats(path: Path, prometheus: bool, as_json: bool) -> None:
 
 @main.command()
 @click.argument("store")
-@click.option("--token", type=click.Path(dir_okay=False), help="File of mode 0600 with the server's word.")
-@click.option("--tls-root", type=click.Path(dir_okay=False), help="Certificate that signs the server's, PEM.")
+@_reaching
 @click.option("--every", type=click.FloatRange(min=0.1), default=2.0, help="Seconds between two looks.")
 @click.option("--count", type=click.IntRange(min=1), help="Looks, then end. Default: until Ctrl-C.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each look, on a line of its own.")
-def top(store: str, token: str | None, tls_root: str | None, every: float, count: int | None, as_json: bool) -> None:
+def top(store: str, every: float, count: int | None, as_json: bool, **how: Unpack[Reaching]) -> None:
     """Show how STORE is doing: rows, inserts and samples per second, limits and who waits for them.
 
     STORE is a directory, which is only read, beside processes that write; or the address of a server, or several with commas: of one
@@ -430,10 +495,11 @@ def top(store: str, token: str | None, tls_root: str | None, every: float, count
     """
     if ":" not in store or Path(store).is_dir():
         _ours(Path(store))
-    with refusing("serve", oserror=Refusal):
+    with refusing("serve", oserror=Refusal), _by_options():
         from engram.cli.top import show
 
-        show(store, token, tls_root, every, count, sys.stdout, as_json=as_json)
+        secrets = {name: how.get(name) for name in ("token", "tls_root", "tls_cert", "tls_key")}
+        show(store, every=every, count=count, out=sys.stdout, as_json=as_json, **secrets)  # type: ignore[arg-type] # as options say
 
 
 def _showing(name: str, address: str, *, insecure: bool) -> Callable[[HasStats], None]:

@@ -66,18 +66,21 @@ _AGAIN = "\x1b[H\x1b[J"
 def show(
     store: str,
     token: str | None,
-    tls_root: str | None,
+    tls_root: str | tuple[str, ...] | None,
     every: float,
     count: int | None,
     out: IO[str],
     *,
     as_json: bool = False,
+    tls_cert: str | None = None,
+    tls_key: str | None = None,
 ) -> None:
     """Look again and again, ``count`` times or for ever. Raises what opening the store or asking the server raises."""
     if Path(store).is_dir():
         rb = ReplayBuffer.open(store, readonly=True, sampler=RandomSampler())  # priorities would be copied
     else:
-        rb = ReplayBuffer.connect(store, token=token, tls_root=tls_root, patience=0.0)
+        secrets = {"token": token, "tls_root": tls_root, "tls_cert": tls_cert, "tls_key": tls_key}
+        rb = ReplayBuffer.connect(store, patience=0.0, **secrets)  # type: ignore[arg-type] # as they are there
     screen = out.isatty()
     with rb:
         before, began, looks = _look(rb), time.monotonic(), 0

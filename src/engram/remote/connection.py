@@ -78,8 +78,12 @@ class Servers(Protocol):
         """For how long servers that are gone are looked for."""
 
     @property
-    def root_certificates(self) -> str | None:
-        """The path of the certificate that signs theirs."""
+    def root_certificates(self) -> tuple[str, ...]:
+        """The paths of certificates that sign theirs; empty: those of the system."""
+
+    @property
+    def own_certificate(self) -> tuple[str, str] | None:
+        """The paths of the client's certificate and its key."""
 
     @property
     def full(self) -> Full | None:
@@ -106,14 +110,16 @@ class Access(NamedTuple):
     addresses: tuple[protocol.Address, ...]
     token: str | None
     """The path of the file."""
-    root_certificates: str | None
-    """The path of the file."""
+    root_certificates: tuple[str, ...]
+    """The paths of the files."""
     patience_s: float
     """For how long servers that are gone are looked for."""
     full: Full | None = None
     """What a write does that has no credits; None: writes wait for their acknowledgement."""
     hurried: bool = False
     """As of :class:`Servers`: other stores of a fleet go on."""
+    own_certificate: tuple[str, str] | None = None
+    """The paths of the client's certificate and its key."""
 
     @property
     def replaces_lost(self) -> bool:
@@ -127,7 +133,15 @@ class Access(NamedTuple):
         return ", ".join(map(str, self.addresses))
 
 
-class _AnotherStore(ConnectionError, ValueError):
+class Final(ConnectionError):
+    """Raised where no patience helps."""
+
+
+class Untrusted(Final):
+    """Raised for a server with which no TLS connection can be made."""
+
+
+class _AnotherStore(Final, ValueError):
     """Raised for a server whose rows are not those of the servers before: of a fleet, the store is gone."""
 
 
@@ -163,48 +177,45 @@ class Connection:
         while True:
             try:
                 served = self._opened_one(self.access.find(known), known)
-            except _AnotherStore:
+            except Final:
                 raise
             except ConnectionError as error:
                 self.is_searching = True
                 if time.monotonic() + pause > deadline:
                     raise ConnectionError(
-                        f"connect: no server answered{format_wait(patience_s)} at {self.access}: {_short(error)} Start one "
-                        "with engram serve, or pass another address."
+                        f"connect: no server answered{format_wait(patience_s)} at {self.access}: {_short(error)}{_hint(str(error))} Start "
+                        "one with engram serve, or pass another address."
                     ) from error
             else:
                 self.is_searching = False
                 return served
-            if self._ends.wait(pause):
-                self.check()
+            self.pause(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _opened_one(self, found: Found, known: protocol.Served | None) -> protocol.Served:
         """Connect to the first server that answers. Raises ``ConnectionError``: none does; ``ValueError``: all serve another store."""
         why: Exception | None = None
-        another: _AnotherStore | None = None
+        final: Final | None = None
         for _ in found.addresses:
             address = found.addresses[self._next % len(found.addresses)]
             try:
                 return self._opened(address, known, found.token)
             except PermissionError:
                 raise
-            except _AnotherStore as error:
-                another = error
+            except Final as error:
+                final = error
                 self._next += 1
             except GONE as error:
                 why = error
                 self._next += 1
-        if why is None and another is not None:
-            raise another
+        if final is not None and (why is None or isinstance(final, Untrusted)):
+            raise final
         raise ConnectionError(str(why)) from why
 
     def _opened(self, address: protocol.Address, known: protocol.Served | None, token: bytes) -> protocol.Served:
         access = self.access
         headers = [(b"authorization", b"Bearer " + token)] if token else []
-        more = {}
-        if address.scheme == "grpc+tls" and access.root_certificates is not None:
-            more["tls_root_certs"] = Path(access.root_certificates).read_bytes()
+        more = _secrets_of(access) if address.scheme == "grpc+tls" else {}
         client = flight.connect(
             address.uri,
             generic_options=[
@@ -218,7 +229,8 @@ class Connection:
         options = flight.FlightCallOptions(headers=headers)
         first = flight.FlightCallOptions(headers=headers, timeout=_FIRST_ANSWER_TIMEOUT_S)
         try:
-            raw = _answer(client, first, "describe", protocol.Describe(protocol.PROTOCOL, __version__), "connect")
+            with _explained(address):
+                raw = _answer(client, first, "describe", protocol.Describe(protocol.PROTOCOL, __version__), "connect")
             refuse(raw)
             served = msgspec.json.decode(raw, type=protocol.Served)
             if known is not None and served.store != known.store and not access.replaces_lost:
@@ -283,6 +295,11 @@ class Connection:
         """What the server says now: :attr:`served`. Raises as :meth:`ask`."""
         self.served = self.ask("describe", protocol.Describe(protocol.PROTOCOL, __version__), protocol.Served)
         return self.served
+
+    def pause(self, seconds: float) -> None:
+        """Sleep. Raises ``RuntimeError``: it was closed meanwhile."""
+        if self._ends.wait(seconds):
+            self.check()
 
     @property
     def is_open(self) -> bool:
@@ -353,6 +370,40 @@ class Connection:
         Connection.__init__(self, access)
 
 
+def _secrets_of(access: Servers) -> dict[str, bytes]:
+    """What Arrow Flight takes for TLS. Raises ``OSError``: a file cannot be read."""
+    roots = b"\n".join(Path(path).read_bytes() for path in access.root_certificates)
+    found = {"tls_root_certs": roots} if roots else {}
+    if access.own_certificate is not None:
+        certificate, key = (Path(path).read_bytes() for path in access.own_certificate)
+        found |= {"cert_chain": certificate, "private_key": key}
+    return found
+
+
+@contextmanager
+def _explained(address: protocol.Address) -> Iterator[None]:
+    """Say what to do where no TLS connection can be made. Raises :class:`Untrusted`, and what Flight raises of others."""
+    try:
+        yield
+    except flight.FlightUnavailableError as error:
+        text = str(error)
+        if "certificate verify failed" in text:
+            why = text.rpartition("certificate verify failed")[2].strip(" :.")
+            raise Untrusted(
+                f"connect: the certificate of {address} is not trusted ({why}). Pass tls_root= the path of the certificate that signed it, "
+                "PEM; a list, where servers have several."
+            ) from error
+        if "is not in peer certificate" in text:
+            raise Untrusted(
+                f"connect: the certificate of {address} is not for that name. Connect by one that it has, or make it for this one."
+            ) from error
+        if "wrong version number" in text:
+            raise Untrusted(
+                f"connect: the server at {address} speaks no TLS. Pass grpc:// and its address, or start it with a certificate."
+            ) from error
+        raise
+
+
 def _answer(
     client: flight.FlightClient, options: flight.FlightCallOptions, name: str, command: msgspec.Struct, call: str
 ) -> bytes:
@@ -382,6 +433,12 @@ def refuse(raw: bytes) -> None:
     """Raise the error that an answer is, if it is one."""
     if raw.startswith(b'{"error":'):
         raise protocol.raised(msgspec.json.decode(raw, type=protocol.Refusal))
+
+
+def _hint(text: str) -> str:
+    """What may be wrong where a server hangs up."""
+    hung_up = " (A server that hangs up may expect grpc+tls://, or a certificate: tls_cert= and tls_key=.)"
+    return hung_up if "Socket closed" in text else ""
 
 
 def _short(error: object) -> str:
@@ -424,6 +481,8 @@ class Exchange:
         self._schema: pa.Schema | None = None
         self._columns: list[Column] = []
         self._failures = 0
+        #: Since when all streams of servers are taken; None: they are not.
+        self._full_since: float | None = None
         #: Whether a server is taken only if it answers at once: others can do what is asked.
         self.hurried = False
         #: How often it went on by a new stream: what waited then was sent again.
@@ -500,7 +559,7 @@ class Exchange:
                 self._drop()
                 self.waiting = deque(message for message in self.waiting if message.again)
                 raise
-            self._failures = 0
+            self._failures, self._full_since = 0, None
             self.waiting.popleft()
             if not self._columns and chunk.data is not None:  # a stream has one schema
                 self._columns = columns_in(chunk.data.schema)
@@ -536,7 +595,10 @@ class Exchange:
         self.resumed += 1
         while True:
             self._drop()
-            self._failures += 1
+            if protocol.STREAMS_TAKEN in str(error):
+                self._await_stream(error)
+            else:
+                self._failures += 1
             if self._failures > _MAX_STREAM_FAILURES:
                 self.waiting.clear()
                 raise ConnectionError(
@@ -553,6 +615,20 @@ class Exchange:
                 error = again
                 continue
             return
+
+    def _await_stream(self, error: BaseException) -> None:
+        """Pause before the next try. Raises ``ConnectionError``: all streams have been taken for too long."""
+        now, access = time.monotonic(), self._connection.access
+        since = self._full_since = now if self._full_since is None else self._full_since
+        pause = min(max(_FIRST_PAUSE_S, now - since), _LONGEST_PAUSE_S)
+        if now - since + pause > (0.0 if self.hurried else access.patience_s):
+            self.waiting.clear()
+            self._full_since = None
+            raise ConnectionError(
+                f"{access}: {_short(error)} They were taken{format_wait(now - since)}. Close buffers that are not used, let processes of "
+                "one machine share a buffer, or start another server of the store."
+            ) from error
+        self._connection.pause(pause)
 
     def _drop(self) -> None:
         writer, self._writer, self._reader = self._writer, None, None

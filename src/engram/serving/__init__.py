@@ -35,6 +35,7 @@ class serve:  # noqa: N801 - used as a function
         address: ``"unix:"``, a socket in a folder of your own; ``"unix:/PATH"``; or ``"HOST:PORT"``, where port 0 is any that is free.
         token: the path of a file of mode 0600 whose word clients must know. Needed for TCP.
         tls_cert, tls_key: paths of a certificate and its key, PEM. Needed where other machines reach the address.
+        tls_clients: the path of the certificate that signs those of clients, PEM. Default: clients need none.
         insecure: listen without them all the same.
 
     ``with`` gives the address, which :meth:`ReplayBuffer.connect` takes. The buffer here stays as it is: this process and the server
@@ -65,10 +66,12 @@ class serve:  # noqa: N801 - used as a function
         token: str | os.PathLike[str] | None = None,
         tls_cert: str | os.PathLike[str] | None = None,
         tls_key: str | os.PathLike[str] | None = None,
+        tls_clients: str | os.PathLike[str] | None = None,
         insecure: bool = False,
     ) -> None:
         command = [sys.executable, "-m", "engram", "serve", _directory_of(buffer), "--listen", address]
-        for option, value in (("--token", token), ("--tls-cert", tls_cert), ("--tls-key", tls_key)):
+        given = {"--token": token, "--tls-cert": tls_cert, "--tls-key": tls_key, "--tls-clients": tls_clients}
+        for option, value in given.items():
             if value is not None:
                 command += [option, os.fspath(value)]
         self._command = [*command, "--insecure"] if insecure else command

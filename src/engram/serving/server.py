@@ -22,6 +22,8 @@ from pyarrow import ArrowException, flight
 
 from engram.buffer.tensordict import ReplayBuffer
 from engram.remote import protocol, wire
+from engram.serving.awaiting import Awaiting
+from engram.serving.doors import Doors, make_room
 from engram.serving.service import Service, TooMany
 
 if TYPE_CHECKING:
@@ -59,9 +61,16 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
     """An Arrow Flight server that answers until :meth:`drain`. Rows and commands are checked before anything is done."""
 
     def __init__(
-        self, service: Service, address: protocol.Address, *, token: bytes = b"", tls: tuple[bytes, bytes] | None = None
+        self,
+        service: Service | Awaiting,
+        address: protocol.Address,
+        *,
+        token: bytes = b"",
+        tls: tuple[bytes, bytes] | None = None,
+        clients: bytes = b"",
     ) -> None:
-        self._service = service
+        """``clients``: certificates that sign those of clients; empty: clients need none."""
+        self._given = service
         self._lock = threading.Lock()
         #: Actions under way, of which the last one to end tells.
         self._actions, self._idle = 0, threading.Condition(self._lock)
@@ -72,13 +81,29 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
             address.uri,
             middleware={"token": _Token(token)} if token else None,
             **({} if tls is None else {"tls_certificates": [tls]}),
+            **({"verify_client": True, "root_certificates": clients} if clients else {}),
         )
+        self._doors = None if address.scheme == "unix" else Doors(self.port)
+
+    @property
+    def _service(self) -> Service | Awaiting:
+        """Of the store, as soon as there is one."""
+        if isinstance(self._given, Awaiting):
+            self._given = self._given.found() or self._given
+        return self._given
+
+    def _of_store(self) -> Service:
+        """Raises Flight's error: there is no store yet."""
+        service = self._service
+        if isinstance(service, Awaiting):
+            raise broken("expected a store, but nothing was ever written. Write a first row.")
+        return service
 
     # ---- actions -------------------------------------------------------------------------------------------------------
 
-    def do_action(self, context: object, action: flight.Action) -> Iterator[bytes]:  # noqa: ARG002 - Flight's
+    def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> Iterator[bytes]:
         """One of :data:`ACTIONS`: JSON in, JSON out."""
-        with self._at_work():
+        with self._calling(context), self._at_work():
             return iter([msgspec.json.encode(self._done(action))])
 
     def _done(self, action: flight.Action) -> object:
@@ -92,6 +117,19 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
             return self._service.do(protocol.decoded(kind, action.body.to_pybytes() or b"{}", action.type))
         except Exception as error:  # noqa: BLE001 - the client raises it
             return protocol.refusal_of(error)
+
+    @contextlib.contextmanager
+    def _calling(self, context: flight.ServerCallContext) -> Iterator[None]:
+        """A call of a client that is let in. Of an error that is none of Flight's it hears the text: not from which lines it comes."""
+        if self._doors is not None:
+            self._doors.know(context.peer())
+        try:
+            yield
+        except (flight.FlightError, GeneratorExit):
+            raise
+        except Exception as error:  # noqa: BLE001 - the client raises it
+            text = error.strerror if isinstance(error, OSError) else str(error).partition(" Detail: Python")[0]
+            raise broken(text or type(error).__name__) from None
 
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -115,7 +153,7 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
 
     def do_exchange(
         self,
-        context: object,  # noqa: ARG002 - Flight's
+        context: flight.ServerCallContext,
         descriptor: flight.FlightDescriptor,
         reader: flight.MetadataRecordBatchReader,
         writer: flight.MetadataRecordBatchWriter,
@@ -124,34 +162,48 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
         name = next((name for name in protocol.STREAMS if name.encode() == descriptor.command), None)
         if name is None:
             raise broken(f"expected a stream learn, write or edit, got {descriptor.command!r:.40}.")
-        stream = _Stream(self._service, name, reader, writer)
+        with self._calling(context):
+            stream = _Stream(self._of_store(), name, reader, writer)
+            with self._stream(stream):
+                stream.run()
+
+    @contextlib.contextmanager
+    def _stream(self, stream: _Stream) -> Iterator[None]:
+        """One of the streams that there are. Raises Flight's error: the server leaves, or all are taken."""
         with self._lock:
-            if self._draining or len(self._streams) >= MAX_STREAMS:
-                raise away("the server leaves, or has as many streams as it takes")
+            if self._draining:
+                raise away("the server leaves")
+            if len(self._streams) >= MAX_STREAMS:
+                raise away(f"{protocol.STREAMS_TAKEN}: {MAX_STREAMS}")
             self._streams[id(stream)] = stream.leave
+            stream.service.open_streams = len(self._streams)
         try:
-            stream.run()
+            yield
         finally:
             with self._lock:
                 del self._streams[id(stream)]
+                stream.service.open_streams = len(self._streams)
 
-    def do_get(self, context: object, ticket: flight.Ticket) -> flight.FlightDataStream:  # noqa: ARG002 - Flight's
+    def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.FlightDataStream:
         """The files of a dump."""
         if ticket.ticket != b"dump":
             raise broken(f"expected the ticket dump, got {ticket.ticket!r:.40}.")
-        return flight.GeneratorStream(_FILES, self._files())
+        return flight.GeneratorStream(_FILES, self._files(context))
 
-    def _files(self) -> Iterator[pa.RecordBatch]:
-        try:
-            yield from self._service.dump_files(_FILES)
-        except TooMany as error:
-            raise away(str(error)) from error
+    def _files(self, context: flight.ServerCallContext) -> Iterator[pa.RecordBatch]:
+        with self._calling(context):
+            try:
+                yield from self._of_store().dump_files(_FILES)
+            except TooMany as error:
+                raise away(str(error)) from error
 
     def drain(self) -> bool:
         """Finish the commands under way, take no others, and tell every client that the server leaves: whether that is done.
 
         A client that does not read what it asked for is waited for no longer than a few seconds.
         """
+        if self._doors is not None:
+            self._doors.close()
         with self._lock:
             self._draining = True
             streams = list(self._streams.values())
@@ -298,20 +350,24 @@ def run(
     at: Listening,
     ready: Callable[[protocol.Address], None],
     also: Callable[[ReplayBuffer], object] | None = None,
+    made: Callable[[], Service | Awaiting] | None = None,
 ) -> None:
     """Serve the store in a directory until SIGTERM or SIGINT, then finish what is under way. Does not return.
 
-    ``ready`` is told the address when clients may come, and ``also`` the open buffer before. Raises what these, opening the store and
+    ``ready`` is told the address when clients may come, and ``also`` the open buffer before. ``made`` makes what answers where there may
+    be no store yet. Raises what these, opening the store and
     listening raise: then the buffer is closed, and signals and files are treated as before.
     """
     # where this fails, the process may go on and start programs, which inherit what is blocked
     with contextlib.ExitStack() as otherwise:
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # before there are threads, which inherit it, too
         otherwise.callback(signal.pthread_sigmask, signal.SIG_SETMASK, blocked)
-        rb = otherwise.enter_context(ReplayBuffer.open(directory))
+        make_room()
+        service = Service(ReplayBuffer.open(directory)) if made is None else made()
+        rb = otherwise.enter_context(service.buffer)
         if also is not None:
             also(rb)
-        server = _server(Service(rb), at)
+        server = _server(service, at)
         otherwise.callback(server.drain)
         address = at.address
         if address.scheme != "unix":
@@ -325,11 +381,11 @@ def run(
         os._exit(0)  # gRPC would wait for clients to leave
 
 
-def _server(service: Service, at: Listening) -> Server:
+def _server(service: Service | Awaiting, at: Listening) -> Server:
     """Listens already. A socket is the user's alone as soon as it is there. Raises ``OSError``: it cannot listen there."""
     before = os.umask(0o177)
     try:
-        return Server(service, at.address, token=at.token, tls=at.tls)
+        return Server(service, at.address, token=at.token, tls=at.tls, clients=at.clients)
     except ArrowException as error:  # which gRPC's log explains, in its own words
         raise OSError(
             f"serve: {at.address}: cannot listen there: {error}. Expected an address that is free, and of this machine; see the log "
@@ -345,6 +401,8 @@ class Listening(NamedTuple):
     address: protocol.Address
     token: bytes
     tls: tuple[bytes, bytes] | None
+    clients: bytes = b""
+    """Certificates that sign those of clients, PEM; empty: clients need none."""
 
     def __repr__(self) -> str:
         return f"Listening({self.address})"
@@ -355,12 +413,15 @@ def listening(
     token: str | os.PathLike[str] | None,
     tls_cert: str | os.PathLike[str] | None,
     tls_key: str | os.PathLike[str] | None,
+    tls_clients: str | os.PathLike[str] | None = None,
     *,
     insecure: bool,
 ) -> Listening:
     """Check that it is safe to listen there. Raises as ``engram.serve``."""
     if (tls_cert is None) != (tls_key is None):
         raise ValueError("serve: expected tls_cert and tls_key together, got one of them.")
+    if tls_clients is not None and tls_cert is None:
+        raise ValueError("serve: tls_clients: expected tls_cert and tls_key, too, got neither.")
     if address == "unix:":
         at = protocol.Address("unix", str(_own_folder() / f"{os.getpid()}.sock"))
     else:
@@ -382,7 +443,7 @@ def listening(
                 "Pass them, or insecure=True in a network that you trust."
             )
     tls = None if tls_cert is None or tls_key is None else (Path(tls_cert).read_bytes(), Path(tls_key).read_bytes())
-    return Listening(at, secret, tls)
+    return Listening(at, secret, tls, b"" if tls_clients is None else Path(tls_clients).read_bytes())
 
 
 def _own_folder() -> Path:

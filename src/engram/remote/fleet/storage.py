@@ -24,7 +24,8 @@ from engram.errors import RowError
 from engram.format.schema import decode
 from engram.format.sizes import without_rings
 from engram.remote import protocol
-from engram.remote.connection import Access, Connection, Found, Servers
+from engram.remote.awaited import AtServers, OneServed, awaited_at
+from engram.remote.connection import Access, Connection, Final, Found, Servers
 from engram.remote.fleet import check_missing, plans
 from engram.remote.fleet.draws import Draws
 from engram.remote.fleet.members import SKIP_S, Joining, Ledger, Members, Missing, Shard, at_once
@@ -45,7 +46,7 @@ _LARGEST = ("consumer_version", "larger_than_memory", "reads_from_files", "write
 _ROW = (1 << plans.SHIFT) - 1
 
 
-_SUMS = ("bytes_ram", "bytes_disk", "sample_count", "add_per_s", "sample_per_s")
+_SUMS = ("bytes_ram", "bytes_disk", "sample_count", "add_per_s", "sample_per_s", "server_streams")
 #: Of which the largest is the worst, or the largest of all rows.
 _WORST = ("sample_wait_ms_p50", "sample_wait_ms_p99", "checkpoint_age_s", "age_p99", "priority_max")
 #: Shares and means, which rows of all stores count in alike.
@@ -408,27 +409,48 @@ def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedS
     """The store, or the fleet of stores, at some addresses. Raises as ``ReplayBuffer.connect``."""
     check_missing(missing)
     if len(access.addresses) == 1 and stratum is None:
-        return RemoteStorage(Connection(access))
+        connection = Connection(access)
+        if connection.served.schema:
+            return RemoteStorage(connection)
+        connection.close()
+        return awaited_at(OneServed(AtServers(*access)), connection.served)
     served = _ask_servers(access, missing)
     stores: dict[str, list[protocol.Address]] = {}
     for address, answer in served.items():
         stores.setdefault(answer.store, []).append(address)
     check_stratum(stratum, len(stores))
     silent = [address for address in access.addresses if address not in served]
+    new = next((one for one in served.values() if not one.schema), None)
+    if new is not None:
+        makers = [AtServers(tuple(addresses), *access[1:]) for addresses in stores.values()]
+        if silent:
+            raise ConnectionError(
+                f"connect: no server answers at {', '.join(map(str, silent))}: expected all of them, as the first write makes stores."
+            )
+        if len(makers) == 1 and stratum is None:
+            return awaited_at(OneServed(makers[0]), new)
+        check_stores([one for one in served.values() if not one.schema], access.full)
+        brief = access._replace(patience_s=_patience(access, missing), hurried=missing == "skip")
+        hurried = [AtServers(one.addresses, *brief[1:]) for one in makers]
+        return awaited_at(AwaitedFleet(hurried, makers, missing, stratum, random_turn), new)
     if silent:
         others = "are taken for further servers of the one that does" if len(stores) == 1 else "join when they answer"
         warn(f"connect: no server answers at {', '.join(map(str, silent))}: these addresses {others}.")
     if len(stores) == 1 and stratum is None:
         return RemoteStorage(Connection(access._replace(addresses=(*served, *silent))))
     check_stores(list(served.values()), access.full)
-    patience_s = min(SKIP_S, access.patience_s) if missing == "skip" else access.patience_s
-    access = access._replace(patience_s=patience_s, hurried=missing == "skip")
+    access = access._replace(patience_s=_patience(access, missing), hurried=missing == "skip")
     with ExitStack() as opened:  # where one cannot belong to the fleet, all are closed
         each = [access._replace(addresses=tuple(addresses)) for addresses in stores.values()]
         storages = [opened.enter_context(closing(_without_limits(one, served[one.addresses[0]]))) for one in each]
         opened.pop_all()
     joining = Silent(access, silent) if silent else None
     return FleetStorage(storages, missing, stratum, joining)
+
+
+def _patience(access: Access, missing: Missing) -> float:
+    """For how long a store of a fleet is waited for."""
+    return min(SKIP_S, access.patience_s) if missing == "skip" else access.patience_s
 
 
 class Silent:
@@ -494,6 +516,8 @@ def _ask_servers(access: Access, missing: Missing) -> dict[protocol.Address, pro
         found |= zip(silent, at_once(partial(_served_at, access), silent), strict=True)
         served = {it: answer for it in access.addresses if not isinstance(answer := found[it], ConnectionError)}
         errors = [answer for answer in found.values() if isinstance(answer, ConnectionError)]
+        if (final := next((error for error in errors if isinstance(error, Final)), None)) is not None:
+            raise final
         waits_all = missing == "wait" or not served
         patience_s = access.patience_s if waits_all else min(SKIP_S, access.patience_s)
         if not errors or time.monotonic() + pause > begun + patience_s:
@@ -543,8 +567,8 @@ def check_stores(served: list[protocol.Served], full: Full | None) -> None:
 _KINDS: dict[str, Callable[[protocol.Served], object]] = {
     "buffer class": lambda served: served.recipe.get("buffer"),
     "sampler": lambda served: re.sub(r"max_capacity=\d+", "max_capacity=…", served.sampler),
-    "fields and lanes": lambda served: msgspec.structs.replace(
-        without_rings(decode(served.schema.encode(), "connect")), capacity=0
+    "fields and lanes": lambda served: (
+        served.schema and msgspec.structs.replace(without_rings(decode(served.schema.encode(), "connect")), capacity=0)
     ),
 }
 
