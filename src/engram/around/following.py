@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 import torch
 
-from engram._support.checks import check_path, check_type
+from engram._support.checks import check_path
 from engram._support.field_paths import FieldPath, as_paths, plain, public
 from engram._support.nested import find
 from engram._support.state import Stateful, check_keys, integer, typed

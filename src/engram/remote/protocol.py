@@ -12,11 +12,8 @@ from uuid import UUID
 import msgspec
 
 from engram import errors
-<<<<<<< HEAD
 from engram._support.checks import check_type
-=======
 from engram.format.schema import MAX_BYTES
->>>>>>> fleet
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
