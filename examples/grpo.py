@@ -19,7 +19,7 @@ import torch
 import torch.multiprocessing as mp
 from torch import nn
 
-from engram import LazyMemmapStorage, PromptGroupSampler, Ragged, ReplayBuffer
+from engram import PromptGroupSampler, Ragged, ReplayBuffer
 
 DIGITS, END, BEGIN = 8, 8, 9  # tokens: digits, the end of an answer, the beginning
 LONGEST, ANSWERS, GROUPS = 12, 6, 4  # tokens of an answer, answers to a prompt, groups of a batch
@@ -53,13 +53,9 @@ def new_buffer(folder):
     sampler = PromptGroupSampler(
         samples_per_group=ANSWERS, group_key="group", max_uses=1, strategy=("random", "oldest")
     )
-    if (folder / "store").exists():
-        rb = ReplayBuffer.open(folder / "store", sampler=sampler, batch_size=GROUPS * ANSWERS)
-        rb.storage.layout = "padded"
-        return rb
     fields = {"tokens": Ragged(torch.int32, max_length=LONGEST), "log_prob": Ragged(torch.float32, like="tokens")}
-    storage = LazyMemmapStorage(4_000, scratch_dir=folder / "store", ragged=fields, open_rows=64, layout="padded")
-    return ReplayBuffer(storage=storage, sampler=sampler, batch_size=GROUPS * ANSWERS)
+    more = {"sampler": sampler, "batch_size": GROUPS * ANSWERS}
+    return ReplayBuffer.open_or_create(folder / "store", 4_000, ragged=fields, open_rows=64, layout="padded", **more)
 
 
 @torch.no_grad()

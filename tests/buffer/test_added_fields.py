@@ -336,7 +336,7 @@ def test_what_cannot_be_added_is_refused_and_nothing_changes(name, kind):
 
 
 def test_buffers_without_fields_say_so(tmp_path):
-    with pytest.raises(RuntimeError, match="add_field: expected a store, but nothing was ever written"):
+    with pytest.raises(RuntimeError, match="add_field: expected a store; nothing was ever written"):
         ReplayBuffer(storage=LazyTensorStorage(3)).add_field("a", 0)
     with pytest.raises(TypeError, match="add_field: expected a tensor storage, a ListStorage"):
         ReplayBuffer(storage=ListStorage(3)).add_field("a", 0)

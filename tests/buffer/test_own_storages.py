@@ -364,7 +364,7 @@ def test_methods_that_are_missing():
     ("extent", "error", "said"),
     [
         (None, TypeError, "Ring.extent: expected an Extent, got NoneType"),
-        (Extent(4, (0, 0), (0, 0)), ValueError, "expected one lane without holes"),
+        (Extent(4, (0, 0), (0, 0)), ValueError, "expected one lane, no holes"),
         (Extent(4, (5,), (0,)), ValueError, "rows up to it and a seam below it"),
         (Extent(4, (2,), (4,)), ValueError, "rows up to it and a seam below it"),
         (Extent(0, (0,), (0,)), ValueError, "a capacity above 0"),

@@ -67,7 +67,9 @@ def test_a_state_holds_copies_and_lengths():
 
 
 def test_a_state_that_needs_more_room_is_refused():
-    rb, other = fill(make(3), 0, 100), fill(make(3, 1000), 700, 5)
+    rb, other = fill(make(3), 0, 100), make(3, 1000)
+    for number in range(700, 705):
+        other.extend(said.rows(number, 1), lane=0)
     before = contents(other)
     with pytest.raises(
         IncompatibleCheckpoint, match=r"tokens: .* or \d+ bytes, got \d+ items: \d+ bytes are needed.*ragged_bytes"

@@ -36,9 +36,7 @@ def test_one_environment_and_several_lanes():
 
 
 def test_a_list_storage():
-    with pytest.raises(
-        TypeError, match=r"record: expected a tensor storage, such as LazyTensorStorage\(max_size, lanes=2\)"
-    ):
+    with pytest.raises(TypeError, match=r"record: expected a LazyTensorStorage\(max_size, lanes=2\)"):
         ReplayBuffer(100).record(vector())
 
 

@@ -284,7 +284,7 @@ def small(tmp_path_factory):
     fields = {"tokens": FIELDS["tokens"], "log_prob": FIELDS["log_prob"]}
     kept = LazyMemmapStorage(100, scratch_dir=folder, ragged=fields, ragged_bytes=1e5)
     with ReplayBuffer(storage=kept, batch_size=4) as rb:
-        rb.extend({"tokens": [torch.arange(3, dtype=torch.int32)] * 10, "id": torch.arange(10)})
+        rb.extend({"tokens": [torch.arange(3, dtype=torch.int32)] * 10, "log_prob": None, "id": torch.arange(10)})
         names = [(field.name, field.ragged) for field in rb.storage.memory.schema.fields]
         with serving(folder) as server:
             yield rb, server.address, names

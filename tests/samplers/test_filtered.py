@@ -22,6 +22,7 @@ from engram import (
     PrioritizedSampler,
     PrioritizedSliceSampler,
     PromptGroupSampler,
+    Ragged,
     RandomSampler,
     RateLimited,
     ReplayBuffer,
@@ -442,3 +443,32 @@ def test_what_it_refuses():
     rb.extend({**rows_of(4, ready=lambda i: i % 2 == 0), "episode": torch.zeros(4, dtype=torch.int64)})
     with pytest.raises(NoSampleable, match="1000 draws"):
         rb.sample()
+
+
+def test_rows_whose_items_newer_rows_need_count_as_evicted():
+    """Of a model of the ring: the oldest rows make way, and those count that were still to be drawn."""
+    chance = random.Random(3)
+    storage = LazyTensorStorage(100, ragged={"text": Ragged("bytes", max_length=10)}, ragged_bytes=60)
+    sampler = FilteredSampler(RandomSampler(), ready=("reward",), max_uses=1)
+    rb = ReplayBuffer(storage=storage, sampler=sampler, batch_size=1, generator=torch.Generator().manual_seed(2))
+    rb.extend({"id": torch.tensor([-1]), "text": [b""], "reward": torch.ones(1)})
+    assert rb.sample()["id"].tolist() == [-1]  # from here on the filter counts
+    written, drawn, evicted, removed = 0, set(), 0, set()
+    for _ in range(60):
+        before = set(rb[:]["id"].tolist())
+        n = chance.randint(1, 5)
+        rb.extend({"id": torch.arange(written, written + n), "text": [b"x" * 10] * n, "reward": torch.ones(n)})
+        written += n
+        evicted += len(before - set(rb[:]["id"].tolist()) - drawn - {-1})
+        assert rb.stats()["evicted_rows"] == evicted
+        for _ in range(chance.randint(0, 3)):
+            if rb.can_sample():
+                drawn.update(rb.sample()["id"].tolist())
+        if chance.random() < 0.3 and len(left := rb[:]["id"]) > 1:  # one that is removed was not evicted
+            gone = int(left[-1])
+            rb.remove(rb.storage.extent().rows(torch.tensor([len(left) - 1])))
+            removed.add(gone)
+            assert rb.stats()["evicted_rows"] == evicted
+    assert evicted > 20
+    assert drawn
+    assert removed

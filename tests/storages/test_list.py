@@ -218,7 +218,7 @@ def test_copies_are_independent():
         (
             lambda rb: rb.storage.set(5, "x"),
             RuntimeError,
-            "row 5: expected at most 2, the next row: a list cannot have a gap",
+            "row 5: expected at most 2, the next row: a list has no gaps",
         ),
         (lambda rb: rb.storage.set([2, 4], ["x", "y"]), RuntimeError, "row 4: expected at most 3"),
         (lambda rb: rb.storage.set([0, 1], ["x"]), RuntimeError, "expected 2 rows, one per index"),

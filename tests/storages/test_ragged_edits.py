@@ -50,6 +50,8 @@ REFUSED = {
     ),
     "dtype": ({"tokens": [torch.ones(0), torch.ones(7)]}, RuntimeError, "expected int32 items, got float32"),
     "offsets": ({"tokens": (torch.ones(7, dtype=torch.int32), [1, 3, 7])}, ValueError, "begin at 0, got 1"),
+    "two lists": ({"tokens": ([5, 6], [0, 2])}, TypeError, r"'tokens': .*tuple of two lists, .*\"values\""),
+    "two rows": ({"tokens": ([5, 6], [7])}, TypeError, r"'tokens': .*tuple of two lists, .*\[row, row\]"),
     "rows": ({"text": ["a"]}, RuntimeError, "expected the same number of rows in every leaf, but .*'text' has 1"),
     "no text": ({"text": [b"a", "b"]}, TypeError, "'text': expected strings, got bytes"),
     "left out": ({"tokens": None}, KeyError, r"missing \['tokens'\]"),

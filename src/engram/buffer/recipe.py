@@ -12,6 +12,7 @@ from engram._support.checks import check_choice, check_path
 from engram.buffer.configuration import Settings
 from engram.errors import CorruptStore, EngramError, IncompatibleStore
 from engram.format import files, layout
+from engram.storages.ragged import RaggedArguments
 from engram.store import DeviceStore, Store
 from engram.types import Declared
 
@@ -212,8 +213,10 @@ def open_or_create(
         )
     path, io = check_path(f"{call}: directory", directory), storages.memmap.check_io(call, io)
     size, lanes, ndim, dtypes, grouped = store
+    ragged = cast("RaggedArguments", {name: given[name] for name in RaggedArguments.__annotations__ if name in given})
+    given = {name: value for name, value in given.items() if name not in ragged}
     storage = storages.LazyMemmapStorage.open_or_create(
-        path, size, lanes, ndim, dtypes, unclean=unclean, io=io, group_small_fields=grouped
+        path, size, lanes, ndim, dtypes, unclean=unclean, io=io, group_small_fields=grouped, **ragged
     )
     try:
         _announce_repair(storage)

@@ -626,9 +626,10 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
         return OnDevice(self._wiring, self._settings, self._read_path(self._wiring))
 
     def can_sample(self, batch_size: int | None = None) -> bool:
-        """Whether drawing a batch would find data now, and the limits of the store would admit it.
+        """Whether drawing a batch would find data now, and the limits of the store would admit it. Of ragged rows without a batch size:
+        whether ``sample(max_tokens=)`` would find a row, or a group.
 
-        Raises ``RuntimeError`` if no batch size is known.
+        Raises ``RuntimeError`` if no batch size is known, and rows are not ragged.
 
         >>> from engram import LazyTensorStorage, ReplayBuffer
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
@@ -638,6 +639,8 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
         >>> rb.can_sample()
         True
         """
+        if batch_size is None and self._settings.batch_size is None and self.storage.is_ragged:
+            batch_size = self._wiring.source.rows_of_unit
         return self._wiring.can_sample(self._settings.batch_size_of(batch_size, drawing=False))
 
     def limit(self, *limits: Limit | None) -> Self:
@@ -1321,12 +1324,13 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
             dtypes: as for ``LazyMemmapStorage``. Without them, nothing is cast, whatever an earlier start said.
             unclean, io: as for :meth:`open`.
             group_small_fields: of a store that is made, as for ``LazyMemmapStorage``; one that is there stays as it is.
-            **arguments: those of the class's constructor, but ``storage``.
+            **arguments: those of the class's constructor, but ``storage``; and ``ragged``, ``ragged_bytes``, ``layout`` and ``open_rows``,
+                as for ``LazyMemmapStorage``. The first two must be the same at every start.
 
         Raises:
             FileExistsError: the folder holds other files, and no store. Nothing is changed.
-            IncompatibleStore: its store has another capacity, other lanes, another ndim, or other dtypes; or rows that are no TensorDicts,
-                for a class of these. Nothing is changed.
+            IncompatibleStore: its store has another capacity, other lanes, another ndim, other dtypes or ragged fields; or rows that
+                are no TensorDicts, for a class of these. Nothing is changed.
             OSError: the folder cannot be made or written to.
             StoreInUse, CorruptStore, UncleanStore, TypeError, ValueError: as :meth:`open` and the constructor.
             IncompatibleStore, RuntimeError (first write): another process has created a store of other fields or size meanwhile.

@@ -138,7 +138,7 @@ class Geometry(NamedTuple):
         """
         schema = _decoded(text, where, self.dtypes)
         if schema.ragged:
-            schema = self._with_own_rings(schema, here, where)
+            schema = self.with_own_rings(schema, here, where)
         expected = here or self.schema(structure_in(schema), schema.columns)
         if here is not None and (here.added or schema.added) and _as_far_as_both(here, schema):
             expected = schema  # one of the two has fields that were added since
@@ -152,11 +152,15 @@ class Geometry(NamedTuple):
             raise IncompatibleCheckpoint(f"{where}: expected that of this storage, got another: {differs}.{advice}")
         return schema
 
-    def _with_own_rings(self, schema: Schema, here: Schema | None, where: str) -> Schema:
+    def with_own_rings(self, schema: Schema, here: Schema | None, where: str) -> Schema:
         """A saved schema, with the rings that ragged fields have here, or would have. Raises ``IncompatibleCheckpoint``: other fields."""
         if here is not None:
             return with_rings(schema, rings_of(here))
-        longest = {}
+        longest, stored = {}, {schema.fields[number].key for number in schema.ragged}
+        if missing := self.ragged.fields.keys() - stored:
+            raise IncompatibleCheckpoint(
+                f"{where}: expected the ragged fields {[*map(public, missing)]}, got {[*map(public, stored)]}."
+            )
         for number, it in schema.ragged.items():
             declared = self.ragged.fields.get(schema.fields[number].key)
             if declared is not None and (declared.dtype, declared.shape, declared.kind) != (
@@ -194,7 +198,7 @@ class Geometry(NamedTuple):
             )
         schema = _decoded(text, where, self.dtypes)
         if schema.ragged:
-            schema = self._with_own_rings(schema, here, where)
+            schema = self.with_own_rings(schema, here, where)
         made = self.schema(structure_in(schema), schema.columns)
         if here is None or _as_far_as_both(here, made):
             return made

@@ -65,6 +65,11 @@ def _of_numbers(field: ItemField, value: object, call: str) -> Items:
         return _of_parts(field, parts, call)
     if isinstance(value, Tensor | np.ndarray) and value.dtype != np.dtype(object):
         return _of_even(field, value, call)
+    if not field.kind and _are_two_lists(value):
+        raise TypeError(
+            f"{call}: {field.where}: expected values and offsets, or a list of rows, got a tuple of two lists, which may be either. Write "
+            '{"values": …, "offsets": …}, or [row, row].'
+        )
     if isinstance(value, list | tuple | np.ndarray):
         return _of_list(field, list(value), call)
     expected = f"a list of {field.expected}" if field.kind else f"{_FORMS}, of {field.expected}"
@@ -238,13 +243,19 @@ class _Parts(NamedTuple):
 def _parts(value: object) -> _Parts | None:
     """Values and offsets in any of their forms; None: it is none of them."""
     if isinstance(value, tuple) and not nested.is_named_tuple(value):
-        return _Parts(*value, "offsets") if len(value) == 2 and _are_offsets(value[1]) else None
+        offsets = len(value) == 2 and _are_offsets(value[1]) and not _are_two_lists(value)
+        return _Parts(value[0], value[1], "offsets") if offsets else None
     entries = nested.entries_of(value) if not isinstance(value, list | Tensor | np.ndarray) else {}
     names = set(entries.keys())
     for name in ("offsets", "cu_seqlens", "lengths"):
         if "values" in names and name in names and names <= {"values", name, "max_seqlen", "min_seqlen"}:
             return _Parts(entries["values"], entries[name], name)
     return None
+
+
+def _are_two_lists(value: object) -> bool:
+    """Whether it is a tuple of two lists, which may be two rows, or values and offsets."""
+    return isinstance(value, tuple) and len(value) == 2 and all(isinstance(it, list) for it in value)
 
 
 def _are_offsets(value: object) -> bool:

@@ -14,7 +14,7 @@ import torch
 from engram._support.checks import check_choice, check_path
 from engram._support.tensordicts import is_tensor_collection
 from engram._support.unsupported import Later, TracingArguments, carriers, reject_unsupported, take_compilable
-from engram.errors import IncompatibleStore
+from engram.errors import IncompatibleCheckpoint, IncompatibleStore
 from engram.format import layout
 from engram.format import schema as schemas
 from engram.storages._geometry import Geometry
@@ -195,6 +195,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         unclean: str,
         io: str = "auto",
         group_small_fields: int = 0,
+        **more: Unpack[RaggedArguments],
     ) -> LazyMemmapStorage:
         """The storage in a folder, with its rows; or a new one, which the first write of any process that calls this creates.
 
@@ -203,6 +204,7 @@ class LazyMemmapStorage(LazyTensorStorage):
             max_size, lanes, ndim, dtypes: as for the constructor; one that is there must have the same.
             unclean, io: as for :meth:`ReplayBuffer.open`.
             group_small_fields: as for the constructor.
+            **more: ``ragged``, ``ragged_bytes``, ``layout`` and ``open_rows``: as for the constructor; two of them the same each time.
 
         Raises: as :meth:`ReplayBuffer.open_or_create`.
 
@@ -220,13 +222,18 @@ class LazyMemmapStorage(LazyTensorStorage):
         2
         """
         call = "open_or_create"
-        geometry = Geometry.checked(call, max_size, lanes, ndim, dtypes).grouping(group_small_fields, call)
+        geometry = Geometry.checked(call, max_size, lanes, ndim, dtypes)
+        geometry = geometry.with_ragged(more, call).grouping(group_small_fields, call)
         if not holds_store(directory, call):
             _check_place(directory)
             return cls._in(Home(directory, f"{call} {geometry[:3]}"), geometry, io)
         storage = cls.open(directory, unclean=unclean, dtypes=geometry.dtypes, io=io)
         found = storage.store.schema
-        differs = schemas.differences(geometry.schema(structure_in(found), found.columns), found)
+        try:
+            expected = geometry.with_own_rings(found, None, call) if geometry.ragged.fields else found
+            differs = schemas.differences(geometry.schema(structure_in(expected), found.columns), found)
+        except IncompatibleCheckpoint as error:
+            differs = str(error)
         if len(found.columns) != geometry.ndim - 1:
             differs = f"ndim: expected {geometry.ndim}, got {1 + len(found.columns)}"
         if differs:
@@ -235,7 +242,9 @@ class LazyMemmapStorage(LazyTensorStorage):
                 f"{call}: {str(directory)!r} holds a store of another size: {differs}. Use ReplayBuffer.open({str(directory)!r}), "
                 "which takes it as it is, or another folder."
             )
-        storage._geometry = geometry
+        storage._geometry, storage.ragged = geometry, geometry.ragged
+        if found.ragged:
+            storage.layout = geometry.ragged.layout._asdict()
         return storage
 
     @classmethod
