@@ -58,6 +58,7 @@ from engram.device.loader import DeviceLoader as DeviceLoader
 from engram.device.replay import DeviceReplay as DeviceReplay
 from engram.errors import CorruptCheckpoint as CorruptCheckpoint
 from engram.errors import CorruptStore as CorruptStore
+from engram.errors import DatasetError as DatasetError
 from engram.errors import EngramError as EngramError
 from engram.errors import ForkedHandle as ForkedHandle
 from engram.errors import IncompatibleCheckpoint as IncompatibleCheckpoint

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engram import FinalObservations, NextFromFollowing, ReplayBuffer, SliceSampler
 from engram.datasets import blocks as blocks_module
-from engram.datasets import from_hdf5, from_minari, from_numpy, from_parquet, from_sb3, from_torchrl, libraries, tables
+from engram.datasets import from_hdf5, from_minari, from_numpy, from_parquet, from_sb3, from_torchrl, tables
 from engram.errors import ReadOnlyStore
 from tests.datasets.episodes import flat, minari_dataset, minari_episodes, numbers_and_returns, same, steps
 
@@ -24,7 +24,7 @@ LENGTHS = [5, 1, 1, 17, 2, 30, 1]
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks of a few rows, so that episodes go on from one to the next."""
-    for module in (blocks_module, tables, libraries):
+    for module in (blocks_module, tables):
         monkeypatch.setattr(module, "BLOCK_BYTES", 200)
 
 

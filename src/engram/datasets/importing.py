@@ -12,7 +12,7 @@ import logging
 import mmap
 import os
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import msgspec
 import numpy as np
@@ -25,11 +25,12 @@ from engram._support.words import count
 from engram.around import FinalObservations, NextFromFollowing
 from engram.around.reading import MARK
 from engram.buffer.replay_buffer import ReplayBuffer
-from engram.datasets.blocks import REWARD, TRAJECTORY, Array, Block, Columns, ImportArguments, Source, StrPath, nested
+from engram.datasets.blocks import REWARD, TRAJECTORY, Array, Block, Columns, DataSet, ImportArguments, Source, nested
 from engram.errors import CorruptStore, IncompatibleStore, StoreInUse
 from engram.format import files, layout
 from engram.samplers import RandomSampler
 from engram.storages import LazyMemmapStorage
+from engram.types import StrPath
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,14 +48,12 @@ _log = logging.getLogger("engram")
 class Note(msgspec.Struct):
     """What ``import.json`` says."""
 
-    source: dict[str, Any]
-    total: int
+    source: dict[str, object]
     rows: int = 0
     episodes: int = 0
-    returns: float = 0.0
-    """Their sum."""
+    returns: float = 0.0  # their sum
     complete: bool = False
-    version: int = 1
+    version: Literal[1] = 1
 
     @classmethod
     def read(cls, folder: Path, source: Source) -> Note | None:
@@ -79,8 +78,8 @@ class Note(msgspec.Struct):
         files.overwrite(folder / NOTE, msgspec.json.encode(self))
 
 
-def import_source(source: Source, directory: StrPath, arguments: ImportArguments) -> ReplayBuffer[Any]:
-    """Import a data set, or what is left of it, and open the store read-only.
+def import_source(source: Source, directory: StrPath, arguments: ImportArguments) -> DataSet:
+    """Import a data set, or the rest of it, and open the store read-only.
 
     Raises:
         DatasetError: the data set cannot be read or stored. What was whole stays, and the same call goes on with it.
@@ -117,7 +116,7 @@ def _import_rest(source: Source, folder: Path, arguments: ImportArguments, *, fr
         raise FileExistsError(
             17, f"{source.call}: expected a new directory, or one of an import, got files", str(folder)
         )
-    note = note or Note(_identity(source), source.rows)
+    note = note or Note(_identity(source))
     try:
         note.write(folder)
         if not note.complete:
@@ -131,8 +130,8 @@ def _import_rest(source: Source, folder: Path, arguments: ImportArguments, *, fr
         raise
 
 
-def _identity(source: Source) -> dict[str, Any]:
-    return cast("dict[str, Any]", json.loads(json.dumps({"from": source.call, **source.identity()})))
+def _identity(source: Source) -> dict[str, object]:
+    return cast("dict[str, object]", json.loads(json.dumps({"from": source.call, **source.identity()})))
 
 
 class _Import:
@@ -143,8 +142,8 @@ class _Import:
         self._show = arguments.get("show") or _log.info
         #: What the tags of final observations count from.
         self._first_tag = xxhash.xxh3_64_intdigest(msgspec.json.encode(note.source, order="deterministic")) >> 2
-        self._buffer: ReplayBuffer[Any] | None = None
-        self._finals: ReplayBuffer[Any] | None = None
+        self._buffer: DataSet | None = None
+        self._finals: DataSet | None = None
         self._unforgotten = 0
 
     def run(self) -> None:
@@ -207,7 +206,7 @@ class _Import:
         columns.setdefault(RETURN, np.repeat(sums.astype(np.float32), lengths))
         return float(sums.sum())
 
-    def _open(self, columns: Columns, finals: list[FieldPath]) -> ReplayBuffer[Any]:
+    def _open(self, columns: Columns, finals: list[FieldPath]) -> DataSet:
         """The store, made for such rows if it is not there. ``finals``: observations that are kept of last steps."""
         source = self._source
         keys = [path for path in columns if path[0] == "observation" and ("next", *path) not in columns]
@@ -224,7 +223,7 @@ class _Import:
             self._show(f"{public(old)!r}: {stored}")
         return self._buffer
 
-    def _put(self, buffer: ReplayBuffer[Any], first: int, columns: Columns) -> None:
+    def _put(self, buffer: DataSet, first: int, columns: Columns) -> None:
         """Write rows from one on. Those that a killed import has written, or has begun, are replaced."""
         storage = cast("LazyMemmapStorage", buffer.storage)
         n, there = len(next(iter(columns.values()))), storage.extent().size if storage.initialized else 0
