@@ -277,7 +277,7 @@ def test_sb3(tmp_path):
         [1, 2],
         arrays | {"rewards": np.zeros(3)},
     ):
-        with pytest.raises(DatasetError, match=r"expected arrays \[steps, environments, …\] of a ReplayBuffer"):
+        with pytest.raises(DatasetError, match=r"expected arrays \[steps, environments, …\]"):
             from_sb3(wrong, tmp_path / "data")
     with pytest.raises(DatasetError, match="expected at least one row"):
         from_sb3(arrays | {"pos": 0, "full": False}, tmp_path / "data")

@@ -24,9 +24,7 @@ def kind_of(source: Path) -> str:
     return _OF_SUFFIX.get(source.suffix, "minari")
 
 
-def import_source(
-    source: str, directory: Path, kind: str | None, rename: Sequence[str], end_keys: Sequence[str]
-) -> None:
+def load(source: str, directory: Path, kind: str | None, rename: Sequence[str], end_keys: Sequence[str]) -> None:
     """Import a data set, and say what its fields become. Raises: as :func:`engram.datasets.from_numpy`."""
     pairs = [pair.partition("=") for pair in rename]
     names = {tuple(old.split("/")): tuple(new.split("/")) if new else None for old, _, new in pairs}

@@ -122,7 +122,5 @@ def written_whole(path: StrPath, call: str) -> Iterator[Path]:
         yield partial
         os.rename(partial, target)
     finally:
-        if partial.is_dir():
-            shutil.rmtree(partial)
-        else:
-            partial.unlink(missing_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)  # of a file or of nothing, it does nothing
+        partial.unlink(missing_ok=True)

@@ -218,9 +218,8 @@ class _Import:
         storage, batch_size = _storage(self._folder, source.rows), self._arguments.get("batch_size", 256)
         self._buffer = ReplayBuffer(storage=storage, sampler=sampler, batch_size=batch_size)
         for old, new in source.names.items() if not self._note.rows else ():
-            column = None if new is None else columns[new]
-            stored = "left out" if column is None else f"{new and public(new)!r}, {column.dtype}{[*column.shape[1:]]}"
-            self._show(f"{public(old)!r}: {stored}")
+            kind = "" if new is None else f"{public(new)!r}, {columns[new].dtype}{[*columns[new].shape[1:]]}"
+            self._show(f"{public(old)!r}: {kind or 'left out'}")
         return self._buffer
 
     def _put(self, buffer: DataSet, first: int, columns: Columns) -> None:

@@ -40,19 +40,17 @@ class _Episodes(of.Source):
 
     def _read(self, first: int) -> Iterator[Columns]:
         found = iter(self._storage.get_episodes(range(first, self.finals)))
-        for number in range(first, self.finals):
+        for n in range(first, self.finals):
             try:
                 episode = next(found)
             except (OSError, LookupError, ValueError, StopIteration) as error:
-                raise self.refuse(f"episode {number} of {self.finals} is missing or damaged ({error}).") from error
+                raise self.refuse(f"episode {n} of {self.finals} is missing or damaged ({error}).") from error
             kept = ("observations", "actions", "rewards", "terminations", "truncations")
             columns = {path: np.asarray(leaf) for path, leaf in flat_names({name: episode[name] for name in kept})}
             steps = len(columns["rewards",])
             for path, column in columns.items():
                 if len(column) != (expected := steps + (path[0] == "observations")):
-                    raise self.refuse(
-                        f"episode {number}: {public(path)!r}: expected {expected} entries, got {len(column)}."
-                    )
+                    raise self.refuse(f"episode {n}: {public(path)!r}: expected {expected} entries, got {len(column)}.")
             yield columns
 
     def blocks(self, row: int, episode: int) -> Iterator[of.Block]:  # noqa: ARG002 - it is known by its number
@@ -70,9 +68,8 @@ class _Episodes(of.Source):
     def _block(self, episodes: list[Columns]) -> of.Block:
         kept = {old: new for old, new in self.names.items() if new is not None}
         lengths = np.array([len(episode["rewards",]) for episode in episodes])
-        finals = {
-            new: np.stack([one[old][-1] for one in episodes]) for old, new in kept.items() if old[0] == "observations"
-        }
+        seen = {old: new for old, new in kept.items() if old[0] == "observations"}
+        finals = {new: np.stack([one[old][-1] for one in episodes]) for old, new in seen.items()}
         pieces = {new: [one[old][:n] for one, n in zip(episodes, lengths, strict=True)] for old, new in kept.items()}
         return of.Block({new: np.concatenate(some) for new, some in pieces.items()}, lengths, finals)
 

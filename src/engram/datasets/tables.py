@@ -397,10 +397,7 @@ class _Envs(Arrays):
         shape: tuple[int, ...] = found.get(("rewards",), np.zeros(0)).shape
         wrong = {public(key): leaf.shape for key, leaf in found.items() if leaf.shape[:2] != shape}
         if len(shape) != 2 or ("dones",) not in found or wrong:
-            got = wrong or [*buffer]
-            raise DatasetError(
-                f"{call}: {where}: expected arrays [steps, environments, …] of a ReplayBuffer, got {got}."
-            )
+            raise DatasetError(f"{call}: {where}: expected arrays [steps, environments, …], got {wrong or [*buffer]}.")
         steps, self._envs = shape
         pos, full = int(str(buffer.get("pos", 0))), bool(buffer.get("full", "pos" not in buffer))
         order = (np.arange(steps) + pos) % steps if full else np.arange(pos)
