@@ -63,9 +63,7 @@ class Note(msgspec.Struct):
         except FileNotFoundError:
             return None
         except msgspec.MsgspecError as error:
-            raise CorruptStore(
-                f"{folder / NOTE}: expected the note of an import ({error}). Use another directory."
-            ) from error
+            raise CorruptStore(f"{folder / NOTE}: expected the note of an import ({error}).") from error
         asked = _identity(source)
         if differs := [key for key in asked if asked[key] != note.source.get(key)]:
             raise IncompatibleStore(
@@ -75,7 +73,8 @@ class Note(msgspec.Struct):
         return note
 
     def write(self, folder: Path) -> None:
-        files.overwrite(folder / NOTE, msgspec.json.encode(self))
+        raw = msgspec.json.encode(self)
+        files.overwrite(folder / NOTE, raw.ljust(-(-len(raw) // 512) * 512))  # the next one then fits in its place
 
 
 def import_source(source: Source, directory: StrPath, arguments: ImportArguments) -> DataSet:
