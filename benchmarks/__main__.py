@@ -18,6 +18,7 @@ from benchmarks import (
     bench_checkpoints,
     bench_cleanrl,
     bench_cluster,
+    bench_datasets,
     bench_ensembles,
     bench_everyday,
     bench_frames,
@@ -74,6 +75,7 @@ BENCHMARKS: dict[str, Callable[[rivals.Libraries, float], Iterator[Row]]] = {
     "removers": bench_removers.run,
     "ranks": bench_ranks.run,
     "cluster": bench_cluster.run,
+    "datasets": bench_datasets.run,
     "transfer_queue": bench_transfer_queue.run,
 }
 RESULTS = Path(__file__).parent / "results"

@@ -43,6 +43,7 @@ NAMES = [
     "CorruptStore",
     "DEFAULT_DONE_KEYS",
     "DTypeCastTransform",
+    "DatasetError",
     "DeviceCastTransform",
     "DeviceLoader",
     "DeviceReplay",

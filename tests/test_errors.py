@@ -19,6 +19,7 @@ BUILTINS = {
     "UncleanStore": RuntimeError,
     "IncompatibleCheckpoint": ValueError,
     "CorruptCheckpoint": RuntimeError,
+    "DatasetError": ValueError,
     "RankFailed": RuntimeError,
 }
 

@@ -62,6 +62,7 @@ from engram.env.robot import RobotRecorder as RobotRecorder
 from engram.env.robot import record_robot as record_robot
 from engram.errors import CorruptCheckpoint as CorruptCheckpoint
 from engram.errors import CorruptStore as CorruptStore
+from engram.errors import DatasetError as DatasetError
 from engram.errors import EngramError as EngramError
 from engram.errors import ForkedHandle as ForkedHandle
 from engram.errors import IncompatibleCheckpoint as IncompatibleCheckpoint

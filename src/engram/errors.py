@@ -16,7 +16,7 @@
     ├── UncleanStore       RuntimeError   the store was open when the machine crashed
     ├── IncompatibleCheckpoint  ValueError     another schema or geometry, or a newer format version
     ├── CorruptCheckpoint       RuntimeError   a missing, truncated, changed or hostile file
-    ├── DatasetError       ValueError     a data set that cannot be read, imported or written as asked
+    ├── DatasetError            ValueError     a data set that cannot be read, imported or written as asked
     └── RankFailed         RuntimeError   a rank of the job failed, died or did not answer in time
 
 Plain mistakes in a call keep their builtin class (``TypeError``, ``KeyError``, ``ValueError``, ``RuntimeError``,

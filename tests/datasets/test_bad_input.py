@@ -42,7 +42,10 @@ def columns(**more):
         (columns(when=np.zeros(4, "datetime64[s]")), "field 'when': expected numbers"),
         (columns(wide=np.zeros(4, np.longdouble)), "field 'wide': expected numbers"),
         ({"obs": np.arange(4.0)}, "expected the number of the episode, .*or an end flag.*rename= or end_keys="),
-        (columns(episode=np.array([1, 1, 0, 0])), "rows of 0 follow those of a later one. Sort the rows"),
+        (
+            columns(episode=np.array([1, 1, 0, 0])),
+            "expected sorted rows, but those of episode 0 follow those of a later one",
+        ),
         (columns(observations=np.ones(4)), "several become {'observation',}|several become {\\('observation',\\)}"),
     ],
 )
@@ -141,12 +144,12 @@ def test_parquet_files(tmp_path):
     writer.write_table(table())  # and killed
     shutil.copy(tmp_path / "open.parquet", tmp_path / "a.parquet")
     writer.close()
-    refused("a.parquet: expected a whole Parquet file; this one is damaged, or still written")
+    refused("a.parquet: expected a whole Parquet file, damaged or open still")
     for more, said in (
         ({"x": [1, None, 3]}, "column 'x': expected a value in every row, got 1 empty ones"),
         ({"x": [[1], [1, 2], [3]]}, r"column 'x': expected lists of one length, got \[.*1.*2.*\]"),
         ({"x": [[1], None, [3]]}, "column 'x': expected lists of one length, got empty ones"),
-        ({"x": ["a", "b", "c"]}, "column 'x': expected numbers, got string. Leave it out: rename={'x': None}"),
+        ({"x": ["a", "b", "c"]}, "column 'x': expected numbers, got string. rename={name: None} omits it"),
         ({"x": [{"y": 1}] * 3}, "column 'x': expected numbers, got struct"),
     ):
         pq.write_table(table(**more), tmp_path / "a.parquet")
@@ -162,7 +165,7 @@ def test_a_parquet_file_that_is_damaged_half_way(tmp_path):
     place = pq.ParquetFile(tmp_path / "a.parquet").metadata.row_group(6).column(0).data_page_offset
     raw = (tmp_path / "a.parquet").read_bytes()
     (tmp_path / "a.parquet").write_bytes(raw[:place] + b"\xff" * 60 + raw[place + 60 :])
-    with pytest.raises(DatasetError, match="a.parquet: expected a whole Parquet file; this one is damaged"):
+    with pytest.raises(DatasetError, match="a.parquet: expected a whole Parquet file, got a damaged one"):
         from_parquet(tmp_path / "a.parquet", tmp_path / "data")
 
 
@@ -226,7 +229,7 @@ def shorter(file, name):
     ],
 )
 def test_episodes_of_minari_that_are_damaged(tmp_path, monkeypatch, change, said):
-    monkeypatch.setattr(libraries, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(libraries.of, "BLOCK_BYTES", 1)
     with pytest.raises(DatasetError, match=said):
         from_minari(damaged(tmp_path, change), tmp_path / "data")
 
@@ -274,7 +277,7 @@ def test_sb3(tmp_path):
         [1, 2],
         arrays | {"rewards": np.zeros(3)},
     ):
-        with pytest.raises(DatasetError, match=r"expected arrays \[steps, environments, …\] of a ReplayBuffer"):
+        with pytest.raises(DatasetError, match=r"expected arrays \[steps, environments, …\]"):
             from_sb3(wrong, tmp_path / "data")
     with pytest.raises(DatasetError, match="expected at least one row"):
         from_sb3(arrays | {"pos": 0, "full": False}, tmp_path / "data")

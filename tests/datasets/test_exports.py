@@ -179,7 +179,7 @@ def test_what_has_no_place_is_refused(store, tmp_path):
             to_hdf5(tmp_path / str(dtype), tmp_path / "a")
     with ReplayBuffer(storage=LazyMemmapStorage(3, scratch_dir=tmp_path / "c")) as rb:
         rb.extend({"x": torch.zeros(3, dtype=torch.complex64), "done": torch.ones(3, dtype=torch.bool)})
-    with pytest.raises(DatasetError, match="field 'x': expected a dtype that Arrow has, got complex64"):
+    with pytest.raises(DatasetError, match="'x': expected a dtype of Arrow's, got complex64"):
         to_parquet(tmp_path / "c", tmp_path / "a")
     with ReplayBuffer(storage=LazyMemmapStorage(3, scratch_dir=tmp_path / "d")) as rb:
         rb.extend({"x": torch.zeros(3)})

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engram import FinalObservations, NextFromFollowing, ReplayBuffer, SliceSampler
 from engram.datasets import blocks as blocks_module
-from engram.datasets import from_hdf5, from_minari, from_numpy, from_parquet, from_sb3, from_torchrl, libraries, tables
+from engram.datasets import from_hdf5, from_minari, from_numpy, from_parquet, from_sb3, from_torchrl, tables
 from engram.errors import ReadOnlyStore
 from tests.datasets.episodes import flat, minari_dataset, minari_episodes, numbers_and_returns, same, steps
 
@@ -24,7 +24,7 @@ LENGTHS = [5, 1, 1, 17, 2, 30, 1]
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks of a few rows, so that episodes go on from one to the next."""
-    for module in (blocks_module, tables, libraries):
+    for module in (blocks_module, tables):
         monkeypatch.setattr(module, "BLOCK_BYTES", 200)
 
 
@@ -168,6 +168,38 @@ def test_parquet_files_of_a_folder_and_their_lists(tmp_path):
     assert rb["observation"].tolist() == [[number, row] for number in range(3) for row in range(3)]
     assert rb["collector", "traj_ids"].tolist() == [0] * 3 + [1] * 6
     assert rb["observation"].dtype == torch.int64
+
+
+def test_the_tables_of_lerobot_version_3(tmp_path):
+    """As its writer lays them out: files in chunks, lists of float32, and numbers of episodes and frames."""
+    generator, lengths = np.random.default_rng(0), [3, 5, 4]
+    states = generator.random((12, 6), np.float32)
+    episodes = np.repeat(np.arange(3), lengths)
+    frames = np.concatenate([np.arange(n) for n in lengths])
+    table = pa.table(
+        {
+            "observation.state": pa.FixedSizeListArray.from_arrays(states.reshape(-1), 6),
+            "action": [[float(row)] * 2 for row in range(12)],
+            "next.reward": np.ones(12, np.float32),
+            "timestamp": (frames / 30).astype(np.float32),
+            "frame_index": frames,
+            "episode_index": episodes,
+            "index": np.arange(12),
+            "task_index": np.zeros(12, np.int64),
+        }
+    )
+    (tmp_path / "in/data/chunk-000").mkdir(parents=True)
+    for number, rows in enumerate([slice(0, 8), slice(8, 12)]):
+        part = table.slice(rows.start, rows.stop - rows.start)
+        pq.write_table(part, tmp_path / f"in/data/chunk-000/file-{number:03d}.parquet")
+    rb = from_parquet(tmp_path / "in/data", tmp_path / "data")
+    assert same(rb["observation", "state"].numpy(), states)
+    assert rb["collector", "traj_ids"].tolist() == episodes.tolist()
+    assert rb["episode_return"].tolist() == np.repeat(lengths, lengths).tolist()
+    batch, info = rb.sample(256, return_info=True)
+    rows = info["index"].numpy()
+    assert set(rows.tolist()) == {0, 1, 3, 4, 5, 6, 8, 9, 10}
+    assert same(batch["next"]["observation"]["state"].numpy(), states[rows + 1])
 
 
 # ---- Minari --------------------------------------------------------------------------------------------------------------

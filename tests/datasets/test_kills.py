@@ -16,7 +16,7 @@ import os, signal
 from engram import datasets
 from engram.datasets import importing, libraries, tables
 
-libraries.BLOCK_BYTES = tables.BLOCK_BYTES = piece
+libraries.of.BLOCK_BYTES = tables.BLOCK_BYTES = piece
 done = 0
 
 def dying(function, before):

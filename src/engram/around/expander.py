@@ -71,10 +71,8 @@ class Expander(SamplerAround):
         """Fields whose next observation is read from the following row."""
         return ()
 
-    @property
-    def marks(self) -> bool:
-        """Whether rows say where their final observation is."""
-        return False
+    #: Whether rows say where their final observation is.
+    marks = False
 
     @property
     def chain(self) -> tuple[Expander, ...]:

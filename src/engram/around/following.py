@@ -574,8 +574,8 @@ class NextFromFollowing(Expander):
             raise TypeError(
                 "NextFromFollowing: finals: expected FinalObservations, or the keys of observations, got None."
             )
-        self.finals: Any = finals if keys is None else None
-        self._keys = keys or ()
+        self.finals = cast("FinalObservations", None if keys else finals)
+        self._keys, self.marks = keys or (), keys is None
         super().__init__(sampler, **trajectories)
         source = self.innermost
         if source.traits.draws_windows and keys is not None:
@@ -603,14 +603,10 @@ class NextFromFollowing(Expander):
 
     @property
     def followed(self) -> tuple[FieldPath, ...]:
-        return self._keys if self.finals is None else cast("tuple[FieldPath, ...]", self.finals.keys)
-
-    @property
-    def marks(self) -> bool:
-        return self.finals is not None
+        return self._keys if not self.marks else self.finals.keys
 
     def change(self, reading: Reading) -> None:
-        if self.finals is not None and MARK not in reading.numbers:
+        if self.marks and MARK not in reading.numbers:
             raise KeyError(
                 f"sample: NextFromFollowing: expected rows with {public(MARK)!r}, got {[*map(public, reading.numbers)]}. Write them "
                 "through ReplayBuffer(..., transform=finals)."
@@ -621,13 +617,13 @@ class NextFromFollowing(Expander):
                 raise ValueError(
                     f"sample: NextFromFollowing: the rows have a field {public(('next', *key))!r} already."
                 )
-        reading.following = Following(reading, fields, self.finals)
+        reading.following = Following(reading, fields, self.finals if self.marks else None)
 
     @property
     def reads_there(self) -> bool:
         of = self._source.traits
         by_priority = isinstance(self._source, PrioritizedSampler) and not of.draws_windows
-        return self.finals is not None and not self._inside and (of.draws_uniformly or by_priority)
+        return self.marks and not self._inside and (of.draws_uniformly or by_priority)
 
     @property
     def draws_on_device(self) -> bool:  # type: ignore[override]
@@ -676,10 +672,10 @@ class NextFromFollowing(Expander):
         return found
 
     def beside_bytes(self, stored: Sequence[Field]) -> int:
-        if self.finals is None:
+        if not self.marks:
             return 0
         observations = sum(field.row_bytes for field in stored if field.key in self.finals.keys)
-        return int(self.finals.storage.max_size) * (observations + 8)  # and a tag
+        return self.finals.storage.max_size * (observations + 8)  # and a tag
 
     def bind(self, storage: SampledStorage) -> None:
         """As for every expander. Raises ``RuntimeError``: ``storage`` is shared, and that of final observations is not.
@@ -691,7 +687,7 @@ class NextFromFollowing(Expander):
         Traceback (most recent call last):
         RuntimeError: NextFromFollowing: the buffer is one that processes share, but the storage of final observations is not. ...
         """
-        if self.finals is not None and isinstance(storage, TensorStorage):
+        if self.marks and isinstance(storage, TensorStorage):
             self.finals.follow(storage)
         super().bind(storage)
 
@@ -702,7 +698,7 @@ class NextFromFollowing(Expander):
         >>> NextFromFollowing(RandomSampler(), FinalObservations(["obs"], LazyTensorStorage(10))).moved()
         """
         super().moved()
-        if self.finals is not None:
+        if self.marks:
             self.finals.move()
 
     def observe(self, write: Write | None, data: object) -> None:
@@ -711,34 +707,34 @@ class NextFromFollowing(Expander):
         >>> from engram import FinalObservations, LazyTensorStorage, NextFromFollowing, RandomSampler
         >>> NextFromFollowing(RandomSampler(), FinalObservations(["obs"], LazyTensorStorage(10))).observe(None, None)
         """
-        if self.finals is not None:
+        if self.marks:
             self.finals.written()
         super().observe(write, data)
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        return super().traits if self.finals is None else super().traits._replace(listens=True)
+        return super().traits if not self.marks else super().traits._replace(listens=True)
 
     @property
     def recordable(self) -> bool:
         """Whether final observations lie in a directory, which a store can note."""
-        return (self.finals is None or self.finals.folder is not None) and super().recordable
+        return (not self.marks or self.finals.folder is not None) and super().recordable
 
     def config(self) -> dict[str, object]:
-        return {**super().config(), "finals": plain(self._keys) if self.finals is None else self.finals}
+        return {**super().config(), "finals": plain(self._keys) if not self.marks else self.finals}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({"_keys": (), **state})  # which earlier versions did not have
+    def __setstate__(self, state: dict[str, object]) -> None:
+        super().__setstate__({"_keys": (), "marks": True, **state})  # which earlier versions did not have
 
     def __repr__(self) -> str:
-        finals = [*map(public, self._keys)] if self.finals is None else self.finals
+        finals = [*map(public, self._keys)] if not self.marks else self.finals
         return f"NextFromFollowing({self.sampler!r}, {finals!r})"
 
 
 def finals_of(sampler: object) -> FinalObservations | None:
     """Those that a sampler reads. None: it reads none."""
     chain = sampler.chain if isinstance(sampler, Expander) else ()
-    return next((one.finals for one in chain if isinstance(one, NextFromFollowing)), None)
+    return next((one.finals for one in chain if isinstance(one, NextFromFollowing) and one.marks), None)
 
 
 def _column(flag: object) -> Tensor:

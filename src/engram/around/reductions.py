@@ -446,13 +446,11 @@ class NStep(Expander):
         moved = set(reading.flags(self.rules))
         for key in self.next_keys:
             found = reading.below(key)
-            if any(("next", *path)[: len(key)] == key for path in reading.followed):
-                reading.ahead = ahead
-                if not found and key != ("next",):
-                    continue
+            followed = any(("next", *path)[: len(key)] == key for path in reading.followed)
+            reading.ahead = ahead if followed else reading.ahead
             if key == ("next",):
                 found += reading.of_next_step()
-            elif not found:
+            elif not (found or followed):
                 reading.number(key, "NStep: next_keys")
             moved.update(found)
         for number in moved - {reward}:

@@ -413,9 +413,9 @@ def import_(source: str, directory: Path, kind: str | None, rename: tuple[str, .
     Exit code: 0, 1 if SOURCE is damaged or cannot be stored, 2 if there is no SOURCE or DIRECTORY holds something else.
     """
     with refusing("minari,datasets"):
-        from engram.cli.data import import_source
+        from engram.cli.data import load
 
-        import_source(source, directory, kind, rename, end_keys)
+        load(source, directory, kind, rename, end_keys)
 
 
 @main.command()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 import numpy as np
@@ -24,13 +24,11 @@ def kind_of(source: Path) -> str:
     return _OF_SUFFIX.get(source.suffix, "minari")
 
 
-def import_source(
-    source: str, directory: Path, kind: str | None, rename: Sequence[str], end_keys: Sequence[str]
-) -> None:
+def load(source: str, directory: Path, kind: str | None, rename: Sequence[str], end_keys: Sequence[str]) -> None:
     """Import a data set, and say what its fields become. Raises: as :func:`engram.datasets.from_numpy`."""
     pairs = [pair.partition("=") for pair in rename]
     names = {tuple(old.split("/")): tuple(new.split("/")) if new else None for old, _, new in pairs}
-    how: dict[str, Any] = {"rename": names, "show": click.echo}
+    how: dict[str, object] = {"rename": names, "show": click.echo}
     how |= {"end_keys": [tuple(key.split("/")) for key in end_keys]} if end_keys else {}
     kind = kind or kind_of(Path(source))
     data = dict(np.load(source, allow_pickle=False)) if kind == "numpy" else source

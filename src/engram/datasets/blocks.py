@@ -8,7 +8,8 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypedDict
+from types import ModuleType
+from typing import Any, NamedTuple, TypeAlias, TypedDict, cast
 
 import numpy as np
 import xxhash
@@ -16,18 +17,22 @@ from numpy.typing import NDArray
 
 from engram._support.field_paths import FieldPath, as_paths, checked_path, public
 from engram._support.progress import OnProgress
+from engram.buffer.replay_buffer import ReplayBuffer
 from engram.errors import DatasetError
+from engram.types import StrPath
 
 Array: TypeAlias = NDArray[Any]
 Columns: TypeAlias = dict[FieldPath, Array]
-StrPath: TypeAlias = str | os.PathLike[str]
+Names: TypeAlias = dict[FieldPath, FieldPath | None]
+Usual: TypeAlias = Mapping[str, FieldPath]
+DataSet: TypeAlias = ReplayBuffer[Any]
 Key: TypeAlias = str | tuple[str, ...]
 
 TRAJECTORY: FieldPath = ("collector", "traj_ids")
 REWARD: FieldPath = ("next", "reward")
 TERMINATED, TRUNCATED, DONE = FLAGS = (("next", "terminated"), ("next", "truncated"), ("next", "done"))
 #: What the first part of a name becomes, unless a ``rename`` says otherwise: the names of D4RL, Minari, SB3 and RLlib.
-USUAL: dict[str, FieldPath] = {
+USUAL: Usual = {
     **dict.fromkeys(("observations", "obs"), ("observation",)),
     **dict.fromkeys(("next_observations", "next_obs", "new_obs"), ("next", "observation")),
     "actions": ("action",),
@@ -54,21 +59,20 @@ class ImportArguments(TypedDict, total=False):
 class Block(NamedTuple):
     """Whole episodes, one after the other."""
 
+    #: ``[rows, …]`` each; and the rows of each episode.
     columns: Columns
-    """``[rows, …]`` each."""
     lengths: NDArray[np.int64]
-    """Rows of each episode."""
+    #: ``[episodes, …]`` each: the observations after the last steps. Empty: the data set has none.
     finals: Columns
-    """``[episodes, …]`` each: the observations after the last steps. Empty: the data set has none."""
+    #: Of which episodes; in place of the others are those of the last steps. None: of all.
     known: Array | None = None
-    """Of which episodes; in place of the others are those of the last steps. None: of all."""
 
 
 class Source(ABC):
     """A data set that is read."""
 
     #: Names in it, and what they become. None: left out.
-    names: dict[FieldPath, FieldPath | None]
+    names: Names
     rows: int
     #: How many observations after last steps there are: as many as episodes, or 0.
     finals: int = 0
@@ -103,9 +107,7 @@ class Table(Source):
     def parts(self, row: int) -> Iterator[Iterator[Columns]]:
         """Its rows from one on, by their new names: pieces of them, in order. No episode goes on from one part to the next."""
 
-    def named(
-        self, found: Iterable[FieldPath], arguments: ImportArguments, usual: Mapping[str, FieldPath] = USUAL
-    ) -> None:
+    def named(self, found: Iterable[FieldPath], arguments: ImportArguments, usual: Usual = USUAL) -> None:
         """Say what its fields become, and which of them end an episode; flags that it lacks are passed over."""
         self.names = new_names(self.call, [*found], arguments.get("rename"), usual)
         if (ends := as_paths(arguments.get("end_keys"), f"{self.call}: end_keys")) is not None:
@@ -115,7 +117,7 @@ class Table(Source):
         for part in self.parts(row):
             begun: list[Columns] = []  # pieces of an episode of which more rows may follow
             for chunk in part:
-                rows = self._checked_rows(chunk)
+                rows = len(next(iter(chunk.values())))
                 first = np.flatnonzero(self._begins(begun[-1] if begun else None, chunk)).tolist()
                 if begun and first:
                     yield _one([*begun, _slice(chunk, 0, first[0])])
@@ -125,12 +127,6 @@ class Table(Source):
                 begun.append(_slice(chunk, first[-1] if first else 0, rows))
             if begun:
                 yield _one(begun)
-
-    def _checked_rows(self, chunk: Columns) -> int:
-        rows = {public(path): len(column) for path, column in chunk.items()}
-        if len({*rows.values()}) != 1:
-            raise self.refuse(f"expected as many rows in all fields, got {rows}.")
-        return next(iter(rows.values()))
 
     def _begins(self, before: Columns | None, chunk: Columns) -> NDArray[np.bool_]:
         """Whether each row is the first one of an episode. ``before``: the rows before, without a break."""
@@ -149,9 +145,7 @@ class Table(Source):
             steps = np.diff(ids, prepend=ids[:1] if before is None else before[self.id].reshape(-1)[-1:])
             if self.sorted and (steps < 0).any():
                 late = ids[np.argmax(steps < 0)]
-                raise self.refuse(
-                    f"expected one episode after the other, but rows of {late} follow those of a later one. Sort the rows."
-                )
+                raise self.refuse(f"expected sorted rows, but those of episode {late} follow those of a later one.")
             begins |= steps != 0
         return begins
 
@@ -169,9 +163,7 @@ def _any(flag: Array) -> Array:
     return np.asarray((flag != 0).reshape(len(flag), -1).any(1))
 
 
-def new_names(
-    call: str, found: list[FieldPath], rename: object, usual: Mapping[str, FieldPath] = USUAL
-) -> dict[FieldPath, FieldPath | None]:
+def new_names(call: str, found: list[FieldPath], rename: object, usual: Usual = USUAL) -> Names:
     """What the fields of a data set become. A name of a group of fields, such as ``"infos"``, names all of them.
 
     Raises:
@@ -183,7 +175,7 @@ def new_names(
     given = {old: None if new is None else checked_path(new, f"{call}: rename") for old, new in pairs.items()}
     if unknown := [public(old) for old in given if not any(field[: len(old)] == old for field in found)]:
         raise DatasetError(f"{call}: rename: expected fields of the data set, {[*map(public, found)]}, got {unknown}.")
-    names: dict[FieldPath, FieldPath | None] = {}
+    names: Names = {}
     for field in found:
         n = next((n for n in range(len(field), 0, -1) if field[:n] in given), 0)
         new = given[field[:n]] if n else usual.get(field[0], field[:1])
@@ -194,7 +186,7 @@ def new_names(
     return names
 
 
-def required(module: str, extra: str, call: str) -> Any:
+def required(module: str, extra: str, call: str) -> ModuleType:
     """A module of an extra. Raises ``ModuleNotFoundError``: it is not installed."""
     try:
         return importlib.import_module(module)
@@ -203,7 +195,7 @@ def required(module: str, extra: str, call: str) -> Any:
         raise ModuleNotFoundError(text, name=error.name) from error
 
 
-def flat_names(data: Mapping[str, object]) -> Iterator[tuple[FieldPath, Any]]:
+def flat_names(data: Mapping[str, object]) -> Iterator[tuple[FieldPath, object]]:
     """The leaves of nested mappings and tuples, by path."""
     for key, value in data.items():
         inner = dict(enumerate(value)) if isinstance(value, tuple) else value
@@ -215,10 +207,10 @@ def flat_names(data: Mapping[str, object]) -> Iterator[tuple[FieldPath, Any]]:
 
 def nested(columns: Mapping[FieldPath, object]) -> dict[str, object]:
     """Columns by path as nested dicts."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for path, column in columns.items():
         at = found
         for part in path[:-1]:
-            at = at.setdefault(part, {})
+            at = cast("dict[str, object]", at.setdefault(part, {}))
         at[path[-1]] = column
     return found

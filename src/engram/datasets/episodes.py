@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,7 +16,8 @@ from engram.around.episodes import TrajectoryKeys, numbers_by_path
 from engram.around.following import finals_of
 from engram.around.reading import MARK
 from engram.buffer.replay_buffer import ReplayBuffer
-from engram.datasets.blocks import BLOCK_BYTES, Array, Block, Columns, StrPath, Table
+from engram.datasets.blocks import BLOCK_BYTES, Array, Block, Columns, DataSet, Table
+from engram.types import StrPath
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +31,7 @@ class Stored(Table):
 
     sorted = False
 
-    def __init__(self, buffer: ReplayBuffer[Any], call: str, where: Path) -> None:
+    def __init__(self, buffer: DataSet, call: str, where: Path) -> None:
         super().__init__(call, where)
         self._storage, self._extent, self._finals = buffer.storage, buffer.storage.extent(), finals_of(buffer.sampler)
         memory = buffer.storage.memory
@@ -47,7 +48,7 @@ class Stored(Table):
         self._piece = max(1, BLOCK_BYTES // memory.schema.row_bytes)
 
     def parts(self, row: int) -> Iterator[Iterator[Columns]]:
-        assert row == 0  # exports begin anew
+        assert row == 0  # exports begin there
         yield from map(self._lane, range(len(self._extent.filled)))
 
     def _lane(self, lane: int) -> Iterator[Columns]:
@@ -121,7 +122,5 @@ def written_whole(path: StrPath, call: str) -> Iterator[Path]:
         yield partial
         os.rename(partial, target)
     finally:
-        if partial.is_dir():
-            shutil.rmtree(partial)
-        else:
-            partial.unlink(missing_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)  # of a file or of nothing, it does nothing
+        partial.unlink(missing_ok=True)

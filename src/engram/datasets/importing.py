@@ -12,7 +12,7 @@ import logging
 import mmap
 import os
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import msgspec
 import numpy as np
@@ -25,11 +25,12 @@ from engram._support.words import count
 from engram.around import FinalObservations, NextFromFollowing
 from engram.around.reading import MARK
 from engram.buffer.replay_buffer import ReplayBuffer
-from engram.datasets.blocks import REWARD, TRAJECTORY, Array, Block, Columns, ImportArguments, Source, StrPath, nested
+from engram.datasets.blocks import REWARD, TRAJECTORY, Array, Block, Columns, DataSet, ImportArguments, Source, nested
 from engram.errors import CorruptStore, IncompatibleStore, StoreInUse
 from engram.format import files, layout
 from engram.samplers import RandomSampler
 from engram.storages import LazyMemmapStorage
+from engram.types import StrPath
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,14 +48,12 @@ _log = logging.getLogger("engram")
 class Note(msgspec.Struct):
     """What ``import.json`` says."""
 
-    source: dict[str, Any]
-    total: int
+    source: dict[str, object]
     rows: int = 0
     episodes: int = 0
-    returns: float = 0.0
-    """Their sum."""
+    returns: float = 0.0  # their sum
     complete: bool = False
-    version: int = 1
+    version: Literal[1] = 1
 
     @classmethod
     def read(cls, folder: Path, source: Source) -> Note | None:
@@ -64,9 +63,7 @@ class Note(msgspec.Struct):
         except FileNotFoundError:
             return None
         except msgspec.MsgspecError as error:
-            raise CorruptStore(
-                f"{folder / NOTE}: expected the note of an import ({error}). Use another directory."
-            ) from error
+            raise CorruptStore(f"{folder / NOTE}: expected the note of an import ({error}).") from error
         asked = _identity(source)
         if differs := [key for key in asked if asked[key] != note.source.get(key)]:
             raise IncompatibleStore(
@@ -76,11 +73,12 @@ class Note(msgspec.Struct):
         return note
 
     def write(self, folder: Path) -> None:
-        files.overwrite(folder / NOTE, msgspec.json.encode(self))
+        raw = msgspec.json.encode(self)
+        files.overwrite(folder / NOTE, raw.ljust(-(-len(raw) // 512) * 512))  # the next one then fits in its place
 
 
-def import_source(source: Source, directory: StrPath, arguments: ImportArguments) -> ReplayBuffer[Any]:
-    """Import a data set, or what is left of it, and open the store read-only.
+def import_source(source: Source, directory: StrPath, arguments: ImportArguments) -> DataSet:
+    """Import a data set, or the rest of it, and open the store read-only.
 
     Raises:
         DatasetError: the data set cannot be read or stored. What was whole stays, and the same call goes on with it.
@@ -117,7 +115,7 @@ def _import_rest(source: Source, folder: Path, arguments: ImportArguments, *, fr
         raise FileExistsError(
             17, f"{source.call}: expected a new directory, or one of an import, got files", str(folder)
         )
-    note = note or Note(_identity(source), source.rows)
+    note = note or Note(_identity(source))
     try:
         note.write(folder)
         if not note.complete:
@@ -131,8 +129,8 @@ def _import_rest(source: Source, folder: Path, arguments: ImportArguments, *, fr
         raise
 
 
-def _identity(source: Source) -> dict[str, Any]:
-    return cast("dict[str, Any]", json.loads(json.dumps({"from": source.call, **source.identity()})))
+def _identity(source: Source) -> dict[str, object]:
+    return cast("dict[str, object]", json.loads(json.dumps({"from": source.call, **source.identity()})))
 
 
 class _Import:
@@ -143,8 +141,8 @@ class _Import:
         self._show = arguments.get("show") or _log.info
         #: What the tags of final observations count from.
         self._first_tag = xxhash.xxh3_64_intdigest(msgspec.json.encode(note.source, order="deterministic")) >> 2
-        self._buffer: ReplayBuffer[Any] | None = None
-        self._finals: ReplayBuffer[Any] | None = None
+        self._buffer: DataSet | None = None
+        self._finals: DataSet | None = None
         self._unforgotten = 0
 
     def run(self) -> None:
@@ -207,7 +205,7 @@ class _Import:
         columns.setdefault(RETURN, np.repeat(sums.astype(np.float32), lengths))
         return float(sums.sum())
 
-    def _open(self, columns: Columns, finals: list[FieldPath]) -> ReplayBuffer[Any]:
+    def _open(self, columns: Columns, finals: list[FieldPath]) -> DataSet:
         """The store, made for such rows if it is not there. ``finals``: observations that are kept of last steps."""
         source = self._source
         keys = [path for path in columns if path[0] == "observation" and ("next", *path) not in columns]
@@ -219,12 +217,11 @@ class _Import:
         storage, batch_size = _storage(self._folder, source.rows), self._arguments.get("batch_size", 256)
         self._buffer = ReplayBuffer(storage=storage, sampler=sampler, batch_size=batch_size)
         for old, new in source.names.items() if not self._note.rows else ():
-            column = None if new is None else columns[new]
-            stored = "left out" if column is None else f"{new and public(new)!r}, {column.dtype}{[*column.shape[1:]]}"
-            self._show(f"{public(old)!r}: {stored}")
+            kind = "" if new is None else f"{public(new)!r}, {columns[new].dtype}{[*columns[new].shape[1:]]}"
+            self._show(f"{public(old)!r}: {kind or 'left out'}")
         return self._buffer
 
-    def _put(self, buffer: ReplayBuffer[Any], first: int, columns: Columns) -> None:
+    def _put(self, buffer: DataSet, first: int, columns: Columns) -> None:
         """Write rows from one on. Those that a killed import has written, or has begun, are replaced."""
         storage = cast("LazyMemmapStorage", buffer.storage)
         n, there = len(next(iter(columns.values()))), storage.extent().size if storage.initialized else 0

@@ -4,98 +4,79 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
 from engram._support.checks import check_path
-from engram._support.field_paths import FieldPath, public
-from engram.datasets.blocks import (
-    BLOCK_BYTES,
-    DONE,
-    FLAGS,
-    REWARD,
-    TERMINATED,
-    TRUNCATED,
-    Block,
-    Columns,
-    ImportArguments,
-    Source,
-    StrPath,
-    Table,
-    flat_names,
-    nested,
-    new_names,
-    required,
-)
+from engram._support.field_paths import public
+from engram.datasets import blocks as of
+from engram.datasets.blocks import Columns, DataSet, ImportArguments, flat_names, nested, required
 from engram.datasets.episodes import Stored, check_dtypes, stored, written_whole
 from engram.datasets.importing import import_source
 from engram.errors import DatasetError
 from engram.store.memory import torch_dtype
 from engram.torchrl.dumps import read
 from engram.torchrl.items import TorchRLDump
+from engram.types import StrPath
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from gymnasium import Space
+    from minari import MinariDataset
 
-    from engram.buffer.replay_buffer import ReplayBuffer
 
-
-class _Episodes(Source):
+class _Episodes(of.Source):
     """The episodes of a data set of Minari's, by its own reader."""
 
-    def __init__(self, call: str, where: StrPath, dataset: Any, arguments: ImportArguments) -> None:
+    def __init__(self, call: str, where: StrPath, dataset: MinariDataset, arguments: ImportArguments) -> None:
         super().__init__(call, where)
         self._storage, self.rows, self.finals = dataset.storage, int(dataset.total_steps), int(dataset.total_episodes)
         self.files = sorted(path for path in Path(self._storage.data_path).rglob("*") if path.is_file())
-        self.names = new_names(call, [*next(self._read(0), {})], arguments.get("rename"))
+        self.names = of.new_names(call, [*next(self._read(0), {})], arguments.get("rename"))
 
-    def _read(self, first: int) -> Iterator[dict[FieldPath, Any]]:
+    def _read(self, first: int) -> Iterator[Columns]:
         found = iter(self._storage.get_episodes(range(first, self.finals)))
-        for number in range(first, self.finals):
+        for n in range(first, self.finals):
             try:
                 episode = next(found)
             except (OSError, LookupError, ValueError, StopIteration) as error:
-                raise self.refuse(f"episode {number} of {self.finals} is missing or damaged ({error}).") from error
+                raise self.refuse(f"episode {n} of {self.finals} is missing or damaged ({error}).") from error
             kept = ("observations", "actions", "rewards", "terminations", "truncations")
             columns = {path: np.asarray(leaf) for path, leaf in flat_names({name: episode[name] for name in kept})}
             steps = len(columns["rewards",])
             for path, column in columns.items():
                 if len(column) != (expected := steps + (path[0] == "observations")):
-                    raise self.refuse(
-                        f"episode {number}: {public(path)!r}: expected {expected} entries, got {len(column)}."
-                    )
+                    raise self.refuse(f"episode {n}: {public(path)!r}: expected {expected} entries, got {len(column)}.")
             yield columns
 
-    def blocks(self, row: int, episode: int) -> Iterator[Block]:  # noqa: ARG002 - it is known by its number
-        gathered: list[dict[FieldPath, Any]] = []
+    def blocks(self, row: int, episode: int) -> Iterator[of.Block]:  # noqa: ARG002 - it is known by its number
+        gathered: list[Columns] = []
         nbytes = 0
         for columns in self._read(episode):
             gathered.append(columns)
             nbytes += sum(column.nbytes for column in columns.values())
-            if nbytes > BLOCK_BYTES:
+            if nbytes > of.BLOCK_BYTES:
                 yield self._block(gathered)
                 gathered, nbytes = [], 0
         if gathered:
             yield self._block(gathered)
 
-    def _block(self, episodes: list[dict[FieldPath, Any]]) -> Block:
+    def _block(self, episodes: list[Columns]) -> of.Block:
         kept = {old: new for old, new in self.names.items() if new is not None}
         lengths = np.array([len(episode["rewards",]) for episode in episodes])
-        finals = {
-            new: np.stack([one[old][-1] for one in episodes]) for old, new in kept.items() if old[0] == "observations"
-        }
+        seen = {old: new for old, new in kept.items() if old[0] == "observations"}
+        finals = {new: np.stack([one[old][-1] for one in episodes]) for old, new in seen.items()}
         pieces = {new: [one[old][:n] for one, n in zip(episodes, lengths, strict=True)] for old, new in kept.items()}
-        return Block({new: np.concatenate(some) for new, some in pieces.items()}, lengths, finals)
+        return of.Block({new: np.concatenate(some) for new, some in pieces.items()}, lengths, finals)
 
 
 def from_minari(
     source: StrPath, directory: StrPath, *, download: bool = False, **more: Unpack[ImportArguments]
-) -> ReplayBuffer[Any]:
+) -> DataSet:
     """Write a data set of Minari's to a store in a directory, and open it read-only.
 
     Of the T + 1 observations of an episode, T are in its rows, and the last one is in the folder ``finals`` of the directory: a
@@ -135,8 +116,8 @@ def from_minari(
 
 
 def to_minari(
-    directory: StrPath, path: StrPath, *, dataset_id: str | None = None, observation_space: Space[Any] | None = None,
-    action_space: Space[Any] | None = None, final: str = "refuse",
+    directory: StrPath, path: StrPath, *, dataset_id: str | None = None, observation_space: Space[object] | None = None,
+    action_space: Space[object] | None = None, final: str = "refuse",
 ) -> None:  # fmt: skip
     """Write the episodes of a store as a data set of Minari's.
 
@@ -181,17 +162,17 @@ def to_minari(
         data.update_metadata({"dataset_id": name, "minari_version": minari.__version__})
 
 
-def _episodes_of(store: Stored, final: str) -> Iterator[dict[str, Any]]:
+def _episodes_of(store: Stored, final: str) -> Iterator[dict[str, object]]:
     """The arguments of Minari's ``EpisodeBuffer``."""
     for block in store.blocks(0, 0):
         columns, ends = block.columns, np.cumsum(block.lengths)
         zeros, last = np.zeros((2, ends[-1]), bool)
-        last[ends - 1] = not {TERMINATED, TRUNCATED} & columns.keys()  # no flag says how episodes end
+        last[ends - 1] = not {of.TERMINATED, of.TRUNCATED} & columns.keys()  # no flag says how episodes end
         after = {key: store.after(block, key, final) for key in columns if key[0] == "observation"}
         whole = {
-            "rewards": columns.get(REWARD, zeros.astype(np.float32)),
-            "terminations": columns.get(TERMINATED, zeros),
-            "truncations": columns.get(TRUNCATED, last),
+            "rewards": columns.get(of.REWARD, zeros.astype(np.float32)),
+            "terminations": columns.get(of.TERMINATED, zeros),
+            "truncations": columns.get(of.TRUNCATED, last),
         }
         for number, (start, end) in enumerate(zip(ends - block.lengths, ends, strict=True)):
             seen = {key[1:]: np.append(columns[key][start:end], one[number, None], 0) for key, one in after.items()}
@@ -200,15 +181,16 @@ def _episodes_of(store: Stored, final: str) -> Iterator[dict[str, Any]]:
             yield {"observations": _entries(seen), "actions": _entries(done), **steps}
 
 
-def _entries(columns: Columns) -> Any:
+def _entries(columns: Columns) -> of.Array | dict[str, object]:
     return columns[()] if () in columns else nested(columns)
 
 
-def _space(column: Any) -> Any:
+def _space(column: object) -> object:
     """Boxes without bounds, of the shapes of columns."""
     spaces = required("gymnasium.spaces", "gym", "to_minari")
     if isinstance(column, dict):
         return spaces.Dict({key: _space(part) for key, part in column.items()})
+    assert isinstance(column, np.ndarray)
     if column.dtype.kind == "f":
         return spaces.Box(-np.inf, np.inf, column.shape[1:], column.dtype)
     limits = (0, 1) if column.dtype == bool else (np.iinfo(column.dtype).min, np.iinfo(column.dtype).max)
@@ -218,7 +200,7 @@ def _space(column: Any) -> Any:
 # ---- TorchRL ------------------------------------------------------------------------------------------------------------
 
 
-class _Dump(Table):
+class _Dump(of.Table):
     """The live rows of a dump, oldest first."""
 
     sorted = False
@@ -233,7 +215,7 @@ class _Dump(Table):
         self.named([field.key for field in dump.fields if field.key != ("index",)], arguments, {})
         self._fields = [(field, new) for field in dump.fields if (new := self.names.get(field.key)) is not None]
         check_dtypes(self, dump.fields)
-        self._piece = max(1, BLOCK_BYTES // max(1, sum(field.row_bytes for field, _ in self._fields)))
+        self._piece = max(1, of.BLOCK_BYTES // max(1, sum(field.row_bytes for field, _ in self._fields)))
         self._oldest = dump.position % dump.length if dump.length == dump.capacity else 0
 
     def parts(self, row: int) -> Iterator[Iterator[Columns]]:
@@ -251,7 +233,7 @@ class _Dump(Table):
             row += n
 
 
-def from_torchrl(path: StrPath, directory: StrPath, **more: Unpack[ImportArguments]) -> ReplayBuffer[Any]:
+def from_torchrl(path: StrPath, directory: StrPath, **more: Unpack[ImportArguments]) -> DataSet:
     """Write the rows of a folder that TorchRL's ``ReplayBuffer.dumps`` wrote to a store in a directory, and open it read-only.
 
     Fields keep their names. ``ReplayBuffer.loads`` also takes such folders, into a buffer that is written to; an import is for data sets,
@@ -291,13 +273,13 @@ def to_torchrl(directory: StrPath, path: StrPath, *, final: str = "refuse") -> N
     Raises:
         DatasetError: there is no observation after the last step, or nothing tells episodes apart. FileExistsError: the folder is there.
 
-    >>> import json, tempfile
+    >>> import json, pathlib, tempfile
     >>> import numpy as np
     >>> from engram.datasets import from_numpy, to_torchrl
     >>> folder = tempfile.mkdtemp()
     >>> from_numpy({"obs": np.arange(4.0), "reward": np.ones(4), "done": np.arange(4) == 3}, folder + "/data").close()
     >>> to_torchrl(folder + "/data", folder + "/dump", final="repeat")
-    >>> json.load(open(folder + "/dump/storage/storage_metadata.json"))["len"]
+    >>> json.loads(pathlib.Path(folder, "dump/storage/storage_metadata.json").read_text())["len"]
     4
     """
     with stored(directory, "to_torchrl") as store, written_whole(path, "to_torchrl") as partial:
@@ -308,9 +290,9 @@ def to_torchrl(directory: StrPath, path: StrPath, *, final: str = "refuse") -> N
             for key in [key for key in columns if key[0] == "observation" and ("next", *key) not in columns]:
                 columns["next", *key] = following = np.roll(columns[key], -1, axis=0)
                 following[np.cumsum(block.lengths) - 1] = store.after(block, key, final)
-            ends = [columns[flag].reshape(n) != 0 for flag in (TERMINATED, TRUNCATED) if flag in columns]
-            columns.setdefault(DONE, np.any(ends, axis=0) if ends else np.zeros(n, bool))
-            columns |= {key: columns[key].reshape(n, -1) for key in (REWARD, *FLAGS) if key in columns}
+            ends = [columns[flag].reshape(n) != 0 for flag in (of.TERMINATED, of.TRUNCATED) if flag in columns]
+            columns.setdefault(of.DONE, np.any(ends, axis=0) if ends else np.zeros(n, bool))
+            columns |= {key: columns[key].reshape(n, -1) for key in (of.REWARD, *of.FLAGS) if key in columns}
             data = TensorDict(nested({key: torch.from_numpy(column) for key, column in columns.items()}), [n])
             if rows is None:
                 rows = data[:1].expand(store.rows).memmap_like(partial / "storage")

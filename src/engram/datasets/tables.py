@@ -6,35 +6,37 @@ import io
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 import xxhash
 
 from engram._support.checks import check_path
 from engram._support.field_paths import FieldPath, public
-from engram.datasets.blocks import BLOCK_BYTES, Array, Columns, ImportArguments, StrPath, Table, flat_names, required
+from engram.datasets.blocks import BLOCK_BYTES, Array, Columns, DataSet, ImportArguments, Table, flat_names, required
 from engram.datasets.episodes import stored, written_whole
 from engram.datasets.importing import import_source
 from engram.errors import DatasetError
+from engram.types import StrPath
 
 if TYPE_CHECKING:
-    from engram.buffer.replay_buffer import ReplayBuffer
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
 
 class Arrays(Table):
     """Columns that can be sliced: arrays, or data sets of an HDF5 file."""
 
-    def __init__(self, call: str, where: StrPath, fields: Mapping[FieldPath, Any], arguments: ImportArguments) -> None:
+    def __init__(
+        self, call: str, where: StrPath, fields: Mapping[FieldPath, Array], arguments: ImportArguments
+    ) -> None:
         super().__init__(call, where)
         self.named(fields, arguments)
         self._columns = {new: fields[old] for old, new in self.names.items() if new is not None}
         lengths = {public(path): len(column) for path, column in self._columns.items()}
         self.rows = max(lengths.values(), default=0)
         if short := {name: n for name, n in lengths.items() if n != self.rows}:
-            raise self.refuse(
-                f"expected as many rows in all fields, {self.rows}, got {short}. They were cut, or are no columns of steps."
-            )
+            raise self.refuse(f"expected as many rows in all fields, {self.rows}, got {short}. They were truncated.")
         row_bytes = sum(column.dtype.itemsize * int(np.prod(column.shape[1:])) for column in self._columns.values())
         self._piece = max(1, BLOCK_BYTES // max(1, row_bytes))
 
@@ -56,7 +58,7 @@ class Arrays(Table):
             raise self.refuse(f"rows from {start} on cannot be read ({error}). The file is damaged.") from error
 
 
-def from_numpy(data: Mapping[str, object], directory: StrPath, **more: Unpack[ImportArguments]) -> ReplayBuffer[Any]:
+def from_numpy(data: Mapping[str, object], directory: StrPath, **more: Unpack[ImportArguments]) -> DataSet:
     """Write arrays of steps to a store in a directory, and open it read-only.
 
     Rows get the names of TorchRL: ``observations`` becomes ``observation``, ``rewards`` ``("next", "reward")``, ``terminals``
@@ -113,7 +115,7 @@ _D4RL: dict[FieldPath, str] = {
 }
 
 
-def from_hdf5(path: StrPath, directory: StrPath, **more: Unpack[ImportArguments]) -> ReplayBuffer[Any]:
+def from_hdf5(path: StrPath, directory: StrPath, **more: Unpack[ImportArguments]) -> DataSet:
     """Write the steps of an HDF5 file in D4RL's layout to a store in a directory, and open it read-only.
 
     Its data sets are columns of steps: ``observations``, ``actions``, ``rewards``, ``terminals``, ``timeouts`` and others, such as
@@ -145,9 +147,9 @@ def from_hdf5(path: StrPath, directory: StrPath, **more: Unpack[ImportArguments]
     except OSError as error:
         raise DatasetError(f"{call}: {where}: expected a whole HDF5 file ({error}).") from error
     with file:
-        fields: dict[FieldPath, Any] = {}
+        fields: dict[FieldPath, Array] = {}
 
-        def visit(name: str, entry: Any) -> None:
+        def visit(name: str, entry: object) -> None:
             if isinstance(entry, h5py.Dataset) and entry.shape and not name.startswith("metadata/"):
                 fields[tuple(name.split("/"))] = entry
 
@@ -210,7 +212,7 @@ class ParquetRows(Table):
 
     def __init__(self, call: str, path: Path, files: Sequence[Path], arguments: ImportArguments) -> None:
         super().__init__(call, path)
-        self._types, self.files = required("pyarrow", "datasets", call).types, files
+        self._arrow, self.files = required("pyarrow", "datasets", call), files
         if not files:
             raise self.refuse("expected Parquet files, got none.")
         self._parquet = required("pyarrow.parquet", "datasets", call)
@@ -222,64 +224,64 @@ class ParquetRows(Table):
             file.close()
             if theirs != columns[0]:
                 raise self.refuse(f"expected the same columns in all files, but {one.name} has others.")
-        self._old = {tuple(name.split(".")): name for name in columns[0][0]}
-        self.named(self._old, arguments)
+        old = {tuple(name.split(".")): name for name in columns[0][0]}
+        self.named(old, arguments)
+        self._new = {name: new for path, name in old.items() if (new := self.names[path]) is not None}
         nbytes = max(1, sum(one.stat().st_size for one in files))
         self._piece = min(1 << 16, max(1, BLOCK_BYTES * self.rows // (4 * nbytes)))
 
-    def _opened(self, path: Path) -> Any:
+    def _opened(self, path: Path) -> pq.ParquetFile:
         path.stat()  # raises FileNotFoundError, which names it
         try:
             return self._parquet.ParquetFile(path)
         except (OSError, ValueError) as error:
             raise self.refuse(
-                f"{path.name}: expected a whole Parquet file; this one is damaged, or still written ({error})."
+                f"{path.name}: expected a whole Parquet file, damaged or open still ({error})."
             ) from error
 
     def parts(self, row: int) -> Iterator[Iterator[Columns]]:
         yield self._pieces(row)
 
     def _pieces(self, row: int) -> Iterator[Columns]:
-        names = {self._old[old]: new for old, new in self.names.items() if new is not None}
         for path, rows in zip(self.files, self._rows, strict=True):
             if row < rows:
                 with self._opened(path) as file:
                     sizes = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
                     first = int(np.searchsorted(np.cumsum(sizes), row, side="right"))
                     skipped, groups = row - sum(sizes[:first]), [*range(first, len(sizes))]
-                    for batch in self._batches(file, groups, [*names], path):
+                    for batch in self._batches(file, groups, path):
                         if skipped < len(batch):
                             some = batch.slice(skipped)
-                            yield {new: self._array(name, some.column(name)) for name, new in names.items()}
+                            yield {new: self._array(name, some.column(name)) for name, new in self._new.items()}
                         skipped = max(0, skipped - len(batch))
             row = max(0, row - rows)
 
-    def _batches(self, file: Any, groups: list[int], names: list[str], path: Path) -> Iterator[Any]:
+    def _batches(self, file: pq.ParquetFile, groups: list[int], path: Path) -> Iterator[pa.RecordBatch]:
         try:
-            yield from file.iter_batches(self._piece, row_groups=groups, columns=names, use_threads=False)
+            yield from file.iter_batches(self._piece, row_groups=groups, columns=[*self._new], use_threads=False)
         except OSError as error:
-            raise self.refuse(f"{path.name}: expected a whole Parquet file; this one is damaged ({error}).") from error
+            raise self.refuse(f"{path.name}: expected a whole Parquet file, got a damaged one ({error}).") from error
 
-    def _array(self, name: str, column: Any) -> Array:
+    def _array(self, name: str, column: pa.Array) -> Array:
         """A column as an array, ``[rows, …]``. Raises ``DatasetError``: an entry is missing, or lists differ in length."""
-        shape, types = [len(column)], self._types
-        column = getattr(column, "storage", column)  # of an extension type
+        shape, types = [len(column)], self._arrow.types
+        column = column.storage if isinstance(column, self._arrow.ExtensionArray) else column
         while types.is_fixed_size_list(column.type) or types.is_list(column.type) or types.is_large_list(column.type):
-            lengths = np.unique(column.value_lengths().to_numpy(zero_copy_only=False)) if not column.null_count else ()
+            lengths = (
+                [] if column.null_count else np.unique(column.value_lengths().to_numpy(zero_copy_only=False)).tolist()
+            )
             if len(lengths) != 1:
-                raise self.refuse(f"column {name!r}: expected lists of one length, got {[*lengths] or 'empty ones'}.")
-            shape.append(int(lengths[0]))
+                raise self.refuse(f"column {name!r}: expected lists of one length, got {lengths or 'empty ones'}.")
+            shape.append(lengths[0])
             column = column.flatten()
         if column.null_count:
             raise self.refuse(f"column {name!r}: expected a value in every row, got {column.null_count} empty ones.")
         if not (types.is_integer(column.type) or types.is_floating(column.type) or types.is_boolean(column.type)):
-            raise self.refuse(
-                f"column {name!r}: expected numbers, got {column.type}. Leave it out: rename={{{name!r}: None}}."
-            )
+            raise self.refuse(f"column {name!r}: expected numbers, got {column.type}. rename={{name: None}} omits it.")
         return np.asarray(column.to_numpy(zero_copy_only=False)).reshape(shape)
 
 
-def from_parquet(path: StrPath, directory: StrPath, **more: Unpack[ImportArguments]) -> ReplayBuffer[Any]:
+def from_parquet(path: StrPath, directory: StrPath, **more: Unpack[ImportArguments]) -> DataSet:
     """Write the steps of Parquet files to a store in a directory, and open it read-only.
 
     A row of the files is a step, a column a field: numbers, or lists of one length. A column ``next.reward`` is the field ``("next",
@@ -336,10 +338,7 @@ def to_parquet(directory: StrPath, path: StrPath, *, compression: str = "zstd") 
     call = "to_parquet"
     parquet = required("pyarrow.parquet", "datasets", call)
     with stored(directory, call) as store, written_whole(path, call) as partial:
-        tables = (
-            arrow_table({".".join(key): column for key, column in block.columns.items()}, call)
-            for block in store.blocks(0, 0)
-        )
+        tables = (arrow_table(block.columns, call) for block in store.blocks(0, 0))
         first = next(tables)
         with parquet.ParquetWriter(partial, first.schema, compression=compression) as writer:
             writer.write_table(first)
@@ -347,20 +346,18 @@ def to_parquet(directory: StrPath, path: StrPath, *, compression: str = "zstd") 
                 writer.write_table(table)
 
 
-def arrow_table(columns: Mapping[str, Array], call: str) -> Any:
-    """Columns as a table of Arrow's. Raises ``DatasetError``: it lacks a dtype."""
+def arrow_table(columns: Columns, call: str) -> pa.Table:
+    """Columns as a table of Arrow's, with dots in their names. Raises ``DatasetError``: it lacks a dtype."""
     arrow = required("pyarrow", "datasets", call)
     found = {}
-    for name, column in columns.items():
+    for path, column in columns.items():
         try:
             values = arrow.array(np.ascontiguousarray(column).reshape(-1))
         except (ValueError, NotImplementedError) as error:
-            raise DatasetError(
-                f"{call}: field {name!r}: expected a dtype that Arrow has, got {column.dtype}."
-            ) from error
+            raise DatasetError(f"{call}: {public(path)!r}: expected a dtype of Arrow's, got {column.dtype}.") from error
         for size in reversed(column.shape[1:]):
             values = arrow.FixedSizeListArray.from_arrays(values, size)
-        found[name] = values
+        found[".".join(path)] = values
     return arrow.table(found)
 
 
@@ -387,31 +384,25 @@ class _Record:
 
 
 class _Reader(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         return super().find_class(module, name) if (module, name) in _CALLED else _Record
 
 
 class _Envs(Arrays):
     """Arrays ``[T, environments, …]``: the steps of one environment after the other, oldest first."""
 
-    def __init__(self, call: str, where: str, buffer: Mapping[str, Any], arguments: ImportArguments) -> None:
-        found = {
-            key: np.asarray(leaf) for key, leaf in flat_names({key: buffer[key] for key in _OF_SB3 if key in buffer})
-        }
-        found = {key: leaf for key, leaf in found.items() if leaf.dtype != object}  # None
+    def __init__(self, call: str, where: str, buffer: Mapping[str, object], arguments: ImportArguments) -> None:
+        given = {key: buffer[key] for key in _OF_SB3 if buffer.get(key) is not None}
+        found = {key: np.asarray(leaf) for key, leaf in flat_names(given)}
         shape: tuple[int, ...] = found.get(("rewards",), np.zeros(0)).shape
         wrong = {public(key): leaf.shape for key, leaf in found.items() if leaf.shape[:2] != shape}
         if len(shape) != 2 or ("dones",) not in found or wrong:
-            raise DatasetError(
-                f"{call}: {where}: expected arrays [steps, environments, …] of a ReplayBuffer, got {wrong or [*buffer]}."
-            )
+            raise DatasetError(f"{call}: {where}: expected arrays [steps, environments, …], got {wrong or [*buffer]}.")
         steps, self._envs = shape
-        pos, full = int(buffer.get("pos", 0)), bool(buffer.get("full", "pos" not in buffer))
+        pos, full = int(str(buffer.get("pos", 0))), bool(buffer.get("full", "pos" not in buffer))
         order = (np.arange(steps) + pos) % steps if full else np.arange(pos)
-        overwritten = bool(buffer.get("full")) and not any(
-            key[0] == "next_observations" for key in found
-        )  # by the newest next observation
-        self._order = order[overwritten:]
+        # Without next observations, the newest of them has taken the place of the oldest observation.
+        self._order = order[bool(buffer.get("full")) and "next_observations" not in given :]
         dones = found.pop(("dones",)) != 0
         timeouts = found.pop(("timeouts",), np.zeros_like(dones)) != 0
         found |= {("terminals",): dones & ~timeouts, ("timeouts",): dones & timeouts}
@@ -432,7 +423,7 @@ class _Envs(Arrays):
             yield {path: column[rows, env] for path, column in self._columns.items()}
 
 
-def from_sb3(source: object, directory: StrPath, **more: Unpack[ImportArguments]) -> ReplayBuffer[Any]:
+def from_sb3(source: object, directory: StrPath, **more: Unpack[ImportArguments]) -> DataSet:
     """Write a replay buffer of Stable-Baselines3 to a store in a directory, and open it read-only.
 
     The steps of one environment follow those of another. A done that is a timeout becomes ``("next", "truncated")``, another one
@@ -463,5 +454,5 @@ def from_sb3(source: object, directory: StrPath, **more: Unpack[ImportArguments]
             source = _Reader(io.BytesIO(path.read_bytes())).load()
         except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, LookupError) as error:
             raise DatasetError(f"{call}: {where}: expected a whole pickle of a ReplayBuffer ({error}).") from error
-    entries = source if isinstance(source, Mapping) else getattr(source, "__dict__", {})
+    entries = source if isinstance(source, Mapping) else vars(source) if "__dict__" in dir(source) else {}
     return import_source(_Envs(call, where, entries, more), directory, more)
