@@ -262,14 +262,14 @@ class ReplayBuffer(sb3.ReplayBuffer):
         (1, torch.Size([4, 1]))
         """
         n = self.n_envs
-        over = terminated = _FLAG.of(done, n, "done").astype(np.bool_, copy=False)
-        if self.handle_timeout_termination:
-            cut = np.array([[bool(info.get("TimeLimit.truncated", False))] for info in infos])
-            over, terminated = over | cut, over & ~cut
+        over, terminated = _FLAG.of(done, n, "done"), _ONE.of(done, n, "done")
+        if self.handle_timeout_termination and any(info.get("TimeLimit.truncated") for info in infos):
+            cut = np.array([[bool(info.get("TimeLimit.truncated"))] for info in infos])
+            over, terminated = over | cut, terminated * ~cut
         before, after = self._columns.of(obs, n, "obs"), self._columns.of(next_obs, n, "next_obs")
         then: dict[str, object] = {
             "reward": _ONE.of(reward, n, "reward"),
-            "terminated": terminated.astype(np.float32),
+            "terminated": terminated,
             "done": over,
         }
         row = {"action": self._actions.of(action, n, "action"), "next": then, **self._more(infos)}

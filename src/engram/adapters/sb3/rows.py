@@ -33,11 +33,10 @@ class Column(NamedTuple):
         """Values of ``n`` environments, ``[n, *shape]``. Raises ``ValueError``: they are not that many numbers."""
         array = np.asarray(value, self.dtype)
         shape = (n, *self.shape)
-        if array.shape == shape:
-            return array
-        if array.size != np.prod(shape, dtype=np.int64):
-            raise ValueError(f"add: {what}: expected {list(shape)}, got {list(array.shape)}.")
-        return array.reshape(shape)
+        try:
+            return array if array.shape == shape else array.reshape(shape)
+        except ValueError:
+            raise ValueError(f"add: {what}: expected {list(shape)}, got {list(array.shape)}.") from None
 
 
 class Columns:
