@@ -262,16 +262,13 @@ class ReplayBuffer(sb3.ReplayBuffer):
         (1, torch.Size([4, 1]))
         """
         n = self.n_envs
-        over, terminated = _FLAG.of(done, n, "done"), _ONE.of(done, n, "done")
+        over: NDArray[np.bool_] = _FLAG.of(done, n, "done").astype(np.bool_, copy=False)
+        terminated: Array = _ONE.of(done, n, "done")
         if self.handle_timeout_termination and any(info.get("TimeLimit.truncated") for info in infos):
             cut = np.array([[bool(info.get("TimeLimit.truncated"))] for info in infos])
-            over, terminated = over | cut, terminated * ~cut
+            over, terminated = over | cut, np.where(cut, np.float32(0), terminated)
         before, after = self._columns.of(obs, n, "obs"), self._columns.of(next_obs, n, "next_obs")
-        then: dict[str, object] = {
-            "reward": _ONE.of(reward, n, "reward"),
-            "terminated": terminated,
-            "done": over,
-        }
+        then: dict[str, object] = {"reward": _ONE.of(reward, n, "reward"), "terminated": terminated, "done": over}
         row = {"action": self._actions.of(action, n, "action"), "next": then, **self._more(infos)}
         if self.optimize_memory_usage:
             self._add_once(before, after, row, over)

@@ -172,6 +172,7 @@ def _parts(observed: Nested) -> Iterator[Array]:
     yield from observed.values() if isinstance(observed, dict) else (observed,)
 
 
-def _bytes(array: Array) -> NDArray[np.uint8]:
-    """Bytes ``[n, …]``: NaN equals itself."""
-    return np.ascontiguousarray(array).reshape(len(array), -1).view(np.uint8)
+def _bytes(array: Array) -> Array:
+    """Bytes ``[n, …]``, eight at a time where they are as many: NaN equals itself."""
+    rows = np.ascontiguousarray(array).reshape(len(array), -1).view(np.uint8)
+    return rows if rows.shape[1] % 8 else rows.view(np.uint64)
