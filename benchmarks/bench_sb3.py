@@ -4,27 +4,26 @@ replaces, and, of stacks of four frames, at most 0.15 of its memory.
 Measured: the CPU of the process for one ``add`` and one ``sample``, taking turns, of full buffers of 10,000 steps: observations of 4
 float32, batches of 32 (DQN); 17 float32, batches of 256 (SAC); and stacks of four 84 × 84 frames, batches of 32, which engram stores
 as single frames (``optimize_memory_usage=True, frame_stack=4``) and Stable-Baselines3 as two stacks, its default.
-Then whole trainings, steps per second of a DQN on CartPole and a SAC on Pendulum with their default networks, one after the other in
-new processes: pairs that take turns in going first. What environments and networks take is part of both. Memory: the bytes of the
+Then trainings, of a DQN on CartPole and a SAC on Pendulum with their default networks, from one seed, in parts that take turns. What
+environments and networks take is part of both. Memory: the bytes of the
 arrays of Stable-Baselines3's default buffer, and those of engram's store with its final observations. One thread.
 """
 
-import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from benchmarks import rivals
 from benchmarks.claims import FLOORS, Comparison, Row, timed
-from benchmarks.timing import Effort, Side, Spread, Timing, alternate
+from benchmarks.timing import Effort, Side, Spread, alternate
 
 EFFORT = Effort(calls=200, blocks=25)
-STEPS, CAPACITY, PAIRS = {"dqn": 10_000, "sac": 2_500}, 10_000, 5
+CAPACITY = 10_000
+#: Steps of a part of a training, and parts.
+STEPS, PARTS = {"dqn": 400, "sac": 100}, 25
 #: Steps of an episode in the buffers that are filled.
 EPISODE = 200
 
@@ -40,8 +39,8 @@ def run(libraries: rivals.Libraries, share: float) -> Iterator[Row]:
         what = f"CPU of add and sample {batch} · {name}, environments: {n_envs}"
         yield timed(f"sb3/buffer/{name}-{n_envs}", what, timing, share=("SB3",))
     yield _memory()
-    for name, steps in STEPS.items():
-        yield _trainings(name, max(1_000, round(steps * share)))
+    for name in STEPS:
+        yield _trainings(name, share)
 
 
 def _spaces(name: str) -> Any:
@@ -141,49 +140,25 @@ def _memory() -> Row:
 # ---- trainings ---------------------------------------------------------------------------------------------------------
 
 
-def _trainings(name: str, steps: int) -> Row:
-    runs: dict[str, list[dict[str, float]]] = {"engram": [], "SB3": []}
-    for pair in range(PAIRS):
-        for side in [*runs] if pair % 2 else [*runs][::-1]:
-            runs[side].append(_apart(name, side, steps, pair))
-    timing = Timing(1, {side: [1e6 / one["rate"] for one in of] for side, of in runs.items()})
-    notes = {side: f"returns {_returns(of)}." for side, of in runs.items()}
-    return timed(f"sb3/{name}", f"{name} of Stable-Baselines3, a step", timing, times=("SB3",), notes=notes)
+def _trainings(name: str, share: float) -> Row:
+    """Both train from the same seed, by turns, in parts of some hundred steps."""
+    models = {side: _model(side, name) for side in ("engram", "SB3")}
+    for model in models.values():
+        model.learn(2 * STEPS[name])
+    parts = [Side(side, partial(one.learn, STEPS[name], reset_num_timesteps=False)) for side, one in models.items()]
+    timing = alternate(parts, Effort(calls=1, blocks=PARTS, warmup=1, lead=0).scaled(share))
+    notes = {
+        side: f"mean return {np.mean([episode['r'] for episode in model.ep_info_buffer]):.0f}."
+        for side, model in models.items()
+    }
+    return timed(f"sb3/{name}", f"{STEPS[name]} steps of {name.upper()}", timing, times=("SB3",), notes=notes)
 
 
-def _returns(of: list[dict[str, float]]) -> str:
-    found = Spread.of([one["return"] for one in of])
-    return f"{found.median:.0f} ({min(one['return'] for one in of):.0f} to {max(one['return'] for one in of):.0f})"
-
-
-def _apart(name: str, side: str, steps: int, seed: int) -> dict[str, float]:
-    """A training in a new process."""
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.bench_sb3", name, side, str(steps), str(seed)]
-    threads = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=threads)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command[4:])}: {done.stderr}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[0])
-    return found
-
-
-def train(name: str, side: str, steps: int, seed: int) -> dict[str, float]:
-    """Steps per second of wall time, after a first part that warms up, and the mean return of the last episodes."""
-    import torch
+def _model(side: str, name: str) -> Any:
     from stable_baselines3 import DQN, SAC
 
     from engram.adapters.sb3 import ReplayBuffer
 
-    torch.set_num_threads(1)
     algorithm, env = (DQN, "CartPole-v1") if name == "dqn" else (SAC, "Pendulum-v1")
     chosen = {"replay_buffer_class": ReplayBuffer} if side == "engram" else {}
-    model = algorithm("MlpPolicy", env, buffer_size=50_000, learning_starts=200, seed=seed, device="cpu", **chosen)
-    model.learn(steps // 5)
-    start = time.perf_counter()
-    model.learn(steps, reset_num_timesteps=False)
-    rate = steps / (time.perf_counter() - start)
-    return {"rate": rate, "return": float(np.mean([episode["r"] for episode in model.ep_info_buffer]))}
-
-
-if __name__ == "__main__":
-    print(json.dumps(train(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))))
+    return algorithm("MlpPolicy", env, buffer_size=50_000, learning_starts=100, seed=0, device="cpu", **chosen)
