@@ -53,16 +53,16 @@ def _spaces(name: str) -> Any:
     return spaces.Box(-1, 1, (17,), np.float32), spaces.Box(-1, 1, (6,), np.float32)
 
 
-def _made(side: str, name: str, n_envs: int, size: int = CAPACITY) -> Any:
+def _made(side: str, name: str, n_envs: int) -> Any:
     observations, actions = _spaces(name)
     if side == "SB3":
         from stable_baselines3.common.buffers import ReplayBuffer as Theirs
 
-        return Theirs(size, observations, actions, "cpu", n_envs)
+        return Theirs(CAPACITY, observations, actions, "cpu", n_envs)
     from engram.adapters.sb3 import ReplayBuffer
 
     frames = {"optimize_memory_usage": True, "frame_stack": 4} if name == "frames" else {}
-    return ReplayBuffer(size, observations, actions, "cpu", n_envs, **frames)
+    return ReplayBuffer(CAPACITY, observations, actions, "cpu", n_envs, **frames)
 
 
 class _Steps:
