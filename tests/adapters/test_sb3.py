@@ -35,6 +35,11 @@ ACTIONS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
 def both(space, actions=DISCRETE, size=40, n=1, **keywords):
     cls = sb3.DictReplayBuffer if isinstance(space, spaces.Dict) else sb3.ReplayBuffer
     return ReplayBuffer(size, space, actions, "cpu", n, **keywords), cls(size, space, actions, "cpu", n)
