@@ -33,6 +33,7 @@ from benchmarks import (
     bench_ranks,
     bench_removers,
     bench_sampling,
+    bench_sb3,
     bench_sharing,
     bench_slices,
     bench_staleness,
@@ -51,6 +52,7 @@ from benchmarks.claims import Row
 BENCHMARKS: dict[str, Callable[[rivals.Libraries, float], Iterator[Row]]] = {
     "everyday": bench_everyday.run,
     "cleanrl": bench_cleanrl.run,
+    "sb3": bench_sb3.run,
     "batches": bench_batches.run,
     "sampling": bench_sampling.run,
     "writing": bench_writing.run,

@@ -22,6 +22,10 @@ SOURCES = sorted(Path(str(importlib.resources.files(engram))).rglob("*.py"))
 OF_RAY = {"engram.remote.shards", "engram.serving.actors"}
 LEFT_OUT = {"engram._core"} | (set() if importlib.util.find_spec("ray") else OF_RAY)
 LEFT_OUT |= set() if importlib.util.find_spec("transfer_queue") else {"engram.adapters.transfer_queue"}
+OF_SB3 = {
+    f"engram.adapters.sb3{name}" for name in ("", ".algorithms", ".buffers", ".hindsight", ".prioritized", ".rows")
+}
+LEFT_OUT |= set() if importlib.util.find_spec("stable_baselines3") else OF_SB3
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(engram.__path__, "engram.")

@@ -8,6 +8,8 @@ import pytest
 import torch
 from gymnasium import spaces
 
+import engram
+
 sb3 = pytest.importorskip("stable_baselines3.common.buffers")
 
 from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack, VecNormalize, VecTransposeImage  # noqa: E402
@@ -31,6 +33,11 @@ ACTIONS = {
     "box": spaces.Box(-1, 1, (2, 3), np.float64),
     "multidiscrete": spaces.MultiDiscrete([2, 3]),
 }
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
 
 
 def both(space, actions=DISCRETE, size=40, n=1, **keywords):
@@ -65,8 +72,8 @@ def chosen(buffer, count, env=None, seed=0):
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_are_theirs(kind, n):
-    ours, other = both(KINDS[kind], n=n)
-    for count in (5, 30):  # the second time, of a full ring
+    ours, other = both(KINDS[kind], n=n, size=20 * n)
+    for count in (5, 15, 30):  # then exactly full if it holds 20; at last, steps are overwritten
         Steps(KINDS[kind], n=n, seed=count).fill(count, ours, other)
         assert (ours.pos, ours.full, ours.size()) == (other.pos, other.full, other.size())
         same(all_steps(ours), all_steps(other))
@@ -415,6 +422,21 @@ def test_a_directory_goes_on(tmp_path, once, count):
     for row in (row_of(batch, i) for batch in [again.sample(300)] for i in range(300)):
         assert as_bytes(row[2]) == as_bytes(wanted[as_bytes(row[0])][1])  # none joins the first episode to the second
     again.close()
+
+
+def test_engram_opens_a_directory_by_itself(tmp_path):
+    """With its final observations."""
+    ours, _ = both(BOX, n=2, scratch_dir=tmp_path / "replay", optimize_memory_usage=True)
+    Steps(BOX, n=2).fill(15, ours)
+    wanted = {
+        as_bytes(row[0]): row[2] for batch in [ours.sample(300)] for row in (row_of(batch, i) for i in range(300))
+    }
+    ours.close()
+    rb = engram.ReplayBuffer.open(tmp_path / "replay")
+    batch = rb.sample(100)
+    for seen, following in zip(batch["observation"].numpy(), batch["next"]["observation"].numpy(), strict=True):
+        assert np.array_equal(following, wanted[as_bytes(seen)])
+    rb.close()
 
 
 def test_returns_of_several_steps_do_not_cross_a_restart(tmp_path):

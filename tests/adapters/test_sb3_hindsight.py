@@ -22,6 +22,11 @@ SPACE = spaces.Dict({"observation": BOX, "achieved_goal": GOAL, "desired_goal": 
 FAR = 1e5
 
 
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
 class Rewards:
     """A vector of environments that counts how far goals are apart, and what it was asked."""
 

@@ -32,6 +32,11 @@ SMALL = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
 def filled(count=40, **keywords):
     buffer = PrioritizedReplayBuffer(100, BOX, DISCRETE, "cpu", **keywords)
     return buffer, Steps(BOX).fill(count, buffer)

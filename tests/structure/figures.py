@@ -127,7 +127,9 @@ def _methods(node):
 
 
 def _facade():
-    return next((node, source) for _, node, source in classes() if node.name == "ReplayBuffer")
+    """The class of ``engram.ReplayBuffer``; adapters have classes of that name, too."""
+    named = ((node, source) for _, node, source in classes() if node.name == "ReplayBuffer")
+    return next((node, source) for node, source in named if "/buffer/" in source.name)
 
 
 def _attributes(node):

@@ -40,6 +40,7 @@ _EXTRAS = {
     "gym": ("gymnasium", "recording of environments"),
     "plot": ("matplotlib", "figures, reports"),
     "serve": ("pyarrow", "serving a store to other machines"),
+    "sb3": ("stable-baselines3", "replay of Stable-Baselines3"),
     "transfer-queue": ("transferqueue", "values of TransferQueue"),
     "metrics": ("prometheus-client", "metrics for Prometheus"),
     "ray": ("ray", "buffers on Ray"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from stable_baselines3 import DQN, SAC, TD3
@@ -40,10 +40,10 @@ class Prioritized(OffPolicyAlgorithm):
 
     def __init__(
         self,
-        *args: Any,
+        *args: object,
         replay_buffer_class: type[PrioritizedReplayBuffer] = PrioritizedReplayBuffer,
         final_beta: float | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         given: object = replay_buffer_class
         if not (isinstance(given, type) and issubclass(given, PrioritizedReplayBuffer)):
@@ -52,7 +52,8 @@ class Prioritized(OffPolicyAlgorithm):
                 f"{given!r}."
             )
         self.final_beta = final_beta
-        super().__init__(*args, **{**kwargs, "replay_buffer_class": replay_buffer_class})
+        construct: Callable[..., None] = super().__init__
+        construct(*args, replay_buffer_class=replay_buffer_class, **kwargs)
 
     def _setup_model(self) -> None:
         steps, self.n_steps = self.n_steps, 1  # of which Stable-Baselines3 says that another class ignores them
@@ -124,11 +125,11 @@ class _Weighted(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., Tensor],
         types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        args: tuple[Tensor, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> Tensor:
         if func is not self._loss:
             return func(*args, **(kwargs or {}))
         predicted, target = args[:2]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict, cast
 
 import numpy as np
 import torch
@@ -31,6 +31,17 @@ if TYPE_CHECKING:
 
     from engram.adapters.sb3.rows import Array, Nested
     from engram.types import Extent, Sampler
+
+
+class StoreArguments(TypedDict, total=False):
+    """The keyword arguments of :class:`ReplayBuffer`, which its subclasses pass on."""
+
+    scratch_dir: str | os.PathLike[str] | None
+    n_steps: int
+    gamma: float
+    frame_stack: int
+    frame_padding: str
+
 
 Path: TypeAlias = tuple[str, ...]
 Samples: TypeAlias = ReplayBufferSamples | DictReplayBufferSamples
@@ -65,7 +76,6 @@ class ReplayBuffer(sb3.ReplayBuffer):
             the newest frame of each is stored, and stacks are built again when drawn. Needs a ``Box``.
         frame_padding: what older frames are where an episode begins: ``"zeros"``, as ``VecFrameStack`` has it, or ``"first"``, the
             first frame, as Gymnasium's ``FrameStackObservation`` does.
-        unclean: as for ``engram.ReplayBuffer.open_or_create``: what to do after the machine has crashed.
 
     Raises:
         TypeError: a space that cannot be stored. ValueError: ``frame_stack`` without ``optimize_memory_usage``, of observations that are
@@ -106,7 +116,6 @@ class ReplayBuffer(sb3.ReplayBuffer):
         gamma: float = 0.99,
         frame_stack: int = 1,
         frame_padding: str = "zeros",
-        unclean: str = "refuse",
     ) -> None:
         who = type(self).__name__
         self._columns = Columns(who, observation_space)
@@ -121,7 +130,6 @@ class ReplayBuffer(sb3.ReplayBuffer):
         self.n_steps = check_count(f"{who}: n_steps", n_steps)
         self.gamma = check_number(f"{who}: gamma", gamma, least=0, most=1)
         self.scratch_dir = None if scratch_dir is None else check_path(f"{who}: scratch_dir", scratch_dir)
-        self._unclean = unclean
         frames = check_count(f"{who}: frame_stack", frame_stack)
         if frames > 1 and not optimize_memory_usage:
             raise ValueError(f"{who}: frame_stack: expected optimize_memory_usage=True beside it, got False.")
@@ -146,7 +154,7 @@ class ReplayBuffer(sb3.ReplayBuffer):
         else:
             try:
                 self.rb = engram.ReplayBuffer[Rows].open_or_create(
-                    self.scratch_dir, size, lanes=self.n_envs, sampler=sampler, transform=finals, unclean=self._unclean
+                    self.scratch_dir, size, lanes=self.n_envs, sampler=sampler, transform=finals
                 )
             except IncompatibleStore as error:
                 raise IncompatibleStore(
@@ -164,7 +172,7 @@ class ReplayBuffer(sb3.ReplayBuffer):
         if self.scratch_dir is None:
             return FinalObservations(keys, end_keys=[DONE])
         folder, size = self.scratch_dir.with_name(f"{self.scratch_dir.name}-finals"), self.buffer_size * self.n_envs
-        return FinalObservations.open_or_create(keys, folder, size, end_keys=[DONE], unclean=self._unclean)
+        return FinalObservations.open_or_create(keys, folder, size, end_keys=[DONE])
 
     def _new_source(self) -> Sampler:
         """What draws rows."""
@@ -254,16 +262,13 @@ class ReplayBuffer(sb3.ReplayBuffer):
         (1, torch.Size([4, 1]))
         """
         n = self.n_envs
-        over = terminated = _FLAG.of(done, n, "done").astype(np.bool_, copy=False)
-        if self.handle_timeout_termination:
-            cut = np.array([[bool(info.get("TimeLimit.truncated", False))] for info in infos])
-            over, terminated = over | cut, over & ~cut
+        over: NDArray[np.bool_] = _FLAG.of(done, n, "done").astype(np.bool_, copy=False)
+        terminated: Array = _ONE.of(done, n, "done")
+        if self.handle_timeout_termination and any(info.get("TimeLimit.truncated") for info in infos):
+            cut = np.array([[bool(info.get("TimeLimit.truncated"))] for info in infos])
+            over, terminated = over | cut, np.where(cut, np.float32(0), terminated)
         before, after = self._columns.of(obs, n, "obs"), self._columns.of(next_obs, n, "next_obs")
-        then: dict[str, object] = {
-            "reward": _ONE.of(reward, n, "reward"),
-            "terminated": terminated.astype(np.float32),
-            "done": over,
-        }
+        then: dict[str, object] = {"reward": _ONE.of(reward, n, "reward"), "terminated": terminated, "done": over}
         row = {"action": self._actions.of(action, n, "action"), "next": then, **self._more(infos)}
         if self.optimize_memory_usage:
             self._add_once(before, after, row, over)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Unpack, cast
 
 import numpy as np
 import stable_baselines3.her.her_replay_buffer as sb3
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from stable_baselines3.common.vec_env import VecEnv
     from torch import Tensor
 
-    from engram.adapters.sb3.buffers import Path, Rows
+    from engram.adapters.sb3.buffers import Path, Rows, StoreArguments
     from engram.around import FinalObservations
     from engram.types import Sampler
 
@@ -45,7 +45,7 @@ class HerReplayBuffer(ReplayBuffer, sb3.HerReplayBuffer):  # type: ignore[misc] 
         n_sampled_goal: goals in hindsight for each stored one.
         goal_selection_strategy: ``"future"`` (of this or a later step), ``"final"`` or ``"episode"``.
         copy_info_dict: keep the infos of steps for ``compute_reward``. They are Python objects, which no directory holds.
-        *args, **kwargs: of :class:`ReplayBuffer`, without ``n_steps`` and ``optimize_memory_usage``.
+        device, n_envs, …, **store: of :class:`ReplayBuffer`, without ``n_steps`` and ``optimize_memory_usage``.
 
     Raises: as :class:`ReplayBuffer`, and ValueError: another strategy; ``copy_info_dict`` with ``scratch_dir``; ``n_steps`` or
         ``optimize_memory_usage``. TypeError: observations without goals.
@@ -67,13 +67,16 @@ class HerReplayBuffer(ReplayBuffer, sb3.HerReplayBuffer):  # type: ignore[misc] 
         self,
         buffer_size: int,
         observation_space: spaces.Dict,
-        action_space: spaces.Space[Any],
+        action_space: spaces.Space[object],
         env: VecEnv,
-        *args: Any,
+        device: torch.device | str = "auto",
+        n_envs: int = 1,
+        optimize_memory_usage: bool = False,
+        handle_timeout_termination: bool = True,
         n_sampled_goal: int = 4,
         goal_selection_strategy: GoalSelectionStrategy | str = "future",
         copy_info_dict: bool = False,
-        **kwargs: Any,
+        **store: Unpack[StoreArguments],
     ) -> None:
         who = type(self).__name__
         goals = {"achieved_goal", "desired_goal"}
@@ -87,7 +90,7 @@ class HerReplayBuffer(ReplayBuffer, sb3.HerReplayBuffer):  # type: ignore[misc] 
             raise ValueError(
                 f"{who}: goal_selection_strategy: expected one of {[*KEY_TO_GOAL_STRATEGY]}, got {goal_selection_strategy!r}."
             )
-        if copy_info_dict and kwargs.get("scratch_dir") is not None:
+        if copy_info_dict and store.get("scratch_dir") is not None:
             raise ValueError(
                 f"{who}: copy_info_dict: expected no scratch_dir beside it, as infos are Python objects, which no directory holds. Let "
                 "compute_reward read what it needs from the goals, or leave scratch_dir out."
@@ -96,12 +99,13 @@ class HerReplayBuffer(ReplayBuffer, sb3.HerReplayBuffer):  # type: ignore[misc] 
         self.n_sampled_goal = check_count(f"{who}: n_sampled_goal", n_sampled_goal, least=0)
         self.her_ratio = 1 - 1 / (self.n_sampled_goal + 1)
         self.goal_selection_strategy, self.copy_info_dict = named, copy_info_dict
-        super().__init__(buffer_size, observation_space, action_space, *args, **kwargs)
-        if self.n_steps > 1 or self.optimize_memory_usage:
+        if store.get("n_steps", 1) != 1 or optimize_memory_usage:
             raise ValueError(
                 f"{who}: expected n_steps=1 and optimize_memory_usage=False, as goals change rewards and next observations, got "
-                f"n_steps={self.n_steps} and optimize_memory_usage={self.optimize_memory_usage}."
+                f"n_steps={store.get('n_steps', 1)} and optimize_memory_usage={optimize_memory_usage}."
             )
+        made_of = buffer_size, observation_space, action_space, device, n_envs
+        super().__init__(*made_of, False, handle_timeout_termination, **store)
         #: The infos of each row.
         self.infos: NDArray[np.object_] = np.full(self.buffer_size * self.n_envs, None)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, Unpack, cast
 
 from engram._support.words import warn
 from engram.adapters.sb3.buffers import ReplayBuffer
@@ -11,8 +11,12 @@ from engram.samplers import PrioritizedSampler
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+    from gymnasium import spaces
     from stable_baselines3.common.vec_env import VecNormalize
     from torch import Tensor
+
+    from engram.adapters.sb3.buffers import StoreArguments
 
 #: Batches without priorities in return, after which it is said.
 _PATIENCE = 100
@@ -47,7 +51,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         beta: exponent of weights, between 0, no correction, and 1.
         eps: added to each priority.
         normalize: divide weights by the largest one of the ``"batch"``, or of the ``"store"``.
-        *args, **kwargs: of :class:`ReplayBuffer`.
+        buffer_size, observation_space, …, **store: of :class:`ReplayBuffer`.
 
     Raises: as :class:`ReplayBuffer` and ``engram.PrioritizedSampler``.
 
@@ -67,18 +71,26 @@ class PrioritizedReplayBuffer(ReplayBuffer):
 
     def __init__(
         self,
-        *args: Any,
+        buffer_size: int,
+        observation_space: spaces.Space[object],
+        action_space: spaces.Space[object],
+        device: torch.device | str = "auto",
+        n_envs: int = 1,
+        optimize_memory_usage: bool = False,
+        handle_timeout_termination: bool = True,
+        *,
         alpha: float = 0.6,
         beta: float = 0.4,
         eps: float = 1e-6,
         normalize: Literal["store", "batch"] = "batch",
-        **kwargs: Any,
+        **store: Unpack[StoreArguments],
     ) -> None:
         self._by = alpha, beta, eps, normalize
         #: What :attr:`beta` was at first.
         self.first_beta = beta
         self._waiting = 0
-        super().__init__(*args, **kwargs)
+        made_of = buffer_size, observation_space, action_space, device, n_envs
+        super().__init__(*made_of, optimize_memory_usage, handle_timeout_termination, **store)
 
     def _new_source(self) -> PrioritizedSampler:
         alpha, beta, eps, normalize = self._by

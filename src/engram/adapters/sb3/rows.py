@@ -33,11 +33,10 @@ class Column(NamedTuple):
         """Values of ``n`` environments, ``[n, *shape]``. Raises ``ValueError``: they are not that many numbers."""
         array = np.asarray(value, self.dtype)
         shape = (n, *self.shape)
-        if array.shape == shape:
-            return array
-        if array.size != np.prod(shape, dtype=np.int64):
-            raise ValueError(f"add: {what}: expected {list(shape)}, got {list(array.shape)}.")
-        return array.reshape(shape)
+        try:
+            return array if array.shape == shape else array.reshape(shape)
+        except ValueError:
+            raise ValueError(f"add: {what}: expected {list(shape)}, got {list(array.shape)}.") from None
 
 
 class Columns:
@@ -173,6 +172,7 @@ def _parts(observed: Nested) -> Iterator[Array]:
     yield from observed.values() if isinstance(observed, dict) else (observed,)
 
 
-def _bytes(array: Array) -> NDArray[np.uint8]:
-    """Bytes ``[n, …]``: NaN equals itself."""
-    return np.ascontiguousarray(array).reshape(len(array), -1).view(np.uint8)
+def _bytes(array: Array) -> Array:
+    """Bytes ``[n, …]``, eight at a time where they are as many: NaN equals itself."""
+    rows = np.ascontiguousarray(array).reshape(len(array), -1).view(np.uint8)
+    return rows if rows.shape[1] % 8 else rows.view(np.uint64)
