@@ -226,7 +226,17 @@ _ENDED = StreamSpec("episodes", 1, {"complete": Leaf(np.dtype(np.bool_), ())}, 1
 
 
 class RobotEpisode:
-    """An episode of a robot: what :meth:`RobotRecorder.episodes` yields, for training and exporters."""
+    """An episode of a robot: what :meth:`RobotRecorder.episodes` yields, for training and exporters.
+
+    >>> import tempfile
+    >>> from engram import record_robot
+    >>> with record_robot(tempfile.mkdtemp(), {"state": {"dtype": "float32", "shape": ()}}, hours=0.01) as recorder:
+    ...     recorder.add({"state": 1.5}, timestamp=0.0)
+    ...     number = recorder.end_episode()
+    ...     episode = next(recorder.episodes())
+    >>> number, episode.number, episode.complete
+    (0, 0, True)
+    """
 
     def __init__(self, recorder: RobotRecorder, number: int, *, complete: bool) -> None:
         self._recorder = recorder
@@ -236,7 +246,17 @@ class RobotEpisode:
         """Whether it was ended; False: it was cut by the end of the process."""
 
     def timestamps(self, name: str) -> NDArray[np.float64]:
-        """The timestamps of a feature, float64 ``[T]``, in seconds. Raises ``KeyError``: no such feature."""
+        """The timestamps of a feature, float64 ``[T]``, in seconds. Raises ``KeyError``: no such feature.
+
+        >>> import tempfile
+        >>> from engram import record_robot
+        >>> recorder = record_robot(tempfile.mkdtemp(), {"state": {"dtype": "float32", "shape": ()}}, hours=0.01)
+        >>> recorder.add({"state": 1.5}, timestamp=0.25)
+        >>> _ = recorder.end_episode()
+        >>> next(recorder.episodes()).timestamps("state")
+        array([0.25])
+        >>> recorder.close()
+        """
         path, stream = self.video(name), self._recorder.stream_of(name)
         if path is None:
             return stream.read(stream.of_episode(self.number), _TIMESTAMP, self.number).astype(np.float64)
@@ -244,14 +264,35 @@ class RobotEpisode:
         return times
 
     def read(self, name: str) -> Array:
-        """A feature, ``[T, *shape]``; frames from the video, if there is one. Raises ``KeyError``: no such feature."""
+        """A feature, ``[T, *shape]``; frames from the video, if there is one. Raises ``KeyError``: no such feature.
+
+        >>> import tempfile
+        >>> from engram import record_robot
+        >>> recorder = record_robot(tempfile.mkdtemp(), {"state": {"dtype": "float32", "shape": ()}}, hours=0.01)
+        >>> recorder.add({"state": 1.5}, timestamp=0.25)
+        >>> _ = recorder.end_episode()
+        >>> next(recorder.episodes()).read("state")
+        array([1.5], dtype=float32)
+        >>> recorder.close()
+        """
         stream = self._recorder.stream_of(name)
         if self.video(name):
             return np.stack([*self.frames(name)])
         return stream.read(stream.of_episode(self.number), name, self.number)
 
     def frames(self, name: str) -> Iterator[NDArray[np.uint8]]:
-        """The frames of a camera one by one, uint8 ``[H, W, 3]``, in constant memory. Raises ``KeyError``: no such camera."""
+        """The frames of a camera one by one, uint8 ``[H, W, 3]``, in constant memory. Raises ``KeyError``: no such camera.
+
+        >>> import tempfile
+        >>> import numpy as np
+        >>> from engram import record_robot
+        >>> recorder = record_robot(tempfile.mkdtemp(), {"camera": {"dtype": "video", "shape": (4, 4, 3)}}, room_s=1, encode=False)
+        >>> recorder.add({"camera": np.zeros((4, 4, 3), np.uint8)}, timestamp=0.25)
+        >>> _ = recorder.end_episode()
+        >>> [frame.shape for frame in next(recorder.episodes()).frames("camera")]
+        [(4, 4, 3)]
+        >>> recorder.close()
+        """
         path, stream = self.video(name), self._recorder.stream_of(name)
         if path is None:
             return stream.frames(stream.of_episode(self.number), self.number)
@@ -260,7 +301,18 @@ class RobotEpisode:
         return video.decode(path)
 
     def video(self, name: str) -> Path | None:
-        """The verified video of a camera; None: there is none. Raises ``KeyError``: no such feature."""
+        """The verified video of a camera; None: there is none. Raises ``KeyError``: no such feature.
+
+        >>> import tempfile
+        >>> import numpy as np
+        >>> from engram import record_robot
+        >>> recorder = record_robot(tempfile.mkdtemp(), {"camera": {"dtype": "video", "shape": (4, 4, 3)}}, room_s=1, encode=False)
+        >>> recorder.add({"camera": np.zeros((4, 4, 3), np.uint8)}, timestamp=0.25)
+        >>> _ = recorder.end_episode()
+        >>> next(recorder.episodes()).video("camera") is None  # frames stay as they are
+        True
+        >>> recorder.close()
+        """
         path = _video(self._recorder.directory, self._recorder.stream_of(name).spec.name, self.number)
         return path if path.exists() else None
 
@@ -269,6 +321,15 @@ class RobotRecorder:
     """Records cameras and sensors in episodes: what :func:`record_robot` returns. Use it as a context.
 
     One process records into a directory, from one thread or several.
+
+    >>> import tempfile
+    >>> from engram import record_robot
+    >>> with record_robot(tempfile.mkdtemp(), {"state": {"dtype": "float32", "shape": ()}}, hours=0.01) as recorder:
+    ...     recorder.add({"state": 1.5}, timestamp=0.0)
+    ...     number = recorder.end_episode()
+    ...     episode = next(recorder.episodes())
+    >>> number, episode.number, episode.complete
+    (0, 0, True)
     """
 
     def __init__(self, directory: Path, specs: list[StreamSpec], tolerance: float, *, encode: bool) -> None:
