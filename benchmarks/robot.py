@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--fps", type=float, default=30)
     parser.add_argument("--room", type=float, default=60, help="seconds of frames that may wait for their video")
     parser.add_argument("--directory", help="where to record; default a temporary folder")
+    parser.add_argument("--wait", action=argparse.BooleanOptionalAction, default=True, help="for the last videos")
     parser.add_argument("--encode", action=argparse.BooleanOptionalAction, default=True)
     arguments = parser.parse_args()
     names = [f"camera_{i}" for i in range(arguments.cameras)]
@@ -73,8 +74,7 @@ def main() -> None:
                 recorder.end_episode()
                 episodes, waiting = episodes + 1, max(waiting, recorder.waiting)
         left = recorder.waiting
-        start = time.perf_counter()
-        recorder.close()
+        done = episodes - left
         ms = np.sort(np.array(took)) * 1e3
         result = {
             "cameras": arguments.cameras,
@@ -87,11 +87,13 @@ def main() -> None:
             "episodes": episodes,
             "most_episodes_waiting": waiting,
             "waiting_at_the_end": left,
-            "last_videos_s": round(time.perf_counter() - start, 1),
+            "videos_made": done * len(names),
             "kept_raw": recorder.kept,
             "machine": {"cpus": os.cpu_count(), "load": os.getloadavg()[0], "kernel": platform.release()},
         }
-        print(json.dumps(result, indent=1))
+        print(json.dumps(result, indent=1), flush=True)
+        if arguments.wait:
+            recorder.close()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

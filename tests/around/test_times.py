@@ -205,11 +205,11 @@ def test_a_gap_is_no_padding():
 @pytest.mark.parametrize(
     ("unit", "error", "said"),
     [
-        (Window({"velocity": [0.0]}), KeyError, r"deltas: expected a stored field, one of .* got \['velocity'\]"),
+        (Window({"velocity": [0.0]}), KeyError, r"deltas: \['velocity'\]: expected a stored field, one of .*'action'"),
         (
             Window({"action": [0.0]}, time_key="clock"),
             KeyError,
-            r"time_key: expected a stored field, one of .* got 'clock'",
+            r"time_key: 'clock': expected a stored field, one of .*'action'",
         ),
         (
             Window({"action": [0.0]}, time_key=("state", "a")),

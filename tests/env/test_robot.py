@@ -141,13 +141,13 @@ def test_the_encoder_is_killed(tmp_path):
 
 def test_an_encoder_that_cannot_begin(tmp_path, monkeypatch):
     """Frames stay as they are, and nobody waits for ever."""
-    monkeypatch.setattr("engram.env.robot.sys.executable", "/bin/false")
+    monkeypatch.setattr("sys.executable", "/bin/false")
     recorder = record_robot(tmp_path / "robot", FEATURES, room_s=2, hours=0.05)
     play(recorder, 0, 3)
     recorder.end_episode()
     assert recorder.wait(60)
     check(next(recorder.episodes()), 0, 3)
-    with pytest.warns(UserWarning, match="episode 0 keeps its frames: the encoder ends without an answer"):
+    with pytest.warns(UserWarning, match="episode 0 keeps its frames: the encoder ends without a video"):
         recorder.close()
 
 
@@ -229,7 +229,12 @@ def test_no_place_for_frames(tmp_path):
         ),
         ({"camera": np.zeros((32, 48), np.uint8)}, 1, ValueError, r"add: 'camera': expected shape \[32, 48, 3\]"),
         ({"camera": np.zeros((32, 48, 3), np.float32)}, 1, TypeError, "expected uint8, as record_robot"),
-        ({"force": 1}, 0.5, ValueError, r"add: \['force'\]: expected a timestamp after 0.5 s, got 0.5"),
+        (
+            {"force": 1},
+            0.5,
+            ValueError,
+            r"add: \['force'\]: expected a timestamp after 0.5 s of the same episode, got 0.5",
+        ),
         ({"force": 1}, float("nan"), ValueError, "expected a timestamp after"),
     ],
 )
@@ -267,7 +272,7 @@ def test_features_that_cannot_be(features, error, said, tmp_path):
 
 
 def test_directories_that_do_not_fit(tmp_path):
-    with pytest.raises(FileNotFoundError, match="expected a directory that was recorded into, or features="):
+    with pytest.raises(FileNotFoundError, match="expected features=…, or a directory that was recorded into"):
         record_robot(tmp_path / "robot")
     record_robot(tmp_path / "robot", FEATURES, room_s=0.5, hours=0.01, encode=False).close()
     with pytest.raises(IncompatibleStore, match="has other features"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -181,7 +181,7 @@ class Expanded(NamedTuple):
     """int64 ``[N]``, those of the batch."""
     tickets: Tensor
     """Theirs."""
-    info: dict[Any, Any]
+    info: Info
     moved: list[int]
     """The places among the rows where something was written meanwhile, in order."""
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from engram.samplers._base import DeclaredSampler
     from engram.storages import Storage
     from engram.store import Store
-    from engram.types import Draw
+    from engram.types import Draw, Info
 
 #: Times before and after a row, of each field: a dict, or pairs of keys and times.
 Deltas: TypeAlias = Mapping[str, object] | Mapping[tuple[str, ...], object] | Iterable[tuple[object, object]]
@@ -52,7 +52,7 @@ class Window(SampleUnit):
             ``ValueError``: within an episode no row is near enough; ``RuntimeError``: rows on an accelerator or of several steps, or
             nothing says where episodes end.
 
-    Cost: besides the draw four native reads of timestamps, a few more where rows are not evenly spaced, and one of each field.
+    Cost: besides the draw native reads of timestamps, as many as the longest episode can be halved, and one of each field.
 
     >>> import torch
     >>> from engram import LazyTensorStorage, TensorDictReplayBuffer, Window
@@ -80,17 +80,11 @@ class Window(SampleUnit):
         end_when: str | None = None,
     ) -> None:
         pairs = deltas.items() if isinstance(deltas, Mapping) else deltas
-        try:
-            named = [
-                (checked_path(key, "Window: deltas"), times)
-                for key, times in cast("Iterable[tuple[object, object]]", pairs)
-            ]
-        except (TypeError, ValueError):
-            raise TypeError(f"Window: deltas: expected a dict of times by key, got {deltas!r}.") from None
+        if not isinstance(pairs, Iterable):
+            raise TypeError(f"Window: deltas: expected a dict of times by key, got {deltas!r}.")
+        named = [(checked_path(key, "Window: deltas"), times) for key, times in pairs]
         if not named:
-            raise ValueError(
-                "Window: deltas: expected times of one key at least, got none. Without windows, leave the unit out."
-            )
+            raise ValueError("Window: deltas: expected times of one key at least, got none. Or leave the unit out.")
         #: Times of each key, float64 ``[T]``.
         self.deltas: dict[FieldPath, Tensor] = {path: _times(times, path) for path, times in named}
         self.tolerance = check_number("Window: tolerance", tolerance, least=0)
@@ -134,8 +128,6 @@ class _Fields(NamedTuple):
     """What a unit reads of one store."""
 
     memory: Store
-    known: int
-    """Fields that the store had."""
     time: int
     """The number of the timestamps."""
     of_keys: list[list[int]]
@@ -146,43 +138,39 @@ class _Fields(NamedTuple):
     def of(cls, memory: Store, unit: Window) -> _Fields:
         """Raises ``KeyError``, ``TypeError``, ``RuntimeError``, as :class:`Window` says."""
         if not memory.is_native:
-            raise RuntimeError(
-                'sample: Window: expected rows on the CPU, got an accelerator. Make the storage with device="cpu".'
-            )
+            raise RuntimeError('sample: Window: expected rows on the CPU, got an accelerator. Use device="cpu".')
         Expansion.check_rows(memory, "Window")
         fields, numbers = memory.schema.fields, numbers_by_path(memory)
         of_keys = [[number for path, number in numbers.items() if path[: len(key)] == key] for key in unit.deltas]
-        time = numbers.get(unit.time_key)
         missing = [public(key) for key, found in zip(unit.deltas, of_keys, strict=True) if not found]
+        time = numbers.get(unit.time_key)
         if time is None or missing:
-            what = "time_key" if time is None else "deltas"
-            got = repr(public(unit.time_key)) if time is None else str(missing)
+            what = f"deltas: {missing}" if missing else f"time_key: {public(unit.time_key)!r}"
             raise KeyError(
-                f"sample: Window: {what}: expected a stored field, one of {[public(path) for path in numbers]}, got {got}."
+                f"sample: Window: {what}: expected a stored field, one of {[public(path) for path in numbers]}."
             )
-        if math.prod(fields[time].shape) != 1 or not fields[time].dtype.startswith(("float", "int", "uint")):
-            form = f"{fields[time].dtype} {list(fields[time].shape)}"
+        form = fields[time]
+        if math.prod(form.shape) != 1 or not form.dtype.startswith(("float", "int", "uint")):
             raise TypeError(
-                f"sample: Window: time_key: expected one real number per row, got {form} in {public(unit.time_key)!r}."
+                f"sample: Window: time_key: expected one real number per row, got {form.dtype} {list(form.shape)} in {form.name}."
             )
         taken = {number for found in of_keys for number in found}
-        return cls(memory, len(fields), time, of_keys, [number for number in range(len(fields)) if number not in taken])
+        return cls(memory, time, of_keys, [number for number in range(len(fields)) if number not in taken])
 
 
 class _Spans(NamedTuple):
     """The episodes that some rows are in, ``[B]`` each. A place is a row's number in its track."""
 
-    memory: Store
+    fields: _Fields
     track: Tensor
     place: Tensor
     first: Tensor
     last: Tensor
 
     @classmethod
-    def of(cls, memory: Store, runs: Tensor, rows: Tensor) -> _Spans:
-        """``runs``: track, first place and length of each episode, by track and place; none is empty. Rows in none have a ``last``
-        before their ``first``.
-        """
+    def of(cls, fields: _Fields, runs: Tensor, rows: Tensor) -> _Spans:
+        """``runs``: track, first place and length of each episode, by track and place. Rows in none have a ``last`` before ``first``."""
+        memory = fields.memory
         width = math.prod(memory.schema.columns)
         steps = memory.lane_length // width
         tracks, firsts, lengths = runs.T.contiguous()
@@ -190,46 +178,32 @@ class _Spans(NamedTuple):
         least = firsts[torch.searchsorted(tracks, tracks)]  # of the track of each run
         mine = torch.searchsorted(tracks, track).clamp(max=len(runs) - 1)
         offset = (rows % memory.lane_length // width - firsts[mine]) % steps
-        run = (
-            torch.searchsorted(tracks * steps + firsts - least, track * steps + offset, right=True).sub(1).clamp(min=0)
-        )
+        run = (torch.searchsorted(tracks * steps + firsts - least, track * steps + offset, right=True) - 1).clamp(min=0)
         place, first = firsts[mine] + offset, firsts[run]
         inside = (tracks[run] == track) & (place < first + lengths[run])
-        return cls(memory, track, place, first, torch.where(inside, first + lengths[run] - 1, first - 1))
+        return cls(fields, track, place, first, torch.where(inside, first + lengths[run] - 1, first - 1))
 
     def rows(self, places: Tensor) -> Tensor:
-        """The rows at some places ``[B, ...]``."""
-        width = math.prod(self.memory.schema.columns)
-        track = self.track.reshape(-1, *(1,) * (places.ndim - 1))
-        steps = self.memory.lane_length // width
-        return track // width * self.memory.lane_length + places % steps * width + track % width
+        """The rows at some places ``[B, ...]``, in one dimension."""
+        memory, track = self.fields.memory, self.track.reshape(-1, *(1,) * (places.ndim - 1))
+        width = math.prod(memory.schema.columns)
+        steps = memory.lane_length // width
+        return (track // width * memory.lane_length + places % steps * width + track % width).reshape(-1)
 
-    def times(self, places: Tensor, field: int) -> Tensor:
+    def times(self, places: Tensor) -> Tensor:
         """Timestamps at some places, float64."""
-        found = self.memory.read(self.rows(places).reshape(-1).contiguous(), which=[field])[0][0]
+        found = self.fields.memory.read(self.rows(places), which=[self.fields.time])[0][0]
         return found.reshape(places.shape).to(torch.float64)
 
-    def nearest(self, wanted: Tensor, field: int) -> tuple[Tensor, Tensor]:
-        """The places whose times are nearest to those ``wanted``, ``[B, T]``, and these times.
-
-        It is looked for where even spacing would put it, else by halves.
-        """
+    def nearest(self, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        """The places whose times are nearest to those ``wanted``, ``[B, T]``, and these times: found by halves."""
         low, high = self.first[:, None].expand_as(wanted), self.last[:, None].expand_as(wanted)
-        begin, end = self.times(torch.stack([self.first, self.last], 1), field).T[..., None]
-        share = ((wanted - begin) / (end - begin)).nan_to_num(0.0, 0.0, 0.0).clamp(0, 1)
-        guess = low + (share * (high - low)).round().long()
-        around = torch.stack([torch.maximum(guess - 1, low), torch.minimum(guess + 1, high)], -1)
-        before, after = self.times(around, field).unbind(-1)
-        low, high = (
-            torch.where(before <= wanted, around[..., 0], low),
-            torch.where(after > wanted, around[..., 1], high),
-        )
         while bool((high - low > 1).any()):
             middle = (low + high) // 2
-            earlier = self.times(middle, field) <= wanted
+            earlier = self.times(middle) <= wanted
             low, high = torch.where(earlier, middle, low), torch.where(earlier, high, middle)
         both = torch.stack([low, high], -1)
-        found = self.times(both, field)
+        found = self.times(both)
         chosen = (found - wanted[..., None]).abs().argmin(-1, keepdim=True)
         return both.gather(-1, chosen)[..., 0], found.gather(-1, chosen)[..., 0]
 
@@ -240,57 +214,44 @@ class TimeReader(ExpandedReader):
     def __init__(self, unit: Window, source: DeclaredSampler, named: Named) -> None:
         super().__init__(unit, source, named)
         self._window = unit
-        self._fields: _Fields | None = None
-
-    def moved(self) -> None:
-        self._fields = None
 
     def expanded(self, storage: Storage, draw: Draw, clock: int) -> Expanded:
         """As :meth:`ExpandedReader.expanded`. Raises as :class:`Window` says."""
         memory, unit = cast("Store", storage.memory), self._window
-        fields = self._fields
-        if fields is None or fields.memory is not memory or fields.known != len(memory.schema.fields):
-            fields = self._fields = _Fields.of(memory, unit)
-        drawn = as_rows(draw.rows, "sample")
+        fields, drawn = _Fields.of(memory, unit), as_rows(draw.rows, "sample")
         tickets = storage.tickets_of(drawn) if draw.tickets is None else draw.tickets
-        runs = unit.rules.episodes(memory, "sample: Window").table().runs().reshape(-1, 3)
-        spans = _Spans.of(memory, torch.from_numpy(runs), drawn)
-        outside = (spans.last < spans.first).nonzero().flatten().tolist()
-        if outside:  # written over since
-            return Expanded([], drawn, tickets, dict(draw.info), outside)
-        now = spans.times(spans.place, fields.time)[:, None]
-        deltas = torch.cat([*unit.deltas.values()])
-        wanted = now + deltas
-        places, times = spans.nearest(wanted, fields.time)
+        runs = torch.from_numpy(unit.rules.episodes(memory, "sample: Window").table().runs().reshape(-1, 3))
+        spans, deltas = _Spans.of(fields, runs, drawn), torch.cat([*unit.deltas.values()])
+        info: Info = dict(draw.info)
+        if bool((spans.last < spans.first).any()):  # written over since
+            return Expanded([], drawn, tickets, info, (spans.last < spans.first).nonzero().flatten().tolist())
+        wanted = spans.times(spans.place)[:, None] + deltas
+        places, times = spans.nearest(wanted)
         places = torch.where(deltas == 0, spans.place[:, None], places)  # of equal times the row itself
         far = (times - wanted).abs() > unit.tolerance
-        edge = torch.where(wanted < times, spans.first[:, None], spans.last[:, None])
-        read = storage.tickets_of(spans.rows(places).reshape(-1)).reshape(places.shape)
-        gone = (read < 0) | (read >= clock)
-        moved = gone.any(1).nonzero().flatten().tolist()
-        if not moved and bool((far & (places != edge)).any()):
-            self._refuse(drawn, wanted, times, (far & (places != edge)).nonzero()[0].tolist())
-        info: dict[object, object] = dict(draw.info)
-        columns: list[Tensor] = [torch.empty(0, device="cpu")] * fields.known
+        refused = far & (places != torch.where(wanted < times, spans.first[:, None], spans.last[:, None]))
+        expected = storage.tickets_of(spans.rows(places)).reshape(places.shape)
+        moved = ((expected < 0) | (expected >= clock)).any(1).nonzero().flatten().tolist()
+        if not moved and bool(refused.any()):
+            row, at = refused.nonzero()[0].tolist()
+            key = [public(key) for key, each in unit.deltas.items() for _ in each][at]
+            raise ValueError(
+                f"sample: Window: deltas: {key!r}: expected a row of the episode within {unit.tolerance:g} of the time "
+                f"{float(wanted[row, at]):.9g}, meant from row {int(drawn[row])}, got the nearest at {float(times[row, at]):.9g}. Name "
+                "times that are stored, or raise tolerance=. Timestamps of an episode must not go back."
+            )
+        columns: list[Tensor] = [torch.empty(0, device="cpu")] * len(memory.schema.fields)
         begin = 0
-        for (key, each), which in zip(unit.deltas.items(), fields.of_keys, strict=True):
+        for (name, each), which in zip(unit.deltas.items(), fields.of_keys, strict=True):
             part = slice(begin, begin := begin + len(each))
-            at, expected = spans.rows(places[:, part]).reshape(-1), read[:, part].reshape(-1)
-            found, changed = memory.read(at, expected=expected, which=which)
+            found, changed = memory.read(
+                spans.rows(places[:, part]), expected=expected[:, part].reshape(-1), which=which
+            )
             moved += [place // len(each) for place in changed]
             for number, column in zip(which, found, strict=True):
                 columns[number] = column.reshape(-1, len(each), *column.shape[1:])
-            info[public((*key[:-1], f"{key[-1]}_is_pad"))] = far[:, part].contiguous()
+            info[public((*name[:-1], f"{name[-1]}_is_pad"))] = far[:, part].contiguous()
         found, changed = memory.read(drawn, expected=tickets, which=fields.others)
         for number, column in zip(fields.others, found, strict=True):
             columns[number] = column
         return Expanded(columns, drawn, tickets, info, sorted({*moved, *changed}))
-
-    def _refuse(self, drawn: Tensor, wanted: Tensor, times: Tensor, at: list[int]) -> None:
-        row, column = at
-        keys = [public(key) for key, each in self._window.deltas.items() for _ in each]
-        raise ValueError(
-            f"sample: Window: deltas: {keys[column]!r}: expected a row of the episode within {self._window.tolerance:g} of the time "
-            f"{float(wanted[row, column]):.9g}, meant from row {int(drawn[row])}, got the nearest at {float(times[row, column]):.9g}. Name "
-            "times that are stored, or raise tolerance=. Timestamps of an episode must not go back."
-        )

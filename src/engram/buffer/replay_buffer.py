@@ -116,8 +116,6 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
     #: Whether :meth:`close` was called.
     closed = False
     _following = NotFollowing()
-    #: Of the environment that was recorded last.
-    _notes = Notes()
     _service: Service = Service()
 
     def __init__(
@@ -482,7 +480,7 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
         recorded = record(
             self, env, lanes, names, tensordicts=as_tensordicts, notes=notes, info_keys=info_keys, copies=copies
         )
-        self._notes = notes
+        self._writing.notes = notes
         return recorded
 
     def note(self, values: Examples | None = None, /, **fields: object) -> None:
@@ -515,7 +513,7 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
         >>> rb.sample()["log_prob"].shape
         torch.Size([8])
         """
-        self._notes.put(values or {}, fields)
+        self._writing.notes.put(values or {}, fields)
 
     # ---- sampling ------------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from engram._support.native import NotAdmitted
 from engram._support.overrides import doing, overrides
 from engram._support.tensordicts import is_tensor_collection
 from engram.buffer.lanes import BATCHES, Lane, Lanes, Layout
+from engram.env import Notes
 from engram.storages import Count, Storage, leading_size
 from engram.types import Extent, Write, WritePlan
 from engram.writers._base import NativeWriter
@@ -62,6 +63,8 @@ class WritePath:
 
     #: Whether all rows are TensorDicts.
     takes_tensordicts = False
+    #: Of the environment that was recorded last.
+    notes = Notes()
 
     def __init__(
         self, wiring: Wiring, settings: Settings, lanes: Lanes, recipe: Recipe, prefetching: Ahead | None

@@ -34,7 +34,7 @@ class Leaf(NamedTuple):
             raise TypeError(
                 f"{what}: expected an example, numbers of the shape that one environment has, got {type(example).__name__}."
             )
-        narrow = array.dtype == np.float64 and not hasattr(example, "dtype")  # a float of Python
+        narrow = array.dtype == np.float64 and isinstance(example, float | list | tuple)  # of Python
         return cls(np.dtype(np.float32) if narrow else array.dtype, array.shape)
 
     def fitted(self, value: object, batch: tuple[int, ...], what: str, says: str) -> Array:
@@ -101,6 +101,8 @@ class Notes:
 
         Raises ``RuntimeError``: some is missing that is needed.
         """
+        if not self.leaves:
+            return []
         missing = needed and [public(path) for path in self.leaves if path not in self._values]
         if missing:
             raise RuntimeError(

@@ -114,16 +114,13 @@ class RecordedVector(_VectorWrapper):
         """As the environment's."""
         recording = self._recording
         acting = recording.act()
-        everyone = acting is recording.everyone
-        acted = recording.kept(actions) if everyone or some(acting) else _NOTHING  # the step may change it in place
+        acted = recording.kept(actions) if some(acting) else _NOTHING  # the step may change it in place
         result = self.env.step(actions)
-        if everyone and recording.write_all(acted, *result):
-            return result
         observation, reward, terminated, truncated, infos = result
         flags = flags_of(terminated, truncated, self.num_envs)
         following, over = observation, flags[-1]
         told: list[Told] = [(infos, acting)]
-        if self._mode is AutoresetMode.SAME_STEP:
+        if self._mode is AutoresetMode.SAME_STEP and some(over):
             following = self._followed(observation, over, infos)
             told = [(infos, acting & ~over), (infos.get("final_info"), acting & over)]
         recording.write(acting, acted, following, reward, flags, told)
@@ -137,8 +134,6 @@ class RecordedVector(_VectorWrapper):
 
     def _followed(self, observation: object, over: Mask, infos: dict[str, object]) -> object:
         """What followed the step: the last observation of an episode that is over, and not the first of the next one."""
-        if not some(over):
-            return observation
         final = infos.get("final_obs")
         if final is None:
             raise RuntimeError(f"step: expected infos['final_obs'] of ended episodes, got {list(infos.keys())}.")

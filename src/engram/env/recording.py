@@ -19,15 +19,14 @@ Its observations and actions have a leading dimension ``n``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple, Protocol, SupportsFloat, TypeAlias, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engram._support.field_paths import FieldPath, checked_path, public
-from engram._support.tensordicts import wrap
+from engram._support.tensordicts import add_fields, wrap
 from engram.env.extras import Infos, Key, Notes
 from engram.env.values import (
     BOOL,
@@ -48,7 +47,7 @@ from engram.env.values import (
 from engram.storages import DefaultStorage, Storage
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, NDArray
+    from numpy.typing import NDArray
     from tensordict import TensorDict
 
     from engram.env.extras import Told
@@ -56,6 +55,8 @@ if TYPE_CHECKING:
     from engram.saved.rows import Roles
 
 Names: TypeAlias = Mapping[str, Key] | Mapping[tuple[str, ...], Key] | Mapping[Key, Key]
+Form: TypeAlias = "dict[str, int | Form]"
+Value: TypeAlias = "Nested | np.generic"
 #: What is recorded of a step.
 FIELDS: tuple[FieldPath, ...] = (
     ("observation",),
@@ -107,71 +108,21 @@ class Target(NamedTuple):
     """Whether nothing holds what was written once that has returned: its memory may be used again."""
 
 
-class Form:
-    """How rows are nested.
-
-    Args:
-        paths: of their fields, in the order of the values of a row.
-    """
-
-    def __init__(self, paths: Sequence[FieldPath]) -> None:
-        #: For each dict of a row, the deepest first: its names, and what picks their values, of those and of the dicts before it.
-        self._dicts: list[tuple[tuple[str, ...], itemgetter[object]]] = []
-        self._count = len(paths)
-        self._add(dict(zip(paths, range(len(paths)), strict=True)))
-
-    def _add(self, places: Mapping[FieldPath, int]) -> int:
-        """The place of a dict of some fields."""
-        here = {path[0]: at for path, at in places.items() if len(path) == 1}
-        for name in {path[0]: None for path in places if len(path) > 1}:
-            here[name] = self._add({path[1:]: at for path, at in places.items() if path[0] == name})
-        self._dicts.append(((*here,), itemgetter(*here.values(), 0)))  # of several it makes a tuple
-        return self._count + len(self._dicts) - 1
-
-    def filled(self, values: Sequence[object]) -> dict[str, object]:
-        """Rows of this form."""
-        made = [*values]
-        for names, values_of in self._dicts:
-            made.append(dict(zip(names, values_of(made), strict=False)))
-        return cast("dict[str, object]", made[-1])
-
-
 class PreparedRows:
     """Rows of one step whose memory and containers are used for every step.
-
-    There are two: the observation after the action in one is that before the action in the other.
 
     Args:
         values: of a step, in the order of the form.
         rows_of: makes rows of values, which share their memory.
     """
 
-    def __init__(self, values: Sequence[Nested], rows_of: Callable[[Sequence[Nested]], object]) -> None:
-        before, action, after, *rest = [mapped(np.array, value) for value in values]
-        self._turns = tuple((x, y, rows_of([x, action, y, *rest])) for x, y in ((before, after), (after, before)))
-        self._action, self._extras = action, rest[4:]
-        self._numbers = cast("list[NDArray[np.generic]]", rest[:4])
+    def __init__(self, values: Sequence[Value], rows_of: Callable[[Sequence[Value]], object]) -> None:
+        self._own = [mapped(np.array, cast("Nested", value)) for value in values]
+        self._rows = rows_of(self._own)
 
-    def filled(
-        self, before: Nested, after: Nested, action: Nested, numbers: Sequence[ArrayLike], extras: Sequence[Nested]
-    ) -> tuple[object, Nested] | None:
-        """The rows of a step, and where they hold ``after``: the next step may name it as ``before``. None: other shapes.
-
-        Args:
-            before, after: observations.
-            action: taken.
-            numbers: reward, terminated, truncated and done, of the right shapes.
-            extras: what the rows hold besides.
-        """
-        first, second = self._turns
-        own_before, own_after, rows = second if before is second[0] else first
-        if not (before is own_before or fill(own_before, before)) or not fill(own_after, after):
-            return None
-        if not fill(self._action, action) or not all(map(fill, self._extras, extras)):
-            return None
-        for target, value in zip(self._numbers, numbers, strict=True):
-            target[...] = value
-        return rows, own_after
+    def filled(self, values: Sequence[Value]) -> object:
+        """The rows of a step; None: some value has another shape."""
+        return self._rows if all(map(fill, self._own, values)) else None
 
 
 class Recording:
@@ -201,24 +152,38 @@ class Recording:
         paths = stored_paths(names, [*notes.leaves, *infos.before, *infos.after])
         self._notes, self._infos = notes, infos
         self._has_extras = bool(notes.leaves or infos.before or infos.after)
+        #: What was noted for the step under way, and entries of infos that came with the observation before it.
+        self._noted: list[Array] = []
+        self._told: list[Array] = []
         self._roles: Roles = {paths[at]: FIELDS[at][-1] for at in _FLAGS}
         self._tensordicts = tensordicts
         #: A row, with the places of its values: of :data:`FIELDS`, notes, and infos before and after the action.
-        self._form = Form(paths)
+        self._form: Form = {}
+        add_fields(self._form, {path: at for at, path in enumerate(paths)})
         buffer.end_trajectory(self._lanes, roles=self._roles)
 
-    def _prepare(self, values: Sequence[Nested], batch: torch.Size) -> None:
-        """Prepare rows like those of a step that was written, if nothing holds on to them."""
-        if self._copies():
-            self._prepared = PreparedRows(values, lambda own: self._rows(own, batch))
+    def _rows(self, values: Sequence[Value], batch: torch.Size) -> object:
+        """Rows in the form of the buffer, or one row, of values in the order of the form. They may be written again after the write."""
+        if not (self._tensordicts and self._copies()):  # dicts are made faster than they are filled
+            return self._new_rows(values, batch)
+        rows = None if self._prepared is None else self._prepared.filled(values)
+        if rows is None:
+            rows = self._new_rows(values, batch)
+            self._prepared = PreparedRows(values, lambda own: self._new_rows(own, batch))
+        return rows
 
-    def _rows(self, values: Sequence[Nested | np.generic], batch: torch.Size) -> object:
-        """Rows in the form of the buffer, or one row, of values in the order of the form."""
+    def _new_rows(self, values: Sequence[Value], batch: torch.Size) -> object:
         if not self._tensordicts:
-            return self._form.filled(values)
+            return _filled(self._form, values)
         widened = [*values]
         widened[_NUMBERS] = [value[..., None] for value in values[_NUMBERS]]  # type: ignore[call-overload, index]
-        return _as_tensordict(self._form.filled(widened), batch)
+        return _as_tensordict(_filled(self._form, widened), batch)
+
+    def _extras(self, told: Sequence[Told], *batch: int) -> list[Array]:
+        """What rows of this step hold besides :data:`FIELDS`."""
+        if not self._has_extras:
+            return []
+        return [*self._noted, *self._told, *self._infos.read(self._infos.after, told, *batch)]
 
 
 class SingleRecording(Recording):
@@ -229,8 +194,6 @@ class SingleRecording(Recording):
         self._notes.belong_to()
         self._lane = int(self._lanes[0])
         self._before: Nested | None = None
-        #: Entries of infos that came with it.
-        self._told: list[Array] = []
         #: Whether the next step is a row: it answers to ``_before``.
         self._running = False
         #: Whether the newest row is no end.
@@ -243,21 +206,20 @@ class SingleRecording(Recording):
         self._end()
         self._before, self._told, self._running = copied(found), told, True
 
-    def act(self, action: object) -> tuple[Nested, list[Array]] | None:
-        """Before a step: a copy of the action, which the step may change in place, and what the agent noted; None if the step is no
-        row.
+    def act(self, action: object) -> Nested | None:
+        """Before a step: a copy of the action, which the step may change in place; None if the step is no row.
 
         Later ones are none either, until :meth:`go_on`. So if the step raises, what comes later does not seem to follow what was
         before.
         """
         kept = copied(conformed(self._action_spec, action, "action")) if self._running else None
-        noted = self._notes.take(needed=self._running) if self._has_extras else []
+        self._noted = self._notes.take(needed=self._running)
         self._running = False
-        return None if kept is None else (kept, noted)
+        return kept
 
     def go_on(
         self,
-        acted: tuple[Nested, list[Array]] | None,
+        acted: Nested | None,
         observation: object,
         reward: object,
         terminated: object,
@@ -272,39 +234,19 @@ class SingleRecording(Recording):
             reward, terminated, truncated, infos: one each.
         """
         following = conformed(self._observation_spec, observation, "observation")
-        ends = bool(as_number(terminated)), bool(as_number(truncated))
-        over = ends[0] or ends[1]
+        ends = np.bool_(as_number(terminated)), np.bool_(as_number(truncated))  # faster than arrays
+        over = ends[0] | ends[1]
         if acted is not None:
-            action, noted = acted
-            if self._has_extras:
-                noted = [*noted, *self._told, *self._infos.read(self._infos.after, [(infos, ...)])]
-            following = self._written(action, following, (as_number(reward), *ends, over), noted)
+            assert self._before is not None  # one that acts has begun
+            extras = self._extras([(infos, ...)])
+            values = (self._before, acted, following, np.float32(as_number(reward)), *ends, over, *extras)
+            self._buffer.add(self._rows(values, _ONE), lane=self._lane)
             self._open = not over
-        else:
-            following = copied(following)
-            if not over:
-                self._end()
-        if self._infos.before and not over:
+        elif not over:
+            self._end()
+        if not over:
             self._told = self._infos.read(self._infos.before, [(infos, ...)])
-        self._before, self._running = following, not over
-
-    def _written(
-        self, action: Nested, after: Nested, numbers: tuple[SupportsFloat, bool, bool, bool], extras: list[Array]
-    ) -> Nested:
-        """Write a step. Returns a copy of what was observed after it."""
-        assert self._before is not None  # one that acts has begun
-        reward = numbers[0]
-        if self._prepared and isinstance(reward, float) and self._copies():
-            filled = self._prepared.filled(self._before, after, action, (reward, *numbers[1:]), extras)
-            if filled is not None:
-                self._buffer.add(filled[0], lane=self._lane)
-                return filled[1]
-        flags = [np.array(flag) for flag in numbers[1:]]
-        values: list[Nested] = [copied(self._before), action, after, np.array(reward, np.float32), *flags, *extras]
-        self._buffer.add(self._rows(values, _ONE), lane=self._lane)
-        if not self._prepared:
-            self._prepare(values, _ONE)
-        return copied(after)
+        self._before, self._running = copied(following), not over
 
     def _end(self) -> None:
         """End what is open in the lane."""
@@ -319,14 +261,11 @@ class VectorRecording(Recording):
     def __init__(self, target: Target, count: int, observation: Spec, action: Spec) -> None:
         super().__init__(target, count, observation, action)
         self._notes.belong_to(count)
-        self._noted: list[Array] = []
         self._size = torch.Size([count])
         self._none = np.zeros(count, np.bool_)
         #: The mask of all environments: :meth:`act` returns this very one if the step is a row of each.
         self.everyone = np.ones(count, np.bool_)
         self._before: Nested | None = None
-        #: Entries of infos that came with it.
-        self._told: list[Array] = []
         #: Whose next step is a row: it answers to what stands in ``_before``.
         self._running = self._none
         #: In whose lane the newest row is no end.
@@ -357,52 +296,13 @@ class VectorRecording(Recording):
         So if the step raises, what comes later does not seem to follow what was before.
         """
         acting = self._running
-        if self._has_extras:
-            self._noted = self._notes.take(needed=some(acting))
+        self._noted = self._notes.take(needed=some(acting))
         self._running = self._none
         return acting
 
     def kept(self, action: object) -> Nested:
         """A copy of what is taken, ``[n, ...]``."""
         return copied(conformed(self._action_spec, action, "action"))
-
-    def write_all(
-        self, action: Nested, observation: object, reward: object, terminated: object, truncated: object, infos: object
-    ) -> bool:
-        """The short path of :meth:`write` and :meth:`go_on`, for a step that all environments took.
-
-        False: nothing was done, since an episode is over, or flags are no arrays.
-        """
-        if not (
-            self._prepared
-            and self._copies()
-            and type(terminated) is type(truncated) is np.ndarray
-            and terminated.dtype is truncated.dtype is BOOL
-            and terminated.shape == truncated.shape == self._size
-        ):
-            return False
-        over: Mask = terminated | truncated
-        if b"\1" in over.tobytes():
-            return False
-        following = conformed(self._observation_spec, observation, "next observation")
-        if not (type(reward) is np.ndarray and reward.shape == self._size):
-            reward = of_each(reward, FLOAT32, len(over), "step: reward")
-        assert self._before is not None  # those that act have begun
-        told: list[Told] = [(infos, self.everyone)]
-        extras = self._extras(told) if self._has_extras else ()
-        filled = self._prepared.filled(self._before, following, action, (reward, terminated, truncated, over), extras)
-        if filled is None:
-            return False
-        rows, following = filled
-        self._buffer.extend(rows, lane=self._lanes)
-        if self._infos.before:
-            self._told = self._infos.read(self._infos.before, told, len(over))
-        self._before, self._open, self._running = following, self.everyone, self.everyone
-        return True
-
-    def _extras(self, told: Sequence[Told]) -> list[Array]:
-        """What rows of this step hold besides :data:`FIELDS`."""
-        return [*self._noted, *self._told, *self._infos.read(self._infos.after, told, len(self.everyone))]
 
     def write(
         self,
@@ -429,30 +329,27 @@ class VectorRecording(Recording):
         if some(acting):
             assert self._before is not None  # one that acts has begun
             values: tuple[Nested, ...] = (
-                copied(self._before),
+                self._before,
                 action,
                 conformed(self._observation_spec, following, "next observation"),
                 of_each(reward, FLOAT32, len(acting), "step: reward"),
                 *flags,
-                *self._extras(told),
+                *self._extras(told, len(acting)),
             )
             if acting is self.everyone:
                 self._buffer.extend(self._rows(values, self._size), lane=self._lanes)
-                if not self._prepared:
-                    self._prepare(values, self._size)
                 self._open = ~over
             else:
                 rows = acting.nonzero()[0]
                 values = tuple(taken(value, rows) for value in values)
-                self._buffer.extend(self._rows(values, torch.Size([len(rows)])), lane=self._lanes[rows])
+                self._buffer.extend(self._new_rows(values, torch.Size([len(rows)])), lane=self._lanes[rows])
                 self._open = np.where(acting, ~over, self._open)
 
     def go_on(self, observation: object, told: Sequence[Told], running: Mask, acting: Mask) -> None:
         """What the next actions answer to, of the environments that are ``running``. Of those ``acting`` the last step was a row."""
         if acting is not self.everyone:
             self._end(running & ~acting)
-        if self._infos.before:
-            self._told = self._infos.read(self._infos.before, told, len(running))
+        self._told = self._infos.read(self._infos.before, told, len(running))
         self._before = copied(conformed(self._observation_spec, observation, "observation"))
         self._running = running if running is self.everyone else self._masked(running)
 
@@ -468,6 +365,11 @@ def flags_of(terminated: object, truncated: object, n: int) -> tuple[Mask, Mask,
     """Whether each of ``n`` episodes was terminated, was truncated, and is over. Raises ``ValueError``: flags of another number."""
     ends = of_each(terminated, BOOL, n, "step: terminated"), of_each(truncated, BOOL, n, "step: truncated")
     return *ends, ends[0] | ends[1]
+
+
+def _filled(form: Form, values: Sequence[object]) -> dict[str, object]:
+    """Rows of this form."""
+    return {name: values[at] if isinstance(at, int) else _filled(at, values) for name, at in form.items()}
 
 
 def _as_tensordict(entries: dict[str, object], size: torch.Size) -> TensorDict:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, SupportsFloat, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, SupportsFloat, TypeAlias, TypeVar, cast
 
 import numpy as np
 from torch import Tensor
@@ -65,7 +65,7 @@ def of_each(value: object, dtype: np.dtype[S], n: int, what: str) -> NDArray[S]:
 
     Raises ``ValueError``: it is of another number of environments; says ``what`` it is.
     """
-    if type(value) is np.ndarray and value.dtype is dtype and value.shape == (n,):
+    if isinstance(value, np.ndarray) and value.dtype is dtype and value.shape == (n,):
         return value
     array = as_array(value).astype(dtype, copy=False)
     if array.ndim == 0:
@@ -95,7 +95,7 @@ def conformed(spec: Spec, value: object, field: str, says: str = "the environmen
     Raises:
         TypeError: it is nested in another way, or has fractions where the spec says whole numbers; names the entry.
     """
-    if type(value) is np.ndarray and value.dtype is spec:
+    if isinstance(value, np.ndarray) and value.dtype is spec:
         return value
     if isinstance(spec, dict):
         if not isinstance(value, Mapping) or set(value.keys()) != spec.keys():
@@ -106,15 +106,15 @@ def conformed(spec: Spec, value: object, field: str, says: str = "the environmen
         if not isinstance(value, tuple | list) or len(value) != len(spec):
             raise TypeError(f"record: {field}: expected a tuple of {len(spec)}, got {type(value).__name__}.")
         return tuple(conformed(entry, value[i], f"{field}[{i}]") for i, entry in enumerate(spec))
-    array = np.array(value) if type(value) is int else as_array(value)
+    array = np.array(value) if isinstance(value, int) else as_array(value)
     if array.dtype == spec:
         return array
     if array.dtype.kind not in (_WHOLE if spec.kind in _WHOLE else _NUMBERS):
         raise TypeError(f"record: {field}: expected {spec}, as {says} says, got {array.dtype}.")
-    cast = array.astype(spec)
-    if spec.kind in _WHOLE and not np.can_cast(array.dtype, spec) and not np.array_equal(cast, array):
+    made = array.astype(spec)
+    if spec.kind in _WHOLE and not np.can_cast(array.dtype, spec) and not np.array_equal(made, array):
         raise TypeError(f"record: {field}: expected values of {spec}, as {says} says, got {array.dtype} beyond it.")
-    return cast
+    return made
 
 
 def has_tuple(spec: Spec) -> bool:
@@ -136,13 +136,13 @@ def copied(nested: Nested) -> Nested:
     return nested.copy() if isinstance(nested, np.ndarray) else mapped(np.array, nested)
 
 
-def fill(target: Nested, value: Nested) -> bool:
+def fill(target: Nested, value: Nested | np.generic) -> bool:
     """Write a value of the same nesting into these arrays. False: one has another shape, and some may be written."""
     if isinstance(target, np.ndarray):
-        if type(value) is np.ndarray and target.shape == value.shape:
-            target[...] = value
-            return True
-        return False
+        same = isinstance(value, np.ndarray | np.generic) and target.shape == value.shape
+        if same:
+            target[...] = cast("Array", value)
+        return same
     names = target if isinstance(target, dict) else range(len(target))
     return all(fill(target[name], value[name]) for name in names)  # type: ignore[index]
 
