@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from engram import RateLimited
 from engram._support.native import NotAdmitted
 from engram.remote import wire
-from engram.remote.storage import CREDIT_BYTES, CREDIT_MESSAGES, WritesUnderWay
+from engram.remote.storage import _MAX_TOGETHER, CREDIT_BYTES, WritesUnderWay
 
 COLUMNS = [wire.Column("a", "int64", ())]
 SCHEMA = wire.arrow_schema(COLUMNS)
@@ -40,21 +40,94 @@ class Server:
         return [row for rows, _ in self.messages for row in rows]
 
 
-def test_credits_are_bytes_or_messages_and_a_larger_message_goes_alone():
+def test_credits_are_bytes_or_rows_and_a_larger_message_goes_alone(monkeypatch):
+    monkeypatch.setattr("engram.remote.storage.CREDIT_ROWS", CREDIT_BYTES // 8)
     large, half = torch.zeros(CREDIT_BYTES // 4).long(), torch.zeros(CREDIT_BYTES // 16).long()
-    for sizes, most in (([half] * 3, 2), ([large] * 2, 1), ([half, large], 1), ([torch.zeros(1).long()] * 9, 4)):
+    rows = torch.zeros(CREDIT_BYTES // 40).long()
+    for sizes, most in (([half] * 3, 2), ([large] * 2, 1), ([half, large], 1), ([rows] * 6, 5)):
         server = Server()
         writes = WritesUnderWay("raise", server.send)
         batches = [wire.record_batch(SCHEMA, [rows], len(rows)) for rows in sizes]
         for batch in batches[:most]:
             writes.put(batch, frozenset({0}))
-        with pytest.raises(RateLimited, match=f"got {most} before this one of {batches[most].nbytes} bytes"):
+        before = sum(map(len, sizes[:most]))
+        with pytest.raises(RateLimited, match=f"got {before} and {8 * before} before these {len(sizes[most])} of"):
             writes.put(batches[most], frozenset({0}))
         server.go.set()
         writes.settle()
+        assert writes.rows == writes._bytes == 0
         writes.put(batches[most], frozenset({0}))
         writes.close(wait=True)
         assert len(server.rows) == sum(map(len, sizes[: most + 1]))
+
+
+def gather(writes, *numbers, lanes=frozenset({0})):
+    writes.gather(SCHEMA, [torch.tensor(numbers)], lanes, len(numbers))
+
+
+def test_small_writes_go_together_in_order_and_are_copied():
+    server = Server()
+    writes = WritesUnderWay("block", server.send)
+    writes.put(rows_of(-1), frozenset({0}))
+    assert server.asked.wait(60)
+    row = torch.zeros(1, dtype=torch.int64)
+    for number in range(20_000):  # more than a block holds, while nothing is answered
+        row[0] = number
+        writes.gather(SCHEMA, [row], frozenset({number % 3}), 1)
+    assert writes.rows == 20_001
+    server.go.set()
+    writes.settle()
+    assert server.rows == [-1, *range(20_000)]
+    assert len(server.messages) <= 4
+    assert server.messages[1][1] == 3
+    writes.close(wait=True)
+
+
+def test_credits_of_small_writes_are_rows(monkeypatch):
+    monkeypatch.setattr("engram.remote.storage.CREDIT_ROWS", 10)
+    server = Server()
+    writes = WritesUnderWay("drop", server.send)
+    for number in range(12):
+        gather(writes, number)
+    assert (writes.rows, writes.dropped) == (10, 2)
+    server.go.set()
+    writes.settle()
+    assert server.rows == [*range(10)]
+    writes.close(wait=True)
+
+
+class Limited(Server):
+    """It never takes more than so many rows at a time, and says so in one of two ways."""
+
+    def __init__(self, most, kind):
+        super().__init__()
+        self.most, self.kind = most, kind
+        self.go.set()
+
+    def send(self, batch, lanes):
+        if batch.num_rows > self.most:
+            raise self.kind
+        super().send(batch, lanes)
+
+
+@pytest.mark.parametrize("kind", [NotAdmitted(1), ValueError("can never admit so many")])
+@pytest.mark.parametrize("most", [1, 3, 100])
+def test_what_was_gathered_is_sent_in_parts_where_limits_ask_for_it(kind, most):
+    server = Limited(most, kind)
+    writes = WritesUnderWay("block", server.send)
+    for number in range(50):
+        while True:
+            try:
+                gather(writes, number)
+                break
+            except NotAdmitted:
+                continue
+    while writes.rows:
+        writes.settle()
+    assert server.rows == [*range(50)]
+    assert max(len(rows) for rows, _ in server.messages) <= most
+    assert writes.dropped == writes._bytes == 0
+    writes.close(wait=True)
 
 
 def test_what_waits_goes_in_one_message():
@@ -94,7 +167,7 @@ def test_rows_are_written_in_order_or_an_error_is_raised_for_them(errors):
     assert server.rows == sorted(set(server.rows))
     assert len(server.rows) + writes.dropped == 12
     assert (writes.dropped == 0) == (raised == 0) or writes._error is not None
-    assert writes.dropped <= CREDIT_MESSAGES * sum(isinstance(it, ValueError | OSError) for it in errors)
+    assert writes.dropped <= _MAX_TOGETHER * sum(isinstance(it, ValueError | OSError) for it in errors)
     if writes._error is None:
         writes.close(wait=True)
 

@@ -22,7 +22,6 @@ from engram import (
     TensorDictReplayBuffer,
 )
 from engram.remote import wire
-from engram.remote.storage import CREDIT_MESSAGES
 from tests.serving.servers import serving_each
 from tests.waiting import until
 
@@ -315,7 +314,8 @@ def test_streamed_rows_are_there_once_and_in_order_whatever_becomes_of_messages(
 
 
 @pytest.mark.parametrize("full", ["block", "raise", "drop"])
-def test_without_credits_a_write_waits_raises_or_is_dropped(served, proxy, full):
+def test_without_credits_a_write_waits_raises_or_is_dropped(served, proxy, full, monkeypatch):
+    monkeypatch.setattr("engram.remote.storage.CREDIT_ROWS", 4)
     expected = Expected(served[0])
     with ReplayBuffer.connect(proxy.address, full=full) as remote:
         proxy.held.clear()
@@ -329,13 +329,13 @@ def test_without_credits_a_write_waits_raises_or_is_dropped(served, proxy, full)
 
         sent = [write()]
         assert proxy.held.wait(60)
-        sent += [write() for _ in range(CREDIT_MESSAGES - 1)]
+        sent += [write() for _ in range(3)]
         blocked = threading.Thread(target=lambda: sent.append(write()))
         if full == "block":
             blocked.start()
-            assert remote.storage._under_way.rows == CREDIT_MESSAGES
+            assert remote.storage._under_way.rows == 4
         elif full == "raise":
-            with pytest.raises(RateLimited, match=r"at most 4 writes or 4194304 bytes under way, got 4 before"):
+            with pytest.raises(RateLimited, match=r"at most 4 rows and 4194304 bytes under way, got 4 and"):
                 write()
         else:
             write()
@@ -354,14 +354,14 @@ def test_limits_that_refuse_streamed_rows_keep_writes_waiting(served, proxy):
     rb.limit(SamplesPerInsert(1.0, min_size=len(rb), tolerance=0.0))
     try:
         with ReplayBuffer.connect(proxy.address, full="block") as remote:
-            for _ in range(1 + CREDIT_MESSAGES):  # one is admitted at once
+            for _ in range(1 + 4):  # one is admitted at once
                 ids = expected.ids(1)
                 remote.extend({"a": ids}, lane=1, timeout=60)
                 expected.wrote(ids, [1])
                 remote.storage._under_way.settle()
             with pytest.raises(RateLimited, match="SamplesPerInsert"):
                 remote.extend({"a": ids}, lane=1, timeout=0.1)
-            rb.sample(CREDIT_MESSAGES)
+            rb.sample(4)
             until(lambda: not remote.storage._under_way.rows)
             expected.check()
     finally:

@@ -1375,7 +1375,7 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
             tls_cert, tls_key: paths of a certificate of this client and its key, PEM, for servers that ask for one.
             patience: seconds for which servers that are gone are looked for, again and again. Default: 60.
             full: None, the default: a write returns when its rows are in the store. Else it returns at once, with -1 for each row,
-                while less than 4 writes and 4 MiB are under way. Without these credits it waits (``"block"``), raises ``RateLimited``
+                while at most 65,536 rows and 4 MiB are under way. Without these credits it waits (``"block"``), raises ``RateLimited``
                 (``"raise"``), or drops its rows (``"drop"``), which ``stats()["rows_dropped"]`` counts. ``len(rb)`` and ``stats()``
                 wait for what is under way; what a write raised, the next one does. Of one store only.
             missing: of several stores, one whose servers are gone is left out, with a warning, until it is back (``"skip"``, the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 import threading
@@ -9,7 +10,7 @@ import time
 import warnings
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 from uuid import uuid4
 
 import msgspec
@@ -17,7 +18,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from engram._support import fork
+from engram._support import fork, native
 from engram._support.native import NotAdmitted
 from engram._support.version import __version__
 from engram.errors import RateLimited, RowError
@@ -40,18 +41,65 @@ if TYPE_CHECKING:
 
 
 #: What may be under way. A larger message goes alone.
-CREDIT_BYTES, CREDIT_MESSAGES = 4 << 20, 4
+CREDIT_BYTES, CREDIT_ROWS = 4 << 20, 1 << 16
+#: Writes that are smaller are gathered before they are encoded: until there is so much, or so much time has passed.
+GATHERED_BYTES, GATHERED_S = 64 << 10, 0.001
+#: Blocks in one message; and writes under way while the limits of the store refuse rows.
+_MAX_TOGETHER = 4
 #: A thread that has nothing to send ends after it.
 _IDLE_THREAD_S = 1.0
 #: For how long the end of a buffer waits for an answer.
 _CLOSE_TIMEOUT_S = 10.0
 
 
-class _Rows(NamedTuple):
-    """The rows of one write."""
+class _Rows:
+    """The rows of one write, or of several that were gathered."""
 
-    batch: pa.RecordBatch
-    lanes: frozenset[int]
+    def __init__(self, schema: pa.Schema, lanes: frozenset[int], whole: pa.RecordBatch | None = None) -> None:
+        """``whole``: they are those of a batch, and no others are gathered."""
+        self.schema, self._whole, self.lanes = schema, whole, lanes
+        self._raws = [bytearray() for _ in schema]
+        #: Of each write.
+        self.sizes: list[int] = [] if whole is None else [whole.num_rows]
+        self.rows: int = 0 if whole is None else whole.num_rows
+        self.nbytes: int = 0 if whole is None else whole.nbytes
+        self.open = whole is None
+
+    def gather(self, columns: list[Tensor], lanes: frozenset[int], n: int, nbytes: int) -> None:
+        for raw, column in zip(self._raws, columns, strict=True):
+            raw += ctypes.string_at(column.data_ptr(), column.nbytes)
+        self.lanes |= lanes
+        self.sizes.append(n)
+        self.rows, self.nbytes = self.rows + n, self.nbytes + nbytes
+
+    def takes(self, schema: pa.Schema) -> bool:
+        """Whether others may be gathered to these."""
+        return self.open and self.nbytes < GATHERED_BYTES and self.schema is schema
+
+    def batch(self) -> pa.RecordBatch:
+        """All of them, from now on no others."""
+        self.open = False
+        if self._whole is None:
+            arrays = [
+                pa.FixedSizeBinaryArray.from_buffers(field.type, self.rows, [None, pa.py_buffer(raw)])
+                for field, raw in zip(self.schema, self._raws, strict=True)
+            ]
+            self._whole = pa.RecordBatch.from_arrays(arrays, schema=self.schema)
+        return self._whole
+
+    def halves(self) -> list[_Rows]:
+        """The first writes, and the others; of one write itself."""
+        if len(self.sizes) < 2:
+            return [self]
+        found, first, half = [], 0, len(self.sizes) // 2
+        for sizes in (self.sizes[:half], self.sizes[half:]):
+            part, n = _Rows(self.schema, self.lanes), sum(sizes)
+            widths = [field.type.byte_width for field in self.schema]
+            part._raws = [raw[first * it : (first + n) * it] for raw, it in zip(self._raws, widths, strict=True)]
+            part.sizes, part.rows, part.nbytes, part.open = sizes, n, self.nbytes // self.rows * n, False
+            found.append(part)
+            first += n
+        return found
 
 
 class WritesUnderWay:
@@ -68,6 +116,10 @@ class WritesUnderWay:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._refused = self._closed = False
+        #: Calls that wait for what is under way: nothing more is gathered then.
+        self._awaited = 0
+        #: Of all that is under way.
+        self._bytes = self._count = 0
         #: Rows that were not written: there were no credits for them, or the server raised.
         self.dropped = 0
         fork.registered(self)
@@ -75,45 +127,77 @@ class WritesUnderWay:
     @property
     def rows(self) -> int:
         """Under way."""
-        return sum(one.batch.num_rows for one in tuple(self._rows))
+        return self._count
 
     def put(self, batch: pa.RecordBatch, lanes: frozenset[int]) -> None:
-        """Send rows, which are copied, and do not wait for the answer.
+        """Send rows, which are copied, and do not wait for the answer. Raises as :meth:`gather`."""
+        with self._changed:
+            if self._admits(batch.num_rows, batch.nbytes):
+                self._append(_Rows(batch.schema, lanes, _copied(batch)))
+
+    def gather(self, schema: pa.Schema, columns: list[Tensor], lanes: frozenset[int], n: int) -> None:
+        """As :meth:`put`, rows that go with others in one message.
 
         Raises:
             RateLimited: there are no credits, and ``full`` is ``"raise"``. NotAdmitted: there are none because the limits of the store
                 refuse the rows that were sent; the caller waits. What an earlier write raised.
         """
+        nbytes = sum(column.nbytes for column in columns)
         with self._changed:
+            if not self._admits(n, nbytes):
+                return
+            if self._rows and self._rows[-1].takes(schema):
+                last = self._rows[-1]
+                last.gather(columns, lanes, n, nbytes)
+                self._bytes, self._count = self._bytes + nbytes, self._count + n
+                if last.nbytes >= GATHERED_BYTES:
+                    self._changed.notify_all()
+            else:
+                new = _Rows(schema, lanes)
+                new.gather(columns, lanes, n, nbytes)
+                self._append(new)
+
+    def _append(self, rows: _Rows) -> None:
+        self._rows.append(rows)
+        self._bytes, self._count = self._bytes + rows.nbytes, self._count + rows.rows
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="engram-writes", daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
+
+    def _admits(self, n: int, nbytes: int) -> bool:
+        """Whether there are credits for rows, which are waited for; else they are dropped."""
+        self._raise()
+        while not self._has_credits(n, nbytes):
+            if self._full == "drop":
+                self.dropped += n
+                return False
+            if self._full == "raise":
+                raise RateLimited(
+                    f"extend: expected at most {CREDIT_ROWS} rows and {CREDIT_BYTES} bytes under way, got {self._count} and "
+                    f"{self._bytes} before these {n} of {nbytes} bytes. Write less often, or connect with full='block'."
+                )
+            if self._refused:
+                raise NotAdmitted(n)
+            self._changed.wait(_IDLE_THREAD_S)
             self._raise()
-            while not self._has_credits(batch.nbytes):
-                if self._full == "drop":
-                    self.dropped += batch.num_rows
-                    return
-                if self._full == "raise":
-                    raise RateLimited(
-                        f"extend: expected at most {CREDIT_MESSAGES} writes or {CREDIT_BYTES} bytes under way, got {len(self._rows)} "
-                        f"before this one of {batch.nbytes} bytes. Write less often, or connect with full='block'."
-                    )
-                if self._refused:
-                    raise NotAdmitted(batch.num_rows)
-                self._changed.wait(_IDLE_THREAD_S)
-                self._raise()
-            self._rows.append(_Rows(_copied(batch), lanes))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="engram-writes", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
+        return True
 
     def wait(self) -> None:
         """As :meth:`settle`, and leave what one of them raised to the next write."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._rows or self._refused)
+            self._await(lambda: not self._rows or self._refused)
+
+    def _await(self, until: Callable[[], bool], seconds: float | None = None) -> None:
+        self._awaited += 1
+        self._changed.notify_all()
+        self._changed.wait_for(until, seconds)
+        self._awaited -= 1
 
     def settle(self, seconds: float | None = None) -> None:
         """Wait for the answers to all writes; those that the limits of the store refuse stay under way. Raises what one of them raised."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._rows or self._refused or self._error is not None, seconds)
+            self._await(lambda: not self._rows or self._refused or self._error is not None, seconds)
             self._raise()
 
     def close(self, *, wait: bool) -> None:
@@ -121,13 +205,14 @@ class WritesUnderWay:
         why, failed = "the server did not admit or acknowledge them", False
         with self._changed:
             # Those that limits refuse now, too: they may be admitted yet.
-            self._changed.wait_for(lambda: not self._rows or self._error is not None, _CLOSE_TIMEOUT_S if wait else 0)
+            self._await(lambda: not self._rows or self._error is not None, _CLOSE_TIMEOUT_S if wait else 0)
             try:
                 self._raise()
             except Exception as error:  # noqa: BLE001 - what ends is told of it by a warning
                 why, failed = str(error), True
             left, self._closed = self.rows, True
             self._rows.clear()
+            self._bytes = self._count = 0
             self._changed.notify_all()
         if left or failed:
             rows = f"{left} rows" if left else "rows of an earlier write"
@@ -136,12 +221,14 @@ class WritesUnderWay:
     def after_fork(self) -> None:
         """In a child: what is under way is its parent's."""
         self._rows.clear()
+        self._bytes = self._count = 0
         self._thread = None
 
-    def _has_credits(self, nbytes: int) -> bool:
-        rows = self._rows
-        under_way = sum(one.batch.nbytes for one in rows)
-        return not rows or (len(rows) < CREDIT_MESSAGES and under_way + nbytes <= CREDIT_BYTES)
+    def _has_credits(self, n: int, nbytes: int) -> bool:
+        refused = self._refused and sum(len(one.sizes) for one in self._rows) >= _MAX_TOGETHER
+        return not self._rows or (
+            self._count + n <= CREDIT_ROWS and self._bytes + nbytes <= CREDIT_BYTES and not refused
+        )
 
     def _raise(self) -> None:
         error, self._error = self._error, None
@@ -149,35 +236,58 @@ class WritesUnderWay:
             raise error
 
     def _run(self) -> None:
-        most = CREDIT_MESSAGES
+        most = _MAX_TOGETHER
         while True:
             with self._changed:
                 if not self._changed.wait_for(lambda: self._rows or self._closed, _IDLE_THREAD_S) or self._closed:
                     self._thread = None
                     return
+                if len(self._rows) == 1 and self._rows[0].open and not self._awaited:
+                    self._changed.wait_for(self._is_urgent, GATHERED_S)
                 some = list(self._rows)[:most]
-            most = CREDIT_MESSAGES
+                batches = [one.batch() for one in some]
+            most = _MAX_TOGETHER
+            if not some:  # it was closed
+                continue
             try:
-                self._send(_together([one.batch for one in some]), len(frozenset().union(*(one.lanes for one in some))))
+                self._send(_together(batches), len(frozenset().union(*(one.lanes for one in some))))
             except NotAdmitted:  # fewer rows may be admitted
                 most = 1
                 with self._changed:
+                    self._split(some)
                     self._refused = True
                     self._changed.notify_all()
                     self._changed.wait(RETRY_INTERVAL_S)
             except Exception as error:  # noqa: BLE001 - the next call raises it
-                if len(some) > 1 and isinstance(error, ValueError):  # more than the limits can ever admit at once
-                    most = 1
-                    continue
+                if isinstance(error, ValueError):  # more than the limits can ever admit at once
+                    with self._changed:
+                        split = self._split(some)
+                    if split or len(some) > 1:
+                        most = 1
+                        continue
                 self._done(some, error)
             else:
                 self._done(some)
+
+    def _is_urgent(self) -> bool:
+        return bool(
+            self._awaited or self._closed or len(self._rows) > 1 or not self._rows[0].takes(self._rows[0].schema)
+        )
+
+    def _split(self, some: list[_Rows]) -> bool:
+        """Let fewer of gathered writes be sent first: whether there are several."""
+        halves = some[0].halves()
+        if self._rows and len(some) == 1:
+            self._rows.popleft()
+            self._rows.extendleft(reversed(halves))
+        return len(halves) > 1 and len(some) == 1
 
     def _done(self, some: list[_Rows], error: Exception | None = None) -> None:
         with self._changed:
             for one in some[: len(self._rows)]:  # none are left of a buffer that was closed
                 self._rows.popleft()
-                self.dropped += 0 if error is None else one.batch.num_rows
+                self._bytes, self._count = self._bytes - one.nbytes, self._count - one.rows
+                self.dropped += 0 if error is None else one.rows
             self._error, self._refused = error or self._error, False
             self._changed.notify_all()
 
@@ -447,12 +557,16 @@ class RemoteStorage(ServedStorage):
         columns, lane = prepared, plan.lane
         if self.lanes > 1:
             columns = [*prepared, lane if isinstance(lane, Tensor) else torch.full((n,), lane or 0, device="cpu")]
-        batch = wire.record_batch(self._written_of(len(prepared)), columns, n)
         lanes = frozenset(lane.tolist()) if isinstance(lane, Tensor) else frozenset((int(lane or 0),))
+        schema = self._written_of(len(prepared))
         if self._under_way is not None:
             self.connection.check()
-            self._under_way.put(batch, lanes)
-            return Write(torch.full((n,), -1, device="cpu"), 0)
+            if not self._schema.ragged and n * self._schema.row_bytes <= GATHERED_BYTES // 4:
+                self._under_way.gather(schema, [*map(Tensor.contiguous, columns)], lanes, n)
+            else:
+                self._under_way.put(wire.record_batch(schema, columns, n), lanes)
+            return Write(native.empty_rows(n).fill_(-1), 0)
+        batch = wire.record_batch(schema, columns, n)
         answer = self._sent(batch, len(lanes))
         self._limits.tell(msgspec.json.decode(answer.metadata, type=protocol.Written).limits)
         (rows,) = wire.tensors_in(answer.rows, answer.columns)
