@@ -136,5 +136,5 @@ def test_rows_of_a_list_and_of_a_reader(tmp_path):
 def test_usage_is_refused_where_it_cannot_be(tmp_path):
     with pytest.raises(TypeError, match=r"^count_usage: expected a tensor storage, got a ListStorage"):
         ReplayBuffer(storage=ListStorage(10)).count_usage()
-    with pytest.raises(RuntimeError, match=r"^count_usage: expected a store; nothing was ever written"):
+    with pytest.raises(RuntimeError, match=r"^count_usage: expected a store, but nothing was ever written"):
         ReplayBuffer(storage=LazyTensorStorage(10)).count_usage()
