@@ -1,7 +1,11 @@
-"""Steps of environments for replay buffers, without environments: what a vector environment hands to ``add``."""
+"""Steps of environments for replay buffers, without environments: what a vector environment hands to ``add``; and what they hold."""
 
 import numpy as np
+import torch
 from gymnasium import spaces
+from stable_baselines3.common import buffers as sb3
+
+from engram.adapters.sb3 import ReplayBuffer
 
 BOX = spaces.Box(-1e6, 1e6, (3,), np.float32)
 DISCRETE = spaces.Discrete(5)
@@ -82,3 +86,58 @@ def as_bytes(value):
 
 def pick(value, i):
     return _map(value, lambda part: np.asarray(part)[i])
+
+
+# ---- two buffers side by side ----------------------------------------------------------------------------------------------
+
+
+def both(space, actions=DISCRETE, size=40, n=1, **keywords):
+    cls = sb3.DictReplayBuffer if isinstance(space, spaces.Dict) else sb3.ReplayBuffer
+    return ReplayBuffer(size, space, actions, "cpu", n, **keywords), cls(size, space, actions, "cpu", n)
+
+
+def same(one, other):
+    """Whether two batches are equal to the bit, in values, dtypes and shapes."""
+    assert type(one) is type(other)
+    for name, a, b in zip(one._fields, one, other, strict=True):
+        parts = [(a, b)] if not isinstance(a, dict) else [(a[key], b[key]) for key in b]
+        for x, y in parts:
+            if y is None:
+                assert x is None, name
+            else:
+                assert (x.dtype, x.shape, x.device) == (y.dtype, y.shape, y.device), name
+                assert torch.equal(x, y), name
+
+
+def all_steps(buffer, seed=0):
+    """Each step that is stored, of random environments."""
+    return chosen(buffer, buffer.size(), seed=seed)
+
+
+def chosen(buffer, count, env=None, seed=0):
+    """The first steps, each of a random environment: both buffers draw it alike."""
+    np.random.seed(seed)  # noqa: NPY002 - Stable-Baselines3 draws from it
+    return buffer._get_samples(np.arange(count), env)
+
+
+def all_of(other):
+    """What each observation that Stable-Baselines3's buffer holds belongs to."""
+    made = {}
+    for env in range(other.n_envs):
+        for at in range(other.size()):
+            seen, following = (
+                {k: v[at, env] for k, v in arrays.items()} if isinstance(arrays, dict) else arrays[at, env]
+                for arrays in (other.observations, other.next_observations)
+            )
+            done = np.float32(other.dones[at, env] * (1 - other.timeouts[at, env]))
+            made[as_bytes(seen)] = other.actions[at, env], following, done, other.rewards[at, env]
+    assert len(made) == other.n_envs * other.size()
+    return made
+
+
+def row_of(batch, i):
+    def one(value):
+        return {k: v[i].numpy() for k, v in value.items()} if isinstance(value, dict) else value[i].numpy()
+
+    seen, following = one(batch.observations), one(batch.next_observations)
+    return seen, batch.actions[i].numpy(), following, batch.dones[i].numpy(), batch.rewards[i].numpy()

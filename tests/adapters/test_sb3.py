@@ -1,23 +1,18 @@
 """Stable-Baselines3's buffer over a store, beside Stable-Baselines3's own."""
 
-import io
-import pickle
-
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-
-import engram
 
 sb3 = pytest.importorskip("stable_baselines3.common.buffers")
 
 from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack, VecNormalize, VecTransposeImage  # noqa: E402
 
 from engram.adapters.sb3 import ReplayBuffer  # noqa: E402
-from engram.errors import IncompatibleStore, NoSampleable  # noqa: E402
+from engram.errors import NoSampleable  # noqa: E402
 from tests import fresh  # noqa: E402
-from tests.adapters.sb3_steps import BOX, DISCRETE, Steps, as_bytes, pick  # noqa: E402
+from tests.adapters.sb3_steps import BOX, DISCRETE, Steps, all_of, all_steps, as_bytes, both, chosen, pick, row_of, same  # noqa: E402
 
 KINDS = {
     "box": BOX,
@@ -38,35 +33,6 @@ ACTIONS = {
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
-
-
-def both(space, actions=DISCRETE, size=40, n=1, **keywords):
-    cls = sb3.DictReplayBuffer if isinstance(space, spaces.Dict) else sb3.ReplayBuffer
-    return ReplayBuffer(size, space, actions, "cpu", n, **keywords), cls(size, space, actions, "cpu", n)
-
-
-def same(one, other):
-    """Whether two batches are equal to the bit, in values, dtypes and shapes."""
-    assert type(one) is type(other)
-    for name, a, b in zip(one._fields, one, other, strict=True):
-        parts = [(a, b)] if not isinstance(a, dict) else [(a[key], b[key]) for key in b]
-        for x, y in parts:
-            if y is None:
-                assert x is None, name
-            else:
-                assert (x.dtype, x.shape, x.device) == (y.dtype, y.shape, y.device), name
-                assert torch.equal(x, y), name
-
-
-def all_steps(buffer, seed=0):
-    """Each step that is stored, of random environments."""
-    return chosen(buffer, buffer.size(), seed=seed)
-
-
-def chosen(buffer, count, env=None, seed=0):
-    """The first steps, each of a random environment: both buffers draw it alike."""
-    np.random.seed(seed)  # noqa: NPY002 - Stable-Baselines3 draws from it
-    return buffer._get_samples(np.arange(count), env)
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -224,29 +190,6 @@ def test_observations_stored_once(kind, n):
         ours.next_observations  # noqa: B018
 
 
-def all_of(other):
-    """What each observation that Stable-Baselines3's buffer holds belongs to."""
-    made = {}
-    for env in range(other.n_envs):
-        for at in range(other.size()):
-            seen, following = (
-                {k: v[at, env] for k, v in arrays.items()} if isinstance(arrays, dict) else arrays[at, env]
-                for arrays in (other.observations, other.next_observations)
-            )
-            done = np.float32(other.dones[at, env] * (1 - other.timeouts[at, env]))
-            made[as_bytes(seen)] = other.actions[at, env], following, done, other.rewards[at, env]
-    assert len(made) == other.n_envs * other.size()
-    return made
-
-
-def row_of(batch, i):
-    def one(value):
-        return {k: v[i].numpy() for k, v in value.items()} if isinstance(value, dict) else value[i].numpy()
-
-    seen, following = one(batch.observations), one(batch.next_observations)
-    return seen, batch.actions[i].numpy(), following, batch.dones[i].numpy(), batch.rewards[i].numpy()
-
-
 def test_n_steps_of_observations_stored_once():
     ours = ReplayBuffer(100, BOX, DISCRETE, "cpu", 2, True, n_steps=3, gamma=0.9)
     other = sb3.NStepReplayBuffer(100, BOX, DISCRETE, "cpu", 2, n_steps=3, gamma=0.9)
@@ -367,167 +310,6 @@ def test_normalization_is_theirs(kind):
     Steps(space).fill(20, n_step)
     plain, scaled = n_step._get_samples(np.arange(20)), n_step._get_samples(np.arange(20), env)
     torch.testing.assert_close(scaled.rewards, plain.rewards / np.float32(np.sqrt(4 + env.epsilon)))
-
-
-# ---- pickles -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("once", [False, True])
-def test_a_pickle_of_a_buffer_in_ram_is_whole(once):
-    ours, other = both(BOX, n=2, optimize_memory_usage=once)
-    steps = Steps(BOX, n=2)
-    steps.fill(15, ours, other)
-    copy = pickle.loads(pickle.dumps(ours, protocol=pickle.HIGHEST_PROTOCOL))
-    ours.reset()
-    assert (copy.pos, copy.full, copy.size()) == (other.pos, other.full, other.size())
-    steps.fill(3, copy, other)
-    for name in ("observations", "actions", "rewards"):
-        assert np.array_equal(getattr(copy, name), getattr(other, name)), name
-    wanted = all_of(other)
-    for i, row in enumerate(row_of(copy.sample(100), i) for i in range(100)):
-        assert as_bytes(row[2]) == as_bytes(wanted[as_bytes(row[0])][1]), i
-
-
-def test_a_pickle_of_a_directory_names_it(tmp_path):
-    space = spaces.Box(0, 255, (64, 64, 3), np.uint8)
-    ours, other = both(space, size=200, scratch_dir=tmp_path / "replay")
-    Steps(space).fill(100, ours, other)
-    held = pickle.dumps(ours)
-    assert len(held) < 200_000  # the space has its bounds; the steps take 2.4 MB
-    ours.close()
-    again = pickle.load(io.BytesIO(held))
-    same(all_steps(again), all_steps(other))
-    again.close()
-
-
-# ---- directories ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("once", [False, True])
-@pytest.mark.parametrize("count", [7, 30])
-def test_a_directory_goes_on(tmp_path, once, count):
-    ours, other = both(BOX, n=2, scratch_dir=tmp_path / "replay", optimize_memory_usage=once)
-    steps = Steps(BOX, n=2)
-    steps.fill(count, ours, other)
-    ours.close()
-    again, _ = both(BOX, n=2, scratch_dir=str(tmp_path / "replay"), optimize_memory_usage=once)
-    assert (again.pos, again.full, again.size()) == (other.pos, other.full, other.size())
-    for name in ("observations", "actions", "rewards"):
-        assert np.array_equal(getattr(again, name), getattr(other, name)), name
-    fresh_start = Steps(BOX, n=2, seed=9)
-    fresh_start.count = 10_000
-    fresh_start.observed = fresh_start._observe()
-    fresh_start.fill(3, again, other)
-    wanted = all_of(other)
-    for row in (row_of(batch, i) for batch in [again.sample(300)] for i in range(300)):
-        assert as_bytes(row[2]) == as_bytes(wanted[as_bytes(row[0])][1])  # none joins the first episode to the second
-    again.close()
-
-
-def test_engram_opens_a_directory_by_itself(tmp_path):
-    """With its final observations."""
-    ours, _ = both(BOX, n=2, scratch_dir=tmp_path / "replay", optimize_memory_usage=True)
-    Steps(BOX, n=2).fill(15, ours)
-    wanted = {
-        as_bytes(row[0]): row[2] for batch in [ours.sample(300)] for row in (row_of(batch, i) for i in range(300))
-    }
-    ours.close()
-    rb = engram.ReplayBuffer.open(tmp_path / "replay")
-    batch = rb.sample(100)
-    for seen, following in zip(batch["observation"].numpy(), batch["next"]["observation"].numpy(), strict=True):
-        assert np.array_equal(following, wanted[as_bytes(seen)])
-    rb.close()
-
-
-def test_returns_of_several_steps_do_not_cross_a_restart(tmp_path):
-    how = {"n_steps": 3, "gamma": 0.5, "scratch_dir": tmp_path / "replay"}
-    for _ in range(2):
-        buffer = ReplayBuffer(20, BOX, DISCRETE, "cpu", **how)
-        Steps(BOX, ends=0).fill(4, buffer)
-        discounts = [round(float(x), 3) for x in all_steps(buffer).discounts]
-        buffer.close()
-    assert discounts == [0.125, 0.125, 0.25, 0.5] * 2
-    assert buffer.n_steps == 3
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"n_envs": 2}, r"scratch_dir: expected steps of n_envs=2.*lanes: expected 2, got 1"),
-        ({"buffer_size": 80}, r"buffer_size=80.*capacity: expected 80, got 40"),
-        (
-            {"observation_space": spaces.Box(-1, 1, (4,))},
-            r"expected float32 \[4\] under 'observation'.*got float32 \[3\]",
-        ),
-        (
-            {"observation_space": spaces.Dict({"at": BOX})},
-            r"expected float32 \[3\] under 'observation.at'.*got nothing",
-        ),
-        ({"action_space": spaces.Box(-1, 1, (2,))}, r"expected float32 \[2\] under 'action'.*got int64 \[1\]"),
-        ({"optimize_memory_usage": True}, r"expected int64 \[2\] under 'next.final'.*got nothing"),
-    ],
-)
-def test_a_directory_of_other_steps(tmp_path, changed, said):
-    how = {
-        "buffer_size": 40,
-        "observation_space": BOX,
-        "action_space": DISCRETE,
-        "device": "cpu",
-        "scratch_dir": tmp_path / "replay",
-    }
-    buffer = ReplayBuffer(**how)
-    Steps(BOX).fill(5, buffer)
-    before = buffer.observations
-    buffer.close()
-    with pytest.raises(IncompatibleStore, match=said):
-        ReplayBuffer(**how | changed)
-    again = ReplayBuffer(**how)
-    assert np.array_equal(again.observations, before)
-    again.close()
-
-
-DYING = """
-import os, sys
-import numpy as np
-from engram.adapters.sb3 import ReplayBuffer
-from tests.adapters.sb3_steps import BOX, DISCRETE, Steps, copied
-
-buffer = ReplayBuffer(400, BOX, DISCRETE, "cpu", 2, once, scratch_dir=folder)
-steps = Steps(BOX, n=2)
-for count in range(1, 10_000_000):
-    buffer.add(*copied(steps.step()))
-    print(count)
-"""
-
-
-@pytest.mark.parametrize("once", [False, True])
-@pytest.mark.parametrize("least", [20, 330])
-def test_a_process_is_killed_while_it_adds(tmp_path, once, least):
-    """Every step that it reported is there, byte for byte, and the next process goes on."""
-    program = fresh.start(DYING, folder=str(tmp_path / "replay"), once=once)
-    program.until(f"\n{least}\n")
-    program.kill()
-    reported = int(program.out.rsplit("\n", 1)[0].rsplit("\n", 1)[-1])
-    wanted = sb3.ReplayBuffer(400, BOX, DISCRETE, "cpu", 2)
-    steps = Steps(BOX, n=2)
-    steps.fill(reported, wanted)
-    ours = ReplayBuffer(400, BOX, DISCRETE, "cpu", 2, once, scratch_dir=tmp_path / "replay")
-    ahead = 0  # of the step that was under way, which may be there
-    if ours.rb.write_count > 2 * reported:
-        steps.fill(1, wanted)
-        ahead = 1
-    assert 2 * reported <= ours.rb.write_count <= 2 * (reported + ahead)
-    whole = [env for env in range(2) if ours.rb.storage.extent().seam[env] - env * 200 == wanted.pos]
-    assert ahead or len(whole) == 2
-    for env in whole:
-        for name in ("observations", "actions", "rewards"):
-            assert getattr(ours, name)[:, env].tobytes() == getattr(wanted, name)[:, env].tobytes(), name
-        if not once:
-            assert ours.next_observations[:, env].tobytes() == wanted.next_observations[:, env].tobytes()
-    assert ours.full == wanted.full
-    Steps(BOX, n=2, seed=5).fill(3, ours)
-    assert ours.sample(64).observations.shape == (64, 3)
-    ours.close()
 
 
 # ---- bad input -----------------------------------------------------------------------------------------------------------
