@@ -146,16 +146,12 @@ class WritesUnderWay:
         with self._changed:
             if not self._admits(n, nbytes):
                 return
-            if self._rows and self._rows[-1].takes(schema):
-                last = self._rows[-1]
-                last.gather(columns, lanes, n, nbytes)
-                self._bytes, self._count = self._bytes + nbytes, self._count + n
-                if last.nbytes >= GATHERED_BYTES:
-                    self._changed.notify_all()
-            else:
-                new = _Rows(schema, lanes)
-                new.gather(columns, lanes, n, nbytes)
-                self._append(new)
+            if not (self._rows and self._rows[-1].takes(schema)):
+                self._append(_Rows(schema, lanes))
+            self._rows[-1].gather(columns, lanes, n, nbytes)
+            self._bytes, self._count = self._bytes + nbytes, self._count + n
+            if not self._rows[-1].takes(schema):
+                self._changed.notify_all()
 
     def _append(self, rows: _Rows) -> None:
         self._rows.append(rows)
@@ -391,8 +387,7 @@ class RemoteStorage(ServedStorage):
         self._rename()
         full = connection.access.full
         self._under_way = None if full is None else WritesUnderWay(full, self._sent)
-        hurried = connection.access.hurried
-        self._limits.hurried = self._learning.hurried = self._redrawing.hurried = hurried
+        self._limits.hurried = self._learning.hurried = self._redrawing.hurried = connection.access.hurried
         #: Bytes of priorities that were sent since all batches under way had come.
         self._unread = 0
 
