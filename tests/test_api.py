@@ -289,6 +289,7 @@ def raised():
 INTERNAL = (
     "Changed",
     "DriverError",
+    "Final",
     "NoRoom",
     "NoRows",
     "NotAdmitted",
@@ -298,6 +299,7 @@ INTERNAL = (
     "OutOfOrder",
     "StorageKeyNotFoundError",  # TransferQueue's, by which its callers know a key that was cleared
     "TooMany",
+    "Untrusted",
     "WrongCount",
     "_AnotherStore",
     "_Changed",

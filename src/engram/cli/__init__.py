@@ -12,7 +12,7 @@ import stat
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -38,15 +38,6 @@ _IMPORTED = ("hdf5", "minari", "numpy", "parquet", "sb3", "torchrl")
 _EXPORTED = ("hdf5", "minari", "parquet", "torchrl")
 _PATH = click.Path(path_type=Path)
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
-
-
-class Making(TypedDict):
-    """Options of a store that is made, and of its buffer."""
-
-    lanes: int
-    batch_size: int | None
-    priorities: tuple[float, float] | None
-    tensordicts: bool
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
@@ -312,15 +303,6 @@ def plan(
 @click.option("--tls-clients", type=click.Path(dir_okay=False), help="Certificate that signs those of clients, PEM.")
 @click.option("--insecure", is_flag=True, help="Listen on TCP without a token, or beyond this machine without TLS.")
 @click.option("--metrics", metavar="HOST:PORT", help="Also answer http://HOST:PORT/metrics, for Prometheus.")
-@click.option("--capacity", type=click.IntRange(min=1), help="Make the store, of so many rows, where there is none.")
-@click.option("--schema", type=_PATH, help='Its fields: JSON such as {"obs": "float32[4]"}, or a store.json.')
-@click.option(
-    "--like", type=_PATH, help="Its fields are those of this row (.npz, .npy), or of a store, dump or checkpoint."
-)
-@click.option("--lanes", type=click.IntRange(min=1), default=1, help="Its lanes.")
-@click.option("--batch-size", type=click.IntRange(min=1), help="Rows of a batch.")
-@click.option("--priorities", type=(float, float), metavar="ALPHA BETA", help="Draw by priority.")
-@click.option("--tensordicts", is_flag=True, help="Rows are TensorDicts.")
 def serve(
     directory: Path,
     listen: str,
@@ -330,10 +312,6 @@ def serve(
     tls_clients: str | None,
     insecure: bool,
     metrics: str | None,
-    capacity: int | None,
-    schema: Path | None,
-    like: Path | None,
-    **how: Unpack[Making],
 ) -> None:
     """Serve the store in DIRECTORY to other processes and machines, which use ReplayBuffer.connect(ADDRESS).
 
@@ -342,41 +320,25 @@ def serve(
 
     TCP needs a token; an address that other machines reach needs a certificate, too.
 
-    With --capacity there need not be a store yet: --schema or --like says what rows are, or else the first write of a client does. The
-    same command serves it when it is there.
-
     Exit code: 0, 1 if the store or the address cannot be used, 2 if DIRECTORY holds nothing of engram's.
     """
-    if capacity is None:
-        if schema or like:
-            raise Misuse("--schema and --like: expected --capacity, too, for a store that is made.")
-        _ours(directory)
+    _ours(directory)
     with refusing("serve" if metrics is None else "serve,metrics", oserror=Refusal):
         from engram.serving.server import listening, run
 
         at = listening(listen, token, tls_cert, tls_key, tls_clients, insecure=insecure)
         also = None if metrics is None else _showing(directory.resolve().name, metrics, insecure=insecure)
-        made = None
-        if capacity is not None:
-            from engram.cli.plan import fields_of_row
-            from engram.serving.awaiting import awaiting
-
-            made = partial(awaiting, directory, capacity, fields=fields_of_row(like, schema), **how)
-        run(directory, at, lambda address: click.echo(str(address)), also, made)
+        run(directory, at, lambda address: click.echo(str(address)), also)
 
 
 def _reaching(command: Callable[..., None]) -> Callable[..., None]:
     """The options by which a server is reached."""
+    file = partial(click.option, type=click.Path(dir_okay=False))
     for option in (
-        click.option("--tls-key", type=click.Path(dir_okay=False), help="Its key, PEM."),
-        click.option("--tls-cert", type=click.Path(dir_okay=False), help="Certificate of this client, PEM."),
-        click.option(
-            "--tls-root",
-            multiple=True,
-            type=click.Path(dir_okay=False),
-            help="Certificate that signs the server's, PEM.",
-        ),
-        click.option("--token", type=click.Path(dir_okay=False), help="File of mode 0600 with the server's word."),
+        file("--tls-key", help="Its key, PEM."),
+        file("--tls-cert", help="Certificate of this client, PEM."),
+        file("--tls-root", multiple=True, help="Certificate that signs the server's, PEM."),
+        file("--token", help="File of mode 0600 with the server's word."),
     ):
         command = option(command)
     return command

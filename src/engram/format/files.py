@@ -285,10 +285,9 @@ def store_id(control: Path, fresh: bytes = bytes(16)) -> bytes:
     """
     with open_regular(control, os.O_RDWR if any(fresh) else os.O_RDONLY) as fd:
         found = os.pread(fd, len(fresh), _ID_AT)
-        if any(found):
+        if any(found) or not any(fresh):
             return found
-        if any(fresh):
-            os.pwrite(fd, fresh, _ID_AT)
+        os.pwrite(fd, fresh, _ID_AT)
     return fresh
 
 

@@ -183,8 +183,8 @@ class Connection:
                 self.is_searching = True
                 if time.monotonic() + pause > deadline:
                     raise ConnectionError(
-                        f"connect: no server answered{format_wait(patience_s)} at {self.access}: {_short(error)}{_hint(str(error))} Start "
-                        "one with engram serve, or pass another address."
+                        f"connect: no server answered{format_wait(patience_s)} at {self.access}: {_short(error)} Start one "
+                        "with engram serve, or pass another address."
                     ) from error
             else:
                 self.is_searching = False
@@ -291,10 +291,9 @@ class Connection:
             assert self._client is not None  # it was opened
             return self._client
 
-    def describe(self) -> protocol.Served:
-        """What the server says now: :attr:`served`. Raises as :meth:`ask`."""
+    def describe(self) -> None:
+        """Ask what is :attr:`served` now. Raises as :meth:`ask`."""
         self.served = self.ask("describe", protocol.Describe(protocol.PROTOCOL, __version__), protocol.Served)
-        return self.served
 
     def pause(self, seconds: float) -> None:
         """Sleep. Raises ``RuntimeError``: it was closed meanwhile."""
@@ -435,18 +434,13 @@ def refuse(raw: bytes) -> None:
         raise protocol.raised(msgspec.json.decode(raw, type=protocol.Refusal))
 
 
-def _hint(text: str) -> str:
-    """What may be wrong where a server hangs up."""
-    hung_up = " (A server that hangs up may expect grpc+tls://, or a certificate: tls_cert= and tls_key=.)"
-    return hung_up if "Socket closed" in text else ""
-
-
 def _short(error: object) -> str:
     """What an error says, without the words that gRPC and Flight put around what the system said."""
     text = next(iter(str(error).splitlines()), "").partition(". gRPC client debug context")[0]
     if text.startswith("Flight returned unavailable error"):
         text = text.rpartition("error: ")[2]
-    return f"{text:.200}." if text else f"{type(error).__name__}."
+    hint = " (It may expect grpc+tls://, or a certificate: tls_cert= and tls_key=.)" if "Socket closed" in text else ""
+    return f"{text:.200}.{hint}" if text else f"{type(error).__name__}."
 
 
 class Message(NamedTuple):
@@ -625,8 +619,7 @@ class Exchange:
             self.waiting.clear()
             self._full_since = None
             raise ConnectionError(
-                f"{access}: {_short(error)} They were taken{format_wait(now - since)}. Close buffers that are not used, let processes of "
-                "one machine share a buffer, or start another server of the store."
+                f"{access}: {_short(error)} They were{format_wait(now - since)}. Close buffers, or start another server of the store."
             ) from error
         self._connection.pause(pause)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import math
 import threading
@@ -42,64 +41,14 @@ if TYPE_CHECKING:
 
 #: What may be under way. A larger message goes alone.
 CREDIT_BYTES, CREDIT_ROWS = 4 << 20, 1 << 16
-#: Writes that are smaller are gathered before they are encoded: until there is so much, or so much time has passed.
-GATHERED_BYTES, GATHERED_S = 64 << 10, 0.001
+#: For how long small writes are gathered before they are encoded.
+GATHERED_S = 0.001
 #: Blocks in one message; and writes under way while the limits of the store refuse rows.
 _MAX_TOGETHER = 4
 #: A thread that has nothing to send ends after it.
 _IDLE_THREAD_S = 1.0
 #: For how long the end of a buffer waits for an answer.
 _CLOSE_TIMEOUT_S = 10.0
-
-
-class _Rows:
-    """The rows of one write, or of several that were gathered."""
-
-    def __init__(self, schema: pa.Schema, lanes: frozenset[int], whole: pa.RecordBatch | None = None) -> None:
-        """``whole``: they are those of a batch, and no others are gathered."""
-        self.schema, self._whole, self.lanes = schema, whole, lanes
-        self._raws = [bytearray() for _ in schema]
-        #: Of each write.
-        self.sizes: list[int] = [] if whole is None else [whole.num_rows]
-        self.rows: int = 0 if whole is None else whole.num_rows
-        self.nbytes: int = 0 if whole is None else whole.nbytes
-        self.open = whole is None
-
-    def gather(self, columns: list[Tensor], lanes: frozenset[int], n: int, nbytes: int) -> None:
-        for raw, column in zip(self._raws, columns, strict=True):
-            raw += ctypes.string_at(column.data_ptr(), column.nbytes)
-        self.lanes |= lanes
-        self.sizes.append(n)
-        self.rows, self.nbytes = self.rows + n, self.nbytes + nbytes
-
-    def takes(self, schema: pa.Schema) -> bool:
-        """Whether others may be gathered to these."""
-        return self.open and self.nbytes < GATHERED_BYTES and self.schema is schema
-
-    def batch(self) -> pa.RecordBatch:
-        """All of them, from now on no others."""
-        self.open = False
-        if self._whole is None:
-            arrays = [
-                pa.FixedSizeBinaryArray.from_buffers(field.type, self.rows, [None, pa.py_buffer(raw)])
-                for field, raw in zip(self.schema, self._raws, strict=True)
-            ]
-            self._whole = pa.RecordBatch.from_arrays(arrays, schema=self.schema)
-        return self._whole
-
-    def halves(self) -> list[_Rows]:
-        """The first writes, and the others; of one write itself."""
-        if len(self.sizes) < 2:
-            return [self]
-        found, first, half = [], 0, len(self.sizes) // 2
-        for sizes in (self.sizes[:half], self.sizes[half:]):
-            part, n = _Rows(self.schema, self.lanes), sum(sizes)
-            widths = [field.type.byte_width for field in self.schema]
-            part._raws = [raw[first * it : (first + n) * it] for raw, it in zip(self._raws, widths, strict=True)]
-            part.sizes, part.rows, part.nbytes, part.open = sizes, n, self.nbytes // self.rows * n, False
-            found.append(part)
-            first += n
-        return found
 
 
 class WritesUnderWay:
@@ -111,7 +60,7 @@ class WritesUnderWay:
     def __init__(self, full: protocol.Full, send: Callable[[pa.RecordBatch, int], object]) -> None:
         """``send``: writes rows that go to so many lanes, and returns when they are in the store; raises ``NotAdmitted``."""
         self._full, self._send = full, send
-        self._rows: deque[_Rows] = deque()
+        self._rows: deque[wire.Rows] = deque()
         self._changed = threading.Condition(fork.lock())
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -133,7 +82,7 @@ class WritesUnderWay:
         """Send rows, which are copied, and do not wait for the answer. Raises as :meth:`gather`."""
         with self._changed:
             if self._admits(batch.num_rows, batch.nbytes):
-                self._append(_Rows(batch.schema, lanes, _copied(batch)))
+                self._append(wire.Rows(batch.schema, lanes, _copied(batch)))
 
     def gather(self, schema: pa.Schema, columns: list[Tensor], lanes: frozenset[int], n: int) -> None:
         """As :meth:`put`, rows that go with others in one message.
@@ -146,18 +95,14 @@ class WritesUnderWay:
         with self._changed:
             if not self._admits(n, nbytes):
                 return
-            if self._rows and self._rows[-1].takes(schema):
-                last = self._rows[-1]
-                last.gather(columns, lanes, n, nbytes)
-                self._bytes, self._count = self._bytes + nbytes, self._count + n
-                if last.nbytes >= GATHERED_BYTES:
-                    self._changed.notify_all()
-            else:
-                new = _Rows(schema, lanes)
-                new.gather(columns, lanes, n, nbytes)
-                self._append(new)
+            if not (self._rows and self._rows[-1].takes(schema)):
+                self._append(wire.Rows(schema, lanes))
+            self._rows[-1].gather(columns, lanes, n, nbytes)
+            self._bytes, self._count = self._bytes + nbytes, self._count + n
+            if not self._rows[-1].takes(schema):
+                self._changed.notify_all()
 
-    def _append(self, rows: _Rows) -> None:
+    def _append(self, rows: wire.Rows) -> None:
         self._rows.append(rows)
         self._bytes, self._count = self._bytes + rows.nbytes, self._count + rows.rows
         if self._thread is None:
@@ -243,7 +188,7 @@ class WritesUnderWay:
                     self._thread = None
                     return
                 if len(self._rows) == 1 and self._rows[0].open and not self._awaited:
-                    self._changed.wait_for(self._is_urgent, GATHERED_S)
+                    self._changed.wait_for(lambda: self._awaited or self._closed or self._rows[0].is_full, GATHERED_S)
                 some = list(self._rows)[:most]
                 batches = [one.batch() for one in some]
             most = _MAX_TOGETHER
@@ -269,12 +214,7 @@ class WritesUnderWay:
             else:
                 self._done(some)
 
-    def _is_urgent(self) -> bool:
-        return bool(
-            self._awaited or self._closed or len(self._rows) > 1 or not self._rows[0].takes(self._rows[0].schema)
-        )
-
-    def _split(self, some: list[_Rows]) -> bool:
+    def _split(self, some: list[wire.Rows]) -> bool:
         """Let fewer of gathered writes be sent first: whether there are several."""
         halves = some[0].halves()
         if self._rows and len(some) == 1:
@@ -282,7 +222,7 @@ class WritesUnderWay:
             self._rows.extendleft(reversed(halves))
         return len(halves) > 1 and len(some) == 1
 
-    def _done(self, some: list[_Rows], error: Exception | None = None) -> None:
+    def _done(self, some: list[wire.Rows], error: Exception | None = None) -> None:
         with self._changed:
             for one in some[: len(self._rows)]:  # none are left of a buffer that was closed
                 self._rows.popleft()
@@ -391,8 +331,7 @@ class RemoteStorage(ServedStorage):
         self._rename()
         full = connection.access.full
         self._under_way = None if full is None else WritesUnderWay(full, self._sent)
-        hurried = connection.access.hurried
-        self._limits.hurried = self._learning.hurried = self._redrawing.hurried = hurried
+        self._limits.hurried = self._learning.hurried = self._redrawing.hurried = connection.access.hurried
         #: Bytes of priorities that were sent since all batches under way had come.
         self._unread = 0
 
@@ -475,7 +414,8 @@ class RemoteStorage(ServedStorage):
     def ask(self, command: protocol.Sample) -> None:
         """Send a command, and do not wait for its answer."""
         with self._learning.lock:
-            self.adopt_fields()
+            if self.connection.served is not self._described:
+                self.adopt_fields()
             self._learning.send(Message(msgspec.json.encode(command)))
 
     def redraw(self, command: protocol.Sample) -> list[Drawn]:
@@ -513,7 +453,8 @@ class RemoteStorage(ServedStorage):
 
     def _batches(self, answer: Answer) -> list[Callable[[], Drawn]]:
         metadata = msgspec.json.decode(answer.metadata, type=protocol.Sampled)
-        self._limits.tell(metadata.limits)
+        if metadata.masses:
+            self._limits.tell(metadata.limits)
         fields = next(k for k, it in enumerate(answer.columns) if it.name == wire.ROW_NUMBER)
         counts = [math.prod(shape) for shape in metadata.sizes]
         entries = [wire.entry_of(it.name) for it in answer.columns[fields + 1 :]]
@@ -561,7 +502,7 @@ class RemoteStorage(ServedStorage):
         schema = self._written_of(len(prepared))
         if self._under_way is not None:
             self.connection.check()
-            if not self._schema.ragged and n * self._schema.row_bytes <= GATHERED_BYTES // 4:
+            if not self._schema.ragged and n * self._schema.row_bytes <= wire.GATHERED_BYTES // 4:
                 self._under_way.gather(schema, [*map(Tensor.contiguous, columns)], lanes, n)
             else:
                 self._under_way.put(wire.record_batch(schema, columns, n), lanes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import math
@@ -156,6 +157,61 @@ def _array_of(field: pa.Field, items: Items, rows: int) -> pa.Array:
 def _raw(tensor: Tensor) -> pa.Buffer:
     """The memory of a contiguous tensor, which the buffer keeps."""
     return pa.foreign_buffer(tensor.data_ptr(), tensor.nbytes, tensor) if tensor.nbytes else _NOTHING
+
+
+#: Rows are gathered until there is so much.
+GATHERED_BYTES = 64 << 10
+
+
+class Rows:
+    """The rows of one write, or of several that were gathered."""
+
+    def __init__(self, schema: pa.Schema, lanes: frozenset[int], whole: pa.RecordBatch | None = None) -> None:
+        """``whole``: they are those of a batch, and no others are gathered."""
+        self.schema, self._whole, self.lanes = schema, whole, lanes
+        self._raws = [bytearray() for _ in schema]
+        #: Of each write.
+        self.sizes: list[int] = [] if whole is None else [whole.num_rows]
+        self.rows: int = 0 if whole is None else whole.num_rows
+        self.nbytes: int = 0 if whole is None else whole.nbytes
+        self.open, self.is_full = whole is None, False
+
+    def gather(self, columns: list[Tensor], lanes: frozenset[int], n: int, nbytes: int) -> None:
+        for raw, column in zip(self._raws, columns, strict=True):
+            raw += ctypes.string_at(column.data_ptr(), column.nbytes)
+        self.lanes |= lanes
+        self.sizes.append(n)
+        self.rows, self.nbytes = self.rows + n, self.nbytes + nbytes
+        self.is_full = self.nbytes >= GATHERED_BYTES
+
+    def takes(self, schema: pa.Schema) -> bool:
+        """Whether others may be gathered to these."""
+        return self.open and not self.is_full and self.schema is schema
+
+    def batch(self) -> pa.RecordBatch:
+        """All of them, from now on no others."""
+        self.open = False
+        if self._whole is None:
+            arrays = [
+                pa.FixedSizeBinaryArray.from_buffers(field.type, self.rows, [None, pa.py_buffer(raw)])
+                for field, raw in zip(self.schema, self._raws, strict=True)
+            ]
+            self._whole = pa.RecordBatch.from_arrays(arrays, schema=self.schema)
+        return self._whole
+
+    def halves(self) -> list[Rows]:
+        """The first writes, and the others; of one write itself."""
+        if len(self.sizes) < 2:
+            return [self]
+        found, first, half = [], 0, len(self.sizes) // 2
+        for sizes in (self.sizes[:half], self.sizes[half:]):
+            part, n = Rows(self.schema, self.lanes), sum(sizes)
+            widths = [field.type.byte_width for field in self.schema]
+            part._raws = [raw[first * it : (first + n) * it] for raw, it in zip(self._raws, widths, strict=True)]
+            part.sizes, part.rows, part.nbytes, part.open = sizes, n, self.nbytes // self.rows * n, False
+            found.append(part)
+            first += n
+        return found
 
 
 def tensors_in(batch: pa.RecordBatch, columns: Sequence[Column]) -> list[Tensor]:

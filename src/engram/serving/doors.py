@@ -16,10 +16,8 @@ if TYPE_CHECKING:
 
 #: For how long a connection may ask for nothing that the server answers, before its first call.
 SILENT_S = 10.0
-#: So many files the process may have open, where the system lets it.
-_FILES = 1 << 16
-#: Of the files that may be open, at most one in so many is a connection that has asked for nothing.
-_SHARE = 4
+#: So many files the process may have open, where the system lets it. At most one in so many is a connection that has asked for nothing.
+_FILES, _SHARE = 1 << 16, 4
 _INTERVAL_S = 1.0
 
 
@@ -44,11 +42,13 @@ class Doors:
         self._callers: set[str] = set()
         self._since: dict[str, float] = {}
         self._ended = threading.Event()
-        threading.Thread(target=self._run, name="engram-doors", daemon=True).start()
+        if port > 0:
+            threading.Thread(target=self._run, name="engram-doors", daemon=True).start()
 
     def know(self, peer: str) -> None:
         """Note who has called, as gRPC names it."""
-        self._callers.add(unquote(peer))
+        if self._port > 0:
+            self._callers.add(unquote(peer))
 
     def close(self) -> None:
         """Look no more."""

@@ -114,8 +114,7 @@ class Members:
     def known(self) -> list[Shard]:
         """Those that are there, with masses of this second. Raises as :meth:`lose`."""
         now = time.monotonic()
-        if any(now - shard.updated_at >= _MAX_MASS_AGE_S for shard in self.present()):
-            self.answers(self.ask, lambda shard: now - shard.updated_at >= _MAX_MASS_AGE_S)
+        self.answers(self.ask, lambda shard: now - shard.updated_at >= _MAX_MASS_AGE_S)
         return self.present()
 
     def refreshed(self) -> list[Shard]:
