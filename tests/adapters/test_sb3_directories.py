@@ -13,7 +13,7 @@ import engram
 sb3 = pytest.importorskip("stable_baselines3.common.buffers")
 
 from engram.adapters.sb3 import ReplayBuffer  # noqa: E402
-from engram.errors import IncompatibleStore  # noqa: E402
+from engram.errors import IncompatibleStore, StoreInUse  # noqa: E402
 from tests import fresh  # noqa: E402
 from tests.adapters.sb3_steps import BOX, DISCRETE, Steps, all_of, all_steps, as_bytes, both, row_of, same  # noqa: E402
 
@@ -52,6 +52,17 @@ def test_a_pickle_of_a_directory_names_it(tmp_path):
     again = pickle.load(io.BytesIO(held))
     same(all_steps(again), all_steps(other))
     again.close()
+
+
+def test_a_pickle_of_a_directory_that_moved(tmp_path):
+    ours, _ = both(BOX, scratch_dir=tmp_path / "replay")
+    Steps(BOX).fill(5, ours)
+    held = pickle.dumps(ours)
+    ours.close()
+    (tmp_path / "replay").rename(tmp_path / "moved")
+    with pytest.raises(FileNotFoundError, match=r"expected the directory of the saved replay.*/replay'"):
+        pickle.loads(held)
+    assert not (tmp_path / "replay").exists()
 
 
 # ---- directories ---------------------------------------------------------------------------------------------------------
@@ -152,6 +163,17 @@ for count in range(1, 10_000_000):
     buffer.add(*copied(steps.step()))
     print(count)
 """
+
+
+def test_two_trainings_of_one_directory(tmp_path):
+    program = fresh.start(DYING, folder=str(tmp_path / "replay"), once=False)
+    program.until("\n5\n")
+    with pytest.raises(StoreInUse, match="ReplayBuffer: scratch_dir: another process uses .*replay'. Wait until"):
+        ReplayBuffer(400, BOX, DISCRETE, "cpu", 2, scratch_dir=tmp_path / "replay")
+    program.kill()
+    one = ReplayBuffer(400, BOX, DISCRETE, "cpu", 2, scratch_dir=tmp_path / "replay")
+    other = pickle.loads(pickle.dumps(one))  # as load_replay_buffer does beside the buffer of its model
+    assert other.size() == one.size() >= 5
 
 
 @pytest.mark.parametrize("once", [False, True])

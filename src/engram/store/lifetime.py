@@ -114,6 +114,33 @@ def others_attached(participants: native.Participants, directory: Path) -> bool:
     return True
 
 
+class Hold:
+    """A lock of this process on a file, which is made if it is not there, for as long as the object is referred to.
+
+    Raises ``StoreInUse``: another process has it. ``what``: what the message begins with; it is about ``path``.
+    """
+
+    def __init__(self, file: Path, what: str, path: Path) -> None:
+        self._fd = files.Descriptor.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StoreInUse(
+                f"{what}: another process uses {str(path)!r}. Wait until it has ended, or name another directory."
+            ) from None
+
+
+_held: weakref.WeakValueDictionary[Path, Hold] = weakref.WeakValueDictionary()
+
+
+def hold(file: Path, what: str, path: Path) -> Hold:
+    """The :class:`Hold` of a file, one for all who ask in this process. Raises as that."""
+    with _registry_lock:
+        held = _held.get(file.resolve()) or Hold(file, what, path)
+        _held[file.resolve()] = held
+        return held
+
+
 class Process(NamedTuple):
     """A process, identified by PID and start time because PIDs are reused."""
 

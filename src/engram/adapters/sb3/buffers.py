@@ -19,6 +19,7 @@ from engram.around import FinalObservations, FrameStack, NextFromFollowing, NSte
 from engram.errors import IncompatibleStore
 from engram.samplers import RandomSampler
 from engram.storages import LazyTensorStorage
+from engram.store.lifetime import Hold, hold
 from engram.types import Draw
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ class ReplayBuffer(sb3.ReplayBuffer):
     Raises:
         TypeError: a space that cannot be stored. ValueError: ``frame_stack`` without ``optimize_memory_usage``, of observations that are
             no such stacks, or another ``frame_padding``; a number out of range.
-        IncompatibleStore: the directory holds rows of another ``n_envs``, ``buffer_size`` or other spaces. Nothing is changed.
+        StoreInUse: another process trains with the directory. IncompatibleStore: it holds rows of another ``n_envs``, ``buffer_size`` or
+            other spaces. Nothing is changed.
 
     What was open when the directory is opened counts as truncated, as its environments are reset. :attr:`rb` is the engram buffer, for
     :meth:`stats <engram.ReplayBuffer.stats>`, plots and checkpoints. ``observations``, ``actions``, ``rewards``, ``dones`` and
@@ -99,7 +101,8 @@ class ReplayBuffer(sb3.ReplayBuffer):
     """
 
     #: Attributes that pickles leave out.
-    not_pickled: tuple[str, ...] = ("rb", "_source", "_unended")
+    not_pickled: tuple[str, ...] = ("rb", "_source", "_unended", "_hold")
+    _hold: Hold | None = None
 
     def __init__(
         self,
@@ -152,6 +155,9 @@ class ReplayBuffer(sb3.ReplayBuffer):
             storage = LazyTensorStorage(size, lanes=self.n_envs)
             self.rb = engram.ReplayBuffer[Rows](storage=storage, sampler=sampler, transform=finals)
         else:
+            self.scratch_dir.parent.mkdir(parents=True, exist_ok=True)
+            lock = self.scratch_dir.with_name(f".{self.scratch_dir.name}.lock")
+            self._hold = hold(lock, f"{type(self).__name__}: scratch_dir", self.scratch_dir)
             try:
                 self.rb = engram.ReplayBuffer[Rows].open_or_create(
                     self.scratch_dir, size, lanes=self.n_envs, sampler=sampler, transform=finals
@@ -226,6 +232,10 @@ class ReplayBuffer(sb3.ReplayBuffer):
     def __setstate__(self, state: dict[str, object]) -> None:
         rows = cast("dict[str, object] | None", state.pop("rows", None))
         vars(self).update(state)
+        if self.scratch_dir is not None and not self.scratch_dir.exists():
+            raise FileNotFoundError(
+                2, f"{type(self).__name__}: expected the directory of the saved replay", str(self.scratch_dir)
+            )
         self._open()
         if rows is None:
             self._following = Following(self.n_envs)
@@ -302,6 +312,7 @@ class ReplayBuffer(sb3.ReplayBuffer):
     def close(self) -> None:
         """Give the directory up: of a buffer that is used no more."""
         self.rb.close()
+        self._hold = None
 
     # ---- sampling ------------------------------------------------------------------------------------------------------
 
