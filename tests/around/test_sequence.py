@@ -296,7 +296,7 @@ class TestBadInput:
         rb = ReplayBuffer(storage=LazyTensorStorage(10), sample_unit=Sequence(2), batch_size=2)
         with pytest.raises(NoSampleable, match="Cannot sample from an empty storage"):
             rb.sample()
-        with pytest.raises(RuntimeError, match="written to"):
+        with pytest.raises(RuntimeError, match="with rows, got an empty one"):
             Sequence(2).expand(torch.tensor([0]), {}, rb.storage)
 
     def test_rows_that_hold_nothing(self):
