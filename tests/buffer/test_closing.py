@@ -126,6 +126,7 @@ OTHERS = {
     "assemble",
     "device_readable",
     "moved",
+    "note",
     "start",
     "client",
     "clients",

@@ -276,6 +276,8 @@ def test_servers_that_die_take_no_count_along(tmp_path, monkeypatch):
                 warnings.simplefilter("ignore")
                 assert rb.stats()["limit_level"] == 40  # what is gone has counted its rows
             assert rb.stats()["shards_missing"] == 1
+            with pytest.raises(ConnectionError, match="Begin a new episode"):  # once
+                rb.extend(rows_of(10), timeout=0)
             assert admitted(lambda: rb.extend(rows_of(10), timeout=0)) == 2
             with serving(folders[home]):
                 wait_for(lambda: rb.stats()["shards_missing"] == 0)
