@@ -9,7 +9,8 @@ sb3 = pytest.importorskip("stable_baselines3.common.buffers")
 
 from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack, VecNormalize, VecTransposeImage  # noqa: E402
 
-from engram.adapters.sb3 import ReplayBuffer  # noqa: E402
+import engram  # noqa: E402
+from engram.adapters.sb3 import PrioritizedReplayBuffer, ReplayBuffer  # noqa: E402
 from engram.errors import NoSampleable  # noqa: E402
 from tests import fresh  # noqa: E402
 from tests.adapters.sb3_steps import BOX, DISCRETE, Steps, all_of, all_steps, as_bytes, both, chosen, pick, row_of, same  # noqa: E402
@@ -257,6 +258,91 @@ def test_one_frame_a_step(first):
     assert ours.rb.storage.nbytes < 0.2 * (other.observations.nbytes + other.next_observations.nbytes)
 
 
+def stacked_steps(frames, n, padding, seed):
+    """Steps of ``n`` environments whose frames are numbers, none of them twice, with stacks of them: forever."""
+    rng, number = np.random.default_rng(seed), 0
+    stacks = [None] * n
+    while True:
+        before, after, over = [], [], rng.random(n) < 0.15
+        for env in range(n):
+            if stacks[env] is None:
+                number += 1
+                stacks[env] = [number if padding == "first" else 0] * (frames - 1) + [number]
+            number += 1
+            before.append(stacks[env])
+            after.append([*stacks[env][1:], number])
+            stacks[env] = None if over[env] else after[-1]
+        cut = over & (rng.random(n) < 0.5)
+        infos = [{"TimeLimit.truncated": bool(one)} for one in cut]
+        yield np.array(before, np.float32), np.array(after, np.float32), over, infos
+
+
+@pytest.mark.parametrize("kind", ["uniform", "prioritized", "directory", "n_steps"])
+@pytest.mark.parametrize(
+    ("frames", "n", "size", "padding"),
+    [(2, 1, 4, "zeros"), (3, 2, 11, "first"), (4, 3, 6, "zeros"), (4, 1, 30, "first")],
+)
+def test_stacks_after_the_ring_wraps(tmp_path, frames, n, size, padding, kind):
+    """Each stack is what was added, and all steps are drawn but the oldest, of which frames are gone, and those that wait."""
+    ahead = 2 if kind == "n_steps" else 1
+    how = {"frame_stack": frames, "frame_padding": padding, "n_steps": ahead}
+    how |= {"scratch_dir": tmp_path / "replay"} if kind == "directory" else {}
+    cls = PrioritizedReplayBuffer if kind == "prioritized" else ReplayBuffer
+    buffer = cls(size * n, spaces.Box(0, 1e6, (frames,), np.float32), DISCRETE, "cpu", n, True, **how)
+    steps = stacked_steps(frames, n, padding, seed=size)
+    lanes = [[] for _ in range(n)]
+    for count in range(1, 4 * size + 3):
+        before, after, over, infos = next(steps)
+        buffer.add(before, after, np.zeros(n), np.zeros(n), over, infos)
+        for env, lane in enumerate(lanes):
+            lane.append((tuple(before[env]), tuple(after[env]), bool(over[env])))
+        if count < size or count % 3:
+            continue
+        wanted = {}
+        for lane in lanes:
+            live = lane[-size:]
+            for at in range(frames - 1, len(live)):
+                ends = [step for step, one in enumerate(live) if one[2] and step >= at]
+                last = min(at + ahead - 1, *ends[:1]) if ends else at + ahead - 1
+                if last < len(live) - 1 or live[-1][2]:
+                    wanted[live[at][0]] = live[min(last, len(live) - 1)][1]
+        batch = buffer.sample(40 * n * size)
+        drawn = zip(batch.observations.tolist(), batch.next_observations.tolist(), strict=True)
+        assert {(tuple(a), tuple(b)) for a, b in drawn} == {*wanted.items()}, count
+    buffer.close()
+
+
+def test_stacks_of_a_directory_that_engram_opens(tmp_path):
+    """Which whoever opens it without the adapter draws alike."""
+    buffer = ReplayBuffer(
+        8,
+        spaces.Box(0, 1e6, (3,), np.float32),
+        DISCRETE,
+        "cpu",
+        1,
+        True,
+        frame_stack=3,
+        scratch_dir=tmp_path / "replay",
+    )
+    steps = stacked_steps(3, 1, "zeros", seed=1)
+    added = []
+    for _ in range(21):
+        before, after, over, infos = next(steps)
+        buffer.add(before, after, np.zeros(1), np.zeros(1), over, infos)
+        added.append((tuple(before[0]), tuple(after[0])))
+    buffer.close()
+    with engram.ReplayBuffer.open(tmp_path / "replay") as rb:
+        batch = rb.sample(300)
+    drawn = zip(batch["observation"].tolist(), batch["next"]["observation"].tolist(), strict=True)
+    found = {(tuple(a), tuple(b)) for a, b in drawn}
+    assert {*added[-6:-1]} <= found <= {*added[-6:]}
+
+
+def test_a_ring_that_holds_no_whole_stack():
+    with pytest.raises(ValueError, match=r"buffer_size // n_envs: expected at least 7, got 6"):
+        ReplayBuffer(13, spaces.Box(0, 1, (4,)), DISCRETE, "cpu", 2, True, frame_stack=4, n_steps=3)
+
+
 def test_stacks_that_frames_do_not_give_again():
     space = spaces.Box(0, 255, (4, 8, 8), np.uint8)
     buffer = ReplayBuffer(20, space, DISCRETE, "cpu", 1, True, frame_stack=4)
@@ -359,6 +445,20 @@ def test_values_of_another_shape():
         with pytest.raises(ValueError, match=rf"add: {name}: expected \[2, \d\], got \[3, 5\]"):
             ours.add(*bad)
     assert ours.size() == 0
+
+
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize(
+    ("infos", "got"), [([{"TimeLimit.truncated": True}], 1), ([{}], 1), ([], 0), ([{}] * 3, 3), ({}, "a dict")]
+)
+def test_infos_of_another_number_of_environments(infos, got, once):
+    ours, _ = both(BOX, n=2, optimize_memory_usage=once)
+    step = Steps(BOX, n=2).step()
+    with pytest.raises(ValueError, match=rf"add: infos: expected one of each of 2 environments, got {got}\."):
+        ours.add(*step[:-1], infos)
+    assert ours.size() == 0
+    ours.add(*step)
+    assert ours.size() == 1
 
 
 def test_without_the_package():

@@ -1,5 +1,6 @@
 """Stacks of frames: order, dimensions, padding, next frames, and what is refused. The machine has the rest."""
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -73,6 +74,23 @@ def test_after_the_oldest_frames_are_gone():
     assert out.tolist() == [[9, 9, 9], [9, 9, 10], [9, 10, 11], [10, 11, 12], [11, 12, 13]]
 
 
+@pytest.mark.parametrize(("columns", "lanes"), [(1, 1), (1, 2), (2, 1)])
+def test_whole_stacks_alone(columns, lanes):
+    """Of a ring that is not full all rows; then none whose older frames may be overwritten."""
+    storage = LazyTensorStorage(5 * columns * lanes, ndim=1 + (columns > 1), lanes=lanes)
+    rb = TensorDictReplayBuffer(
+        storage=storage, sampler=FrameStack(RandomSampler(), 3, -1, ["frame"], padding="constant", whole=True)
+    )
+    assert rb.sampler.config()["whole"] is True
+    for count in range(1, 15):
+        for lane in range(lanes):
+            row = frames(count, (1,))[-1:]
+            rb.extend(torch.stack([row] * columns) if columns > 1 else row, **({"lane": lane} if lanes > 1 else {}))
+        found = {tuple(stack) for stack in rb.sample(500)["frame"].tolist()}
+        oldest = 0 if count < 5 else count - 3
+        assert found == {tuple(max(t - back, 0) for back in (2, 1, 0)) for t in range(oldest, count)}, count
+
+
 @pytest.mark.parametrize("outside", [False, True])
 def test_with_returns_of_several_steps(outside):
     keys = ["frame", ("next", "frame")]
@@ -99,6 +117,19 @@ def test_one_frame_is_the_plain_sample():
         ((2, -1, "a"), {}, TypeError, "in_keys: expected a list"),
         ((2, -1, None), {}, TypeError, "in_keys: expected a list"),
         ((2, -1, ["a"]), {"padding": "zeros"}, ValueError, "padding: expected 'same'"),
+        ((2, -1, ["a"]), {"padding": ["same"]}, ValueError, r"padding: expected 'same' or 'constant', got \['same'\]"),
+        (
+            (2, -1, ["a"]),
+            {"padding": np.array(["same"])},
+            ValueError,
+            "padding: expected 'same' or 'constant', got array",
+        ),
+        (
+            (2, -1, ["a"]),
+            {"padding": np.array(["a", "b"])},
+            ValueError,
+            "padding: expected 'same' or 'constant', got array",
+        ),
         ((2, -1, ["a"]), {"padding_value": float("inf")}, ValueError, "padding_value: expected a finite"),
     ],
 )

@@ -147,6 +147,31 @@ def test_equal_times_are_the_row_itself():
     assert torch.equal(batch["action"][:, 0].long(), batch["extra"])
 
 
+@pytest.mark.parametrize("time", [torch.int64, torch.uint64], ids=str)
+def test_nanoseconds_since_1970(time):
+    """Which a double rounds to 256 of them."""
+    start, gap = 1_764_438_000_000_000_000, 33_333_333
+    rows = rows_of([20, 7], lambda step: step * gap, start=start)
+    deltas = {"state": [-float(gap), 0.0], "action": [0.0, 2.0 * gap + 1]}
+    rb = ReplayBuffer(storage=LazyTensorStorage(50), sample_unit=Window(deltas, tolerance=1.0))
+    rb.extend(with_extra(rows, time=time))
+    check(rb, rows, {key: [int(one) for one in each] for key, each in deltas.items()}, 1)
+    near = ReplayBuffer(
+        storage=rb.storage, sample_unit=Window({"action": [2.0 * gap + 9]}, tolerance=8.5, traj_key="episode")
+    )
+    with pytest.raises(
+        ValueError, match=r"within 8.5 of the time of row \d+ plus 66666675, got the nearest at that plus 66666666\."
+    ):
+        near.sample(64)
+
+
+def test_small_unsigned_times():
+    rows = rows_of([10], lambda step: step, start=250 - 9)
+    rb = ReplayBuffer(storage=LazyTensorStorage(50), sample_unit=Window({"state": [-1.0, 0.0], "action": [2.0]}))
+    rb.extend(with_extra(rows, time=torch.uint8))
+    check(rb, rows, {"state": [-1, 0], "action": [2]}, 0)
+
+
 def test_windows_by_priority():
     """Priorities are those of drawn rows."""
     rb = TensorDictPrioritizedReplayBuffer(
@@ -200,6 +225,14 @@ def test_a_gap_is_no_padding():
     rows = rows_of([10], lambda step: step / 8 + (step > 4))
     with pytest.raises(ValueError, match=r"raise tolerance="):
         drawn(Window({"action": [0.5]}), rows)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("at", [0, 4, 9])
+def test_timestamps_that_are_not_finite(value, at):
+    rows = rows_of([10], lambda step: value if step == at else step / 8)
+    with pytest.raises(ValueError, match=rf"time_key: expected finite timestamps, got {value} in row {at}\."):
+        drawn(Window({"action": [-0.5, 0.0, 0.125, 9.0]}), rows)
 
 
 @pytest.mark.parametrize(

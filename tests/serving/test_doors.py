@@ -136,6 +136,39 @@ def test_a_quiet_client_that_has_called_stays(store, tmp_path):
             connection.Connection._open = opened
 
 
+def test_a_client_that_calls_while_connections_are_listed_stays(monkeypatch):
+    with contextlib.ExitStack() as opened:
+        listening = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+        door = doors.Doors(listening.getsockname()[1])
+        door.close()  # its thread: here all looks are by hand
+        listed = door._connections
+        ends = []
+
+        def connect():
+            client = opened.enter_context(socket.create_connection(listening.getsockname()))
+            client.settimeout(60)
+            ends.append((client, opened.enter_context(listening.accept()[0])))
+            return f"ipv4:127.0.0.1:{client.getsockname()[1]}"
+
+        def slowly():
+            found = listed()
+            door.know(connect())
+            return found
+
+        with monkeypatch.context() as patched:
+            patched.setattr(door, "_connections", slowly)
+            door.look(0.0)
+        connect()  # and says nothing
+        for now in (1.0, 100.0):
+            door.look(now)
+        ends[0][1].sendall(b"streamed")
+        assert ends[0][0].recv(8) == b"streamed"
+        assert is_closed(ends[1][0])
+        ends[0][0].close(), ends[0][1].close()
+        door.look(200.0)
+        assert not door._callers  # of the one that is gone
+
+
 def test_the_soft_limit_of_files_is_raised(store, tmp_path):
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard <= 256:

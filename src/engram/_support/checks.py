@@ -83,7 +83,8 @@ def check_callable(what: str, value: object, wanted: str, advice: str = "", *, o
 
 def check_choice(what: str, value: object, choices: Collection[object]) -> None:
     """Raise ``ValueError`` unless a value is one of some."""
-    if value not in choices:
+    # Lists are in no set, and arrays compare as several values: neither can be hashed.
+    if type(value).__hash__ is None or value not in choices:
         *first, last = map(repr, choices)
         raise ValueError(
             f"{what}: expected {' or '.join([*filter(None, [', '.join(first)]), last])}, got {value!r:.80}."

@@ -118,6 +118,8 @@ class Reading:
         self.following: Following | None = None
         #: Steps from the drawn one to that whose next observation is read, where no field says it.
         self.ahead = 0
+        #: Steps of each full lane that are not drawn.
+        self.oldest = 0
         self.relabelling: Relabelling | None = None
 
     def number(self, key: FieldPath, who: str) -> int:
@@ -214,7 +216,7 @@ class Expansion:
         }
         #: Whether the columns are those of the rows alone.
         self.plain = all(column.kind == "row" and not (column.ahead or column.following) for column in columns)
-        self._following = reading.following
+        self._following, self._oldest = reading.following, reading.oldest
         #: Puts goals into what was read; None: rows keep their own.
         self.relabelling = reading.relabelling
         #: What windows leave out, as ``WindowSampler.sample_apart`` takes it.
@@ -247,10 +249,19 @@ class Expansion:
             tensors, moved = self.native.read(self.memory.core, self.table, rows, tickets)
         except IndexError as error:
             raise RowError(f"sample: {error}.") from error
-        if self._following is None:
-            return tensors, moved, False
-        again, waiting = self._following.complete(self.memory, rows, tensors, moved)
-        return tensors, again, waiting
+        waiting = False
+        if self._following is not None:
+            moved, waiting = self._following.complete(self.memory, rows, tensors, moved)
+        if self._oldest and (old := self._old(rows)):
+            moved, waiting = sorted({*moved, *old}), waiting or not moved
+        return tensors, moved, waiting
+
+    def _old(self, rows: Tensor) -> list[int]:
+        """The places of rows that are among the oldest of a full lane: as it is after the read, which a writer may have overtaken."""
+        length, extent = self.memory.lane_length, self.memory.extent()
+        filled, seam = (torch.tensor(each, device="cpu")[rows // length] for each in (extent.filled, extent.seam))
+        count = self._oldest * math.prod(self.memory.schema.columns)
+        return ((filled == length) & ((rows - seam) % length < count)).nonzero().flatten().tolist()
 
     def read_windows(self, draw: Draw, goals: Goals | None = None) -> tuple[list[Tensor], list[int]]:
         """Columns of windows, and the places of rows that have changed since. A row with a neighbour that moves is read again."""
@@ -286,7 +297,7 @@ class Expansion:
         if goals is not None:
             moved = goals.read(as_rows(rows, "sample"), tensors[-1], moved)
         if moved:
-            others = draw.tickets is not None or self._following is not None or source.traits.draws_uniformly
+            others = self._following or self._oldest or draw.tickets is not None or source.traits.draws_uniformly
             redraw = Redraw(storage, draw, source if others else None, key, detail=", or a step around it,")
             while moved:
                 if waiting and redraw.retries.count >= _MOST_REDRAWS:

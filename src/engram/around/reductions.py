@@ -266,6 +266,8 @@ class FrameStack(Expander):
         in_keys: the fields.
         padding: ``"same"`` or ``"constant"``.
         padding_value: for ``"constant"``.
+        whole: draw no row whose older frames may be overwritten: where a lane is full, its oldest ``n - 1`` steps. Rows of windows are
+            padded all the same.
         traj_key, end_keys, index, end_when: as for :class:`NStep`.
 
     Raises: as :class:`NStep`, and
@@ -288,7 +290,8 @@ class FrameStack(Expander):
     [[0.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.0, 1.0, 2.0], [1.0, 2.0, 3.0], [2.0, 3.0, 4.0]]
     """
 
-    noted = ("n", "dim", "in_keys", "padding", "padding_value")
+    noted = ("n", "dim", "in_keys", "padding", "padding_value", "whole")
+    whole = False  # of those that an earlier version pickled
 
     def __init__(
         self,
@@ -299,6 +302,7 @@ class FrameStack(Expander):
         *,
         padding: str = "same",
         padding_value: float = 0,
+        whole: bool = False,
         **trajectories: Unpack[TrajectoryArguments],
     ) -> None:
         self.n = check_steps("FrameStack: n", n)
@@ -311,6 +315,7 @@ class FrameStack(Expander):
         self.in_keys = keys
         self.padding = padding
         self.padding_value = value
+        self.whole = whole
         super().__init__(sampler, **trajectories)
 
     @property
@@ -318,6 +323,8 @@ class FrameStack(Expander):
         return self.in_keys
 
     def change(self, reading: Reading) -> None:
+        if self.whole and self._windows is None:
+            reading.oldest = max(reading.oldest, self.n - 1)
         for key in self.in_keys:
             if key[0] == "next" and key[1:] in reading.followed:
                 continue  # as the frames of which these are the following ones

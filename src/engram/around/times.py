@@ -49,8 +49,8 @@ class Window(SampleUnit):
     Raises:
         TypeError: ``deltas`` is no dict of numbers. ValueError: it is empty; a time or the tolerance is not finite.
         Drawing raises ``KeyError``: a key or the timestamps are not stored; ``TypeError``: timestamps are not one real number per row;
-            ``ValueError``: within an episode no row is near enough; ``RuntimeError``: rows on an accelerator or of several steps, or
-            nothing says where episodes end.
+            ``ValueError``: within an episode no row is near enough, or a timestamp is not finite;
+            ``RuntimeError``: rows on an accelerator or of several steps, or nothing says where episodes end.
 
     Cost: besides the draw native reads of timestamps, as many as the longest episode can be halved, and one of each field.
 
@@ -191,20 +191,29 @@ class _Spans(NamedTuple):
         return (track // width * memory.lane_length + places % steps * width + track % width).reshape(-1)
 
     def times(self, places: Tensor) -> Tensor:
-        """Timestamps at some places, float64."""
-        found = self.fields.memory.read(self.rows(places), which=[self.fields.time])[0][0]
-        return found.reshape(places.shape).to(torch.float64)
+        """Timestamps at some places, float64 or int64. Raises ``ValueError``: one is not finite."""
+        rows = self.rows(places)
+        found = self.fields.memory.read(rows, which=[self.fields.time])[0][0].reshape(len(rows))
+        found = found.to(torch.float64 if found.is_floating_point() else torch.int64)
+        if len(bad := (~found.isfinite()).nonzero()):
+            got, row = float(found[bad[0, 0]]), int(rows[bad[0, 0]])
+            raise ValueError(f"sample: Window: time_key: expected finite timestamps, got {got} in row {row}.")
+        return found.reshape(places.shape)
 
-    def nearest(self, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """The places whose times are nearest to those ``wanted``, ``[B, T]``, and these times: found by halves."""
-        low, high = self.first[:, None].expand_as(wanted), self.last[:, None].expand_as(wanted)
+    def nearest(self, deltas: Tensor) -> tuple[Tensor, Tensor]:
+        """The places whose times are nearest to ``deltas``, ``[T]``, from those of the drawn rows, and how far from these they are.
+
+        Both ``[B, T]``, found by halves. Integers are subtracted as such: a double holds differences of nanoseconds, but not their sums.
+        """
+        drawn, shape = self.times(self.place)[:, None], (len(self.place), len(deltas))
+        low, high = self.first[:, None].expand(shape), self.last[:, None].expand(shape)
         while bool((high - low > 1).any()):
             middle = (low + high) // 2
-            earlier = self.times(middle) <= wanted
+            earlier = (self.times(middle) - drawn).to(torch.float64) <= deltas
             low, high = torch.where(earlier, middle, low), torch.where(earlier, high, middle)
         both = torch.stack([low, high], -1)
-        found = self.times(both)
-        chosen = (found - wanted[..., None]).abs().argmin(-1, keepdim=True)
+        found = (self.times(both) - drawn[..., None]).to(torch.float64)
+        chosen = (found - deltas[:, None]).abs().argmin(-1, keepdim=True)
         return both.gather(-1, chosen)[..., 0], found.gather(-1, chosen)[..., 0]
 
 
@@ -225,19 +234,18 @@ class TimeReader(ExpandedReader):
         info: Info = dict(draw.info)
         if bool((spans.last < spans.first).any()):  # written over since
             return Expanded([], drawn, tickets, info, (spans.last < spans.first).nonzero().flatten().tolist())
-        wanted = spans.times(spans.place)[:, None] + deltas
-        places, times = spans.nearest(wanted)
+        places, times = spans.nearest(deltas)
         places = torch.where(deltas == 0, spans.place[:, None], places)  # of equal times the row itself
-        far = (times - wanted).abs() > unit.tolerance
-        refused = far & (places != torch.where(wanted < times, spans.first[:, None], spans.last[:, None]))
+        far = ~((times - deltas).abs() <= unit.tolerance)
+        refused = far & (places != torch.where(deltas < times, spans.first[:, None], spans.last[:, None]))
         expected = storage.tickets_of(spans.rows(places)).reshape(places.shape)
         moved = ((expected < 0) | (expected >= clock)).any(1).nonzero().flatten().tolist()
         if not moved and bool(refused.any()):
             row, at = refused.nonzero()[0].tolist()
             key = [public(key) for key, each in unit.deltas.items() for _ in each][at]
             raise ValueError(
-                f"sample: Window: deltas: {key!r}: expected a row of the episode within {unit.tolerance:g} of the time "
-                f"{float(wanted[row, at]):.9g}, meant from row {int(drawn[row])}, got the nearest at {float(times[row, at]):.9g}. Name "
+                f"sample: Window: deltas: {key!r}: expected a row of the episode within {unit.tolerance:g} of the time of row "
+                f"{int(drawn[row])} plus {float(deltas[at]):.9g}, got the nearest at that plus {float(times[row, at]):.9g}. Name "
                 "times that are stored, or raise tolerance=. Timestamps of an episode must not go back."
             )
         columns: list[Tensor] = [torch.empty(0, device="cpu")] * len(memory.schema.fields)

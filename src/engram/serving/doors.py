@@ -60,8 +60,9 @@ class Doors:
 
     def look(self, now: float) -> None:
         """Close those that asked for nothing until now."""
+        callers = self._callers.copy()  # as add and -=, it is atomic
         there = dict(self._connections())
-        self._callers &= there.keys()
+        self._callers -= callers - there.keys()  # those that have called since need not be in the list
         self._since = {peer: self._since.get(peer, now) for peer in there if peer not in self._callers}
         oldest = sorted(self._since, key=self._since.__getitem__)
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _SHARE

@@ -74,13 +74,14 @@ class ReplayBuffer(sb3.ReplayBuffer):
         n_steps, gamma: draw returns of ``n_steps`` steps, as ``NStepReplayBuffer`` does, with ``discounts``. The ``n_steps`` of an
             algorithm does not reach a custom class.
         frame_stack: observations are stacks of so many frames, channels first or last, or flat; with ``optimize_memory_usage`` only
-            the newest frame of each is stored, and stacks are built again when drawn. Needs a ``Box``.
+            the newest frame of each is stored, and stacks are built again when drawn. Needs a ``Box``. Of a full buffer the oldest
+            ``frame_stack - 1`` steps of each environment are not drawn, as their older frames are overwritten.
         frame_padding: what older frames are where an episode begins: ``"zeros"``, as ``VecFrameStack`` has it, or ``"first"``, the
             first frame, as Gymnasium's ``FrameStackObservation`` does.
 
     Raises:
         TypeError: a space that cannot be stored. ValueError: ``frame_stack`` without ``optimize_memory_usage``, of observations that are
-            no such stacks, or another ``frame_padding``; a number out of range.
+            no such stacks, or another ``frame_padding``; a number out of range; a buffer too small for one whole stack.
         StoreInUse: another process trains with the directory. IncompatibleStore: it holds rows of another ``n_envs``, ``buffer_size`` or
             other spaces. Nothing is changed.
 
@@ -136,6 +137,8 @@ class ReplayBuffer(sb3.ReplayBuffer):
         frames = check_count(f"{who}: frame_stack", frame_stack)
         if frames > 1 and not optimize_memory_usage:
             raise ValueError(f"{who}: frame_stack: expected optimize_memory_usage=True beside it, got False.")
+        if frames > 1:
+            check_count(f"{who}: buffer_size // n_envs", self.buffer_size, least=frames + self.n_steps)
         self._frames = None if frames == 1 else Frames(who, observation_space, frames, frame_padding)
         self._lane: Literal["each"] | None = "each" if n_envs > 1 else None
         self._form: Callable[..., Samples] = (
@@ -192,8 +195,10 @@ class ReplayBuffer(sb3.ReplayBuffer):
             source = NextFromFollowing(source, finals, end_keys=[DONE])
         if self._frames is not None:
             padding = "same" if self._frames.padding == "first" else "constant"
-            stacked = [OBSERVATION, ("next", *OBSERVATION)]
-            source = FrameStack(source, self._frames.n, self._frames.axis, stacked, padding=padding, end_keys=[DONE])
+            keys = [OBSERVATION, ("next", *OBSERVATION)]
+            source = FrameStack(
+                source, self._frames.n, self._frames.axis, keys, padding=padding, whole=True, end_keys=[DONE]
+            )
         return source
 
     def _fields(self) -> dict[Path, Column]:
@@ -271,7 +276,10 @@ class ReplayBuffer(sb3.ReplayBuffer):
         >>> buffer.size(), buffer.sample(4).actions.shape
         (1, torch.Size([4, 1]))
         """
-        n = self.n_envs
+        n, got = self.n_envs, "a dict" if isinstance(infos, dict) else len(infos)
+        # Gymnasium's infos are a dict, which is as good as any where time-outs are not asked for.
+        if got != n and (self.handle_timeout_termination or got != "a dict"):
+            raise ValueError(f"add: infos: expected one of each of {n} environments, got {got}.")
         over: NDArray[np.bool_] = _FLAG.of(done, n, "done").astype(np.bool_, copy=False)
         terminated: Array = _ONE.of(done, n, "done")
         if self.handle_timeout_termination and any(info.get("TimeLimit.truncated") for info in infos):
