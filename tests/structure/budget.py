@@ -10,7 +10,7 @@ ROOMS = {
     "_support": 1_662,
     "adapters": 1_120,
     "around": 4_040,
-    "buffer": 6_396,
+    "buffer": 6_394,
     "checkpoint": 2_005,
     "cli": 1_759,
     "datasets": 861,

@@ -475,12 +475,10 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
         >>> rb.sample()["next"]["observation"].shape
         torch.Size([8, 4])
         """
-        notes, lanes = Notes(store), self._lanes.meant(lane, "record")
-        as_tensordicts, copies = self._writing.takes_tensordicts, lambda: self._writing.copies_at_once
-        recorded = record(
-            self, env, lanes, names, tensordicts=as_tensordicts, notes=notes, info_keys=info_keys, copies=copies
-        )
-        self._writing.notes = notes
+        notes, lanes, writing = Notes(store), self._lanes.meant(lane, "record"), self._writing
+        takes, copies = writing.takes_tensordicts, lambda: writing.copies_at_once
+        recorded = record(self, env, lanes, names, tensordicts=takes, notes=notes, info_keys=info_keys, copies=copies)
+        writing.notes = notes
         return recorded
 
     def note(self, values: Examples | None = None, /, **fields: object) -> None:
