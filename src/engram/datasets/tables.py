@@ -62,7 +62,8 @@ def from_numpy(data: Mapping[str, object], directory: StrPath, **more: Unpack[Im
     Rows get the names of TorchRL: ``observations`` becomes ``observation``, ``rewards`` ``("next", "reward")``, ``terminals``
     ``("next", "terminated")``, ``timeouts`` ``("next", "truncated")``, and the number of the episode ``("collector", "traj_ids")``.
     That number is added where it is missing, and so is ``episode_return``, the sum of the rewards of the step's episode. Next
-    observations that are not among the arrays are read from the following row, by a :class:`NextFromFollowing`.
+    observations that are not among the arrays are read from the following row, by a :class:`NextFromFollowing`: a terminated last step
+    has its own one there, and other last steps are not drawn.
 
     A call that was killed is made again: it goes on behind the last whole episode. Once all are there, it only opens the store.
 
@@ -90,7 +91,7 @@ def from_numpy(data: Mapping[str, object], directory: StrPath, **more: Unpack[Im
     >>> rb["collector", "traj_ids"].tolist(), rb["episode_return"].tolist()
     ([0, 0, 0, 1, 1, 1], [3.0, 3.0, 3.0, 3.0, 3.0, 3.0])
     >>> batch = rb.sample()
-    >>> bool((batch["next"]["observation"] == batch["observation"] + 1).all())
+    >>> bool((batch["next"]["observation"] == batch["observation"] + ~batch["next"]["terminated"]).all())
     True
     """
     if not isinstance(data, Mapping):
