@@ -351,6 +351,9 @@ ENDS = ["terminals", "timeouts"]
 DATA = [1, 4, 2, 1, 9, 3]
 #: Steps that another one of the same episode follows.
 FOLLOWED = {step for start, end in ((1, 5), (5, 7), (8, 17), (17, 20)) for step in range(start, end - 1)}
+#: Last steps with a terminal. Those with a timeout are 7 and 19.
+TERMINATED = {0, 4, 6, 16}
+PAIRS = {(step, step + 1) for step in FOLLOWED} | {(step, step) for step in TERMINATED}
 
 
 def drawn(rb, times=30):
@@ -363,13 +366,30 @@ def observed(batch):
     return batch["obs"], batch["next"]["obs"]
 
 
-def test_keys_alone_leave_last_steps_out():
+def test_keys_alone_leave_truncated_steps_out_and_repeat_terminated_ones():
     sampler = NextFromFollowing(RandomSampler(), ["obs"], end_keys=ENDS)
     rb = ReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler)
     rb.extend(flat_rows(DATA))
-    pairs = set(drawn(rb))
-    assert {step for step, _ in pairs} == FOLLOWED
-    assert all(after == step + 1 for step, after in pairs)
+    assert set(drawn(rb)) == PAIRS
+
+
+@pytest.mark.parametrize("shape", [(20,), (20, 1)])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_keys_alone_with_flags_of_the_next_step(shape, dtype):
+    rows = flat_rows(DATA)
+    flags = {
+        name: rows[old].to(dtype).reshape(shape) for name, old in (("terminated", ENDS[0]), ("truncated", ENDS[1]))
+    }
+    rb = ReplayBuffer(storage=LazyTensorStorage(30), sampler=NextFromFollowing(RandomSampler(), ["obs"]))
+    rb.extend({"obs": rows["obs"], "next": flags})
+    assert set(drawn(rb)) == PAIRS
+
+
+def test_keys_alone_leave_last_steps_out_where_no_flag_tells_terminated_from_truncated():
+    rows = flat_rows(DATA)
+    rb = ReplayBuffer(storage=LazyTensorStorage(20), sampler=NextFromFollowing(RandomSampler(), ["obs"]))
+    rb.extend({"obs": rows["obs"], "next": {"done": rows["terminals"] | rows["timeouts"]}})
+    assert set(drawn(rb)) == {(step, step + 1) for step in FOLLOWED}
 
 
 def test_keys_alone_by_priority_and_by_id():
@@ -388,8 +408,16 @@ def test_keys_alone_with_returns_of_several_steps():
     rb = ReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler)
     rb.extend(flat_rows(DATA))
     pairs = set(drawn(rb))
-    assert pairs == {(step, step + 3) for step in range(20) if {step, step + 1, step + 2} <= FOLLOWED}
-    assert rb.sample(9)["rewards"].unique().tolist() == [1.75]
+    whole = {(step, step + 3) for step in range(20) if {step, step + 1, step + 2} <= FOLLOWED}
+    assert pairs == whole | {
+        (max(end - left, start), end) for start, end in ((0, 0), (1, 4), (5, 6), (8, 16)) for left in range(3)
+    }
+    batch = rb.sample(256)
+    reached = batch["next"]["obs"]
+    ended = torch.isin(reached, torch.tensor(sorted(TERMINATED))) & (reached - batch["obs"] < 3)
+    assert torch.equal(batch["terminals"], ended)
+    assert batch["rewards"][~ended].unique().tolist() == [1.75]
+    assert batch["rewards"][ended].unique().tolist() == [1.0, 1.5, 1.75]
 
 
 def test_keys_alone_with_frames():
@@ -398,7 +426,7 @@ def test_keys_alone_with_frames():
     rb.extend(flat_rows(DATA))
     batch = rb.sample(256)
     assert torch.equal(batch["next"]["obs"][:, 0], batch["obs"][:, 1])
-    assert torch.equal(batch["next"]["obs"][:, 1], batch["obs"][:, 1] + 1)
+    assert set(zip(batch["obs"][:, 1].tolist(), batch["next"]["obs"][:, 1].tolist(), strict=True)) <= PAIRS
 
 
 def test_keys_alone_are_noted_copied_and_read(tmp_path):
@@ -410,14 +438,14 @@ def test_keys_alone_are_noted_copied_and_read(tmp_path):
         with ReplayBuffer.open(tmp_path / "data", readonly=readonly) as again:
             assert repr(again.sampler) == "NextFromFollowing(RandomSampler(), ['obs'])"
             assert again.sampler.recordable
-            assert {step for step, _ in drawn(again)} == FOLLOWED
+            assert set(drawn(again)) == PAIRS
     copied = pickle.loads(pickle.dumps(sampler))
     assert copied.followed == (("obs",),)
 
 
 def test_keys_alone_where_nothing_can_be_drawn():
     rb = ReplayBuffer(storage=LazyTensorStorage(3), sampler=NextFromFollowing(RandomSampler(), ["obs"], end_keys=ENDS))
-    rb.extend(flat_rows([1, 1, 1]))
+    rb.extend(flat_rows([1, 1, 1]) | {"terminals": torch.zeros(3), "timeouts": torch.ones(3)})
     assert not rb.can_sample(2)
     with pytest.raises(NoSampleable, match="no row that is drawn has a next observation"):
         rb.sample(2)

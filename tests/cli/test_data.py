@@ -7,8 +7,8 @@ from click.testing import CliRunner
 
 from engram import ReplayBuffer
 from engram.cli import main
-from engram.datasets import from_numpy
-from tests.datasets.episodes import flat, minari_dataset, steps
+from engram.datasets import from_minari, from_numpy
+from tests.datasets.episodes import flat, minari_dataset, minari_episodes, steps
 
 LENGTHS = [4, 1, 6]
 
@@ -35,6 +35,16 @@ def test_out_and_in(store, tmp_path, kind, name):
     with ReplayBuffer.open(tmp_path / "again", readonly=True) as rb:
         assert (rb["observation"].numpy() == steps(LENGTHS)["observations"]).all()
         assert rb["collector", "traj_ids"].tolist() == np.repeat([0, 1, 2], LENGTHS).tolist()
+
+
+def test_final_observations_go_out_and_in(tmp_path):
+    from_minari(minari_dataset(tmp_path / "m", LENGTHS), tmp_path / "store").close()
+    for name, how in (("a.hdf5", ["--to", "hdf5"]), ("a.parquet", ["--to", "parquet", "--repeat-final"])):
+        run("export", tmp_path / "store", tmp_path / name, *how)
+        run("import", tmp_path / name, tmp_path / f"again-{name}")
+        with ReplayBuffer.open(tmp_path / f"again-{name}", readonly=True) as rb:
+            after = np.concatenate([one.observations["state"][1:] for one in minari_episodes(LENGTHS)])
+            assert (rb["next", "observation", "state"].numpy() == after).all()
 
 
 def test_names_and_ends(tmp_path):

@@ -46,6 +46,17 @@ def columns(**more):
             columns(episode=np.array([1, 1, 0, 0])),
             "expected sorted rows, but those of episode 0 follow those of a later one",
         ),
+        (
+            columns(episode=np.array([0.1, 0.2, 0.7, 0.9])),
+            r"'traj_ids'\): expected one whole number .*such as \[0.1, 0.2, 0.7\]",
+        ),
+        (columns(episode=np.array([0, 1, np.nan, 2])), "expected one whole number of int64 in each row, got float64"),
+        (columns(episode=np.array([0, 1, 2, np.inf])), "expected one whole number of int64 in each row, got float64"),
+        (columns(episode=np.array([0, 1, 2, 2.0**63])), "expected one whole number of int64 in each row, got float64"),
+        (columns(episode=np.array([0, 1, 2, 2**63], np.uint64)), "expected one whole number of int64 .*, got uint64"),
+        (columns(episode=np.zeros((4, 2), int)), r"expected one whole number of int64 in each row, got int64\[2\]"),
+        (columns(episode=np.array(["a"] * 4)), "expected one whole number of int64 in each row, got <U1"),
+        (columns(done=np.array([0, np.nan, 0, 1])), r"end flag .*'done'\): expected numbers, got NaN. Write 0 or 1"),
         (columns(observations=np.ones(4)), "several become {'observation',}|several become {\\('observation',\\)}"),
     ],
 )
@@ -53,6 +64,18 @@ def test_arrays(tmp_path, data, said):
     with pytest.raises(DatasetError, match=f"^from_numpy: (data: )?{'.*' if said[0] != '^' else ''}{said}"):
         from_numpy(data, tmp_path / "new" / "data")
     assert not (tmp_path / "new" / "data").exists()
+
+
+@pytest.mark.parametrize(
+    "ids", [[0, 0, 2**63 - 2, 2**63 - 1], [-(2**63), -1, 0, 2**62], [0.0, 1.0, 1.0, 2.0], [False, False, True, True]]
+)
+@pytest.mark.parametrize("column", [False, True])
+def test_whole_numbers_of_episodes_are_kept(tmp_path, ids, column):
+    given = np.array(ids).reshape(-1, 1) if column else np.array(ids)
+    rb = from_numpy({"obs": np.arange(4.0), "rewards": np.array([1.0, 2, 4, 8]), "episode": given}, tmp_path / "data")
+    assert rb["collector", "traj_ids"].tolist() == [int(one) for one in ids]
+    returns = [sum(2**other for other in range(4) if ids[other] == one) for one in ids]
+    assert rb["episode_return"].tolist() == returns
 
 
 def test_arguments(tmp_path):
@@ -87,6 +110,18 @@ def test_directories(tmp_path):
     (tmp_path / "data" / "import.json").write_text('{"rows": "many"}')
     with pytest.raises(CorruptStore, match="import.json: expected the note of an import"):
         from_numpy(columns(), tmp_path / "data")
+
+
+def test_arrays_that_changed_anywhere_are_others(tmp_path):
+    given = columns(obs=np.zeros((5000, 3)), rewards=np.zeros(5000), done=np.ones(5000))
+    from_numpy(given, tmp_path / "data").close()
+    for row in (0, 1, 1234, 2500, 4998, 4999):
+        changed = given["obs"].copy()
+        changed[row, 1] = 1
+        with pytest.raises(IncompatibleStore, match="holds an import of another data set, or of one that has changed"):
+            from_numpy(given | {"obs": changed}, tmp_path / "data")
+    turned = np.asfortranarray(given["obs"])  # the same values, laid out otherwise
+    assert len(from_numpy(given | {"obs": turned}, tmp_path / "data")) == 5000
 
 
 # ---- files ---------------------------------------------------------------------------------------------------------------
@@ -279,6 +314,9 @@ def test_sb3(tmp_path):
     ):
         with pytest.raises(DatasetError, match=r"expected arrays \[steps, environments, …\]"):
             from_sb3(wrong, tmp_path / "data")
+    for flag in ("dones", "timeouts"):
+        with pytest.raises(DatasetError, match=f"from_sb3: buffer: end flag '{flag}': expected numbers, got NaN"):
+            from_sb3(arrays | {flag: np.full((3, 1), np.nan)}, tmp_path / "data")
     with pytest.raises(DatasetError, match="expected at least one row"):
         from_sb3(arrays | {"pos": 0, "full": False}, tmp_path / "data")
 

@@ -1,5 +1,7 @@
 """What is exported is read by the libraries whose format it is, bit for bit."""
 
+import os
+
 import h5py
 import minari
 import numpy as np
@@ -22,6 +24,7 @@ from engram.datasets import (
     to_parquet,
     to_torchrl,
 )
+from engram.datasets.episodes import written_whole
 from engram.errors import DatasetError
 from tests.datasets.episodes import flat, minari_dataset, minari_episodes, same, steps
 
@@ -88,6 +91,85 @@ def test_minari_and_back_again(tmp_path):
             assert same(getattr(one, name), getattr(kept, name))
 
 
+@pytest.mark.parametrize(("export", "back"), [(to_hdf5, from_hdf5), (to_parquet, from_parquet)])
+@pytest.mark.parametrize("rename", [{}, {"observations": "seen"}])
+def test_observations_after_last_steps_are_written(tmp_path, export, back, rename):
+    """Minari's transitions are all there again, those of truncated steps too."""
+    from_minari(minari_dataset(tmp_path / "in", LENGTHS), tmp_path / "store", rename=rename).close()
+    export(tmp_path / "store", tmp_path / "file")
+    with back(tmp_path / "file", tmp_path / "again", batch_size=4096) as rb:
+        batch, info = rb.sample(return_info=True)
+    rows, found = info["index"].numpy(), flat(batch)
+    assert set(rows.tolist()) == set(range(sum(LENGTHS)))
+    name = rename.get("observations", "observation")
+    for key in ("image", "state"):
+        seen = [one.observations[key] for one in minari_episodes(LENGTHS)]
+        assert same(found[name, key], np.concatenate([one[:-1] for one in seen])[rows])
+        assert same(found["next", name, key], np.concatenate([one[1:] for one in seen])[rows])
+
+
+@pytest.mark.parametrize(
+    ("export", "one", "other"),
+    [
+        (to_hdf5, "action", "actions"),
+        (to_hdf5, ("next", "reward"), "rewards"),
+        (to_hdf5, "observation", ("observations", "x")),
+        (to_parquet, "a.b", ("a", "b")),
+    ],
+)
+def test_fields_that_would_get_one_name_are_refused(tmp_path, export, one, other):
+    columns = {"p": np.zeros(3), "q": np.ones(3), "done": np.arange(3) == 2}
+    from_numpy(columns, tmp_path / "store", rename={"p": one, "q": other}).close()
+    with pytest.raises(DatasetError, match="expected a name for each field in the file, but several would be called"):
+        export(tmp_path / "store", tmp_path / "file")
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+def test_what_is_made_meanwhile_stays(tmp_path):
+    def export(path, what):
+        with written_whole(path, "to_hdf5") as partial:
+            for folder, text in ((partial, "exported"), (path, "mine")):
+                if what == "folder":
+                    folder.mkdir()
+                (folder / "c" if what == "folder" else folder).write_text(text)
+
+    with pytest.raises(FileExistsError):
+        export(tmp_path / "a", "file")
+    with pytest.raises(OSError, match=r"exists|not empty"):
+        export(tmp_path / "b", "folder")
+    assert (tmp_path / "a").read_text() == (tmp_path / "b" / "c").read_text() == "mine"
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_what_appears_is_on_disk(tmp_path, monkeypatch, links):
+    synced, appeared, sync = [], [], os.fsync
+
+    def noted(fd):
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        appeared.append((tmp_path / "a").exists())
+        sync(fd)
+
+    def no_links(*_, **__):
+        raise PermissionError(1, "no links here")
+
+    monkeypatch.setattr(os, "fsync", noted)
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
+    with written_whole(tmp_path / "a", "to_hdf5") as partial:
+        partial.write_text("exported")
+    assert synced == [str(partial), str(tmp_path)]
+    assert appeared == [False, True]
+    synced.clear()
+    with written_whole(tmp_path / "b", "to_minari") as partial:
+        (partial / "c").mkdir(parents=True)
+        (partial / "c" / "d").write_text("exported")
+    assert sorted(synced[:-1]) == [str(partial), str(partial / "c"), str(partial / "c" / "d")]
+    assert synced[-1] == str(tmp_path)
+    assert (tmp_path / "a").read_text() == (tmp_path / "b" / "c" / "d").read_text() == "exported"
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
+
+
 def test_minari_finds_it_by_name_with_spaces_given(store, tmp_path, monkeypatch):
     from gymnasium import spaces
 
@@ -148,7 +230,11 @@ def test_a_recorded_buffer_of_lanes_that_went_round(tmp_path):
         )
     rb.close()
     finals.storage.close()
-    to_parquet(tmp_path / "store", tmp_path / "a.parquet")
+    for export in (to_parquet, to_hdf5):
+        with pytest.raises(DatasetError, match=r"expected the observation after the last step.*final='repeat'"):
+            export(tmp_path / "store", tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
+    to_parquet(tmp_path / "store", tmp_path / "a.parquet", final="repeat")
     seen = pq.read_table(tmp_path / "a.parquet")["observation"].to_pylist()
     assert seen == [[lane, step] for lane in (0, 1) for step in range(30, 50)]
     to_minari(tmp_path / "store", tmp_path / "out-v0", final="repeat")

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from engram import FinalObservations, NextFromFollowing, ReplayBuffer, SliceSampler
 from engram.datasets import blocks as blocks_module
 from engram.datasets import from_hdf5, from_minari, from_numpy, from_parquet, from_sb3, from_torchrl, tables
+from engram.datasets.importing import import_source
 from engram.errors import ReadOnlyStore
 from tests.datasets.episodes import flat, minari_dataset, minari_episodes, numbers_and_returns, same, steps
 
@@ -43,19 +44,20 @@ def check(rb, columns, lengths):
     assert len(rows) == 8
 
 
-def check_nexts(rb, observations, lengths, finals=None):
-    """Drawn next observations are those of the following rows, and of last steps the final ones, which are drawn only then."""
-    after = np.concatenate([observations[1:], observations[:1]])
-    ends = np.cumsum(lengths) - 1
-    if finals is not None:
-        after[ends] = finals
+def check_nexts(rb, columns, lengths):
+    """Drawn next observations are those of the following rows, and of terminated steps their own. Other last steps are not drawn."""
+    observations, terminals = columns["observations"], columns["terminals"]
+    after = np.where(terminals[:, None], observations, np.roll(observations, -1, 0))
+    ends = {int(end) - 1 for end in np.cumsum(lengths)}
+    terminated = {end for end in ends if terminals[end]}
     seen = set()
     for _ in range(20):
         batch, info = rb.sample(256, return_info=True)
         rows = info["index"].numpy()
         assert same(np.asarray(batch["next"]["observation"]), after[rows])
+        assert np.asarray(batch["next"]["terminated"]).tolist() == terminals[rows].tolist()
         seen |= set(rows.tolist())
-    assert not (seen & set(ends.tolist())) if finals is None else seen & set(ends.tolist())
+    assert seen & ends == terminated
 
 
 def hdf5(path, columns):
@@ -90,7 +92,7 @@ def test_steps_by_column(tmp_path, kind):
     else:
         rb = from_parquet(parquet(tmp_path / "a.parquet", columns), directory, show=said.append)
     check(rb, columns, LENGTHS)
-    check_nexts(rb, columns["observations"], LENGTHS)
+    check_nexts(rb, columns, LENGTHS)
     assert any("'observations': 'observation', float32[3]" in line for line in said)
     assert "7 episodes of 57 rows" in said[-1]
     with pytest.raises(ReadOnlyStore):
@@ -129,7 +131,16 @@ def test_an_episode_without_a_last_step_ends_with_the_data(tmp_path):
     columns["timeouts"][-1] = False  # as where D4RL cut the last episode
     rb = from_numpy(columns, tmp_path / "data")
     assert rb["collector", "traj_ids"].tolist() == [0] * 3 + [1] * 4
-    check_nexts(rb, columns["observations"], [3, 4])
+    check_nexts(rb, columns, [3, 4])
+
+
+def test_a_terminated_step_without_a_next_observation_is_drawn(tmp_path):
+    """As D4RL's own ``qlearning_dataset`` keeps terminals, and leaves out timeouts only."""
+    ends = np.arange(20) % 5 == 4
+    flat_rows = {"observations": np.arange(20.0), "rewards": np.ones(20), "terminals": ends}
+    batch = from_numpy(flat_rows, tmp_path / "data", batch_size=4096).sample()
+    pairs = set(zip(batch["observation"].tolist(), batch["next"]["observation"].tolist(), strict=True))
+    assert pairs == {(step, step + (step % 5 != 4)) for step in range(20)}
 
 
 def test_names_and_ends_of_ones_own(tmp_path):
@@ -222,6 +233,36 @@ def test_minari(tmp_path):
             assert same(np.asarray(batch["next"]["observation"][name]), values[info["index"].numpy()])
 
 
+@pytest.mark.parametrize("name", ["state", ("observation", "state"), ("a", "b")])
+def test_minari_under_names_of_ones_own(tmp_path, name):
+    minari_dataset(tmp_path / "in", LENGTHS)
+    names = {"observations": None, ("observations", "state"): name}
+    rb = from_minari(tmp_path / "in", tmp_path / "data", rename=names, batch_size=4096)
+    after = np.concatenate([one.observations["state"][1:] for one in minari_episodes(LENGTHS)])
+    batch, info = rb.sample(return_info=True)
+    path = (name,) if isinstance(name, str) else name
+    assert same(flat(batch)["next", *path], after[info["index"].numpy()])
+    assert set(info["index"].tolist()) == set(range(sum(LENGTHS)))
+    assert isinstance(rb.sampler, NextFromFollowing)
+
+
+def test_episodes_without_steps_change_no_other_ones(tmp_path):
+    class Some(blocks_module.Source):
+        names, rows, finals = {}, 5, 4
+
+        def blocks(self, row, episode):
+            columns = {("observation",): np.arange(5.0), ("next", "reward"): np.array([1.0, 2, 4, 8, 16])}
+            last = {("observation",): np.array([100.0, 101, 102, 103])}
+            yield blocks_module.Block(columns, np.array([0, 3, 0, 2]), last)
+
+    rb = import_source(Some("from_x", "x"), tmp_path / "data", {})
+    assert rb["episode_return"].tolist() == [7, 7, 7, 24, 24]
+    assert rb["collector", "traj_ids"].tolist() == [1, 1, 1, 3, 3]
+    batch = rb.sample()
+    pairs = set(zip(batch["observation"].tolist(), batch["next"]["observation"].tolist(), strict=True))
+    assert pairs == {(0, 1), (1, 2), (2, 101), (3, 4), (4, 103)}
+
+
 def test_minari_by_name_and_its_windows(tmp_path, monkeypatch):
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "root"))
     (tmp_path / "root" / "tests" / "small-v0").mkdir(parents=True)
@@ -306,7 +347,8 @@ def test_sb3(tmp_path, written, optimize, how):
     done = [step % 5 == 4 for step in kept] + [step % 7 == 6 for step in kept]
     assert rb["next", "terminated"].tolist() == [one and not other for one, other in zip(done, truncated, strict=True)]
     batch = rb.sample()
-    assert torch.equal(batch["next"]["observation"], batch["observation"] + torch.tensor([0, 1]))
+    moved = (~batch["next"]["terminated"] if optimize else torch.ones(256)).long()
+    assert torch.equal(batch["next"]["observation"], batch["observation"] + torch.stack([torch.zeros(256), moved], 1))
     assert isinstance(rb.sampler, NextFromFollowing) == optimize
 
 

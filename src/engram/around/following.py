@@ -511,8 +511,9 @@ class NextFromFollowing(Expander):
     Args:
         sampler: draws the rows: a sampler (also of slices), a sampler class, or another expander.
         finals: also the buffer's write transform: ``ReplayBuffer(..., transform=finals)``. Or a list of the keys alone, for rows that
-            were written without one, such as those of a data set: then the last step of an episode has no next observation and is
-            not drawn, and windows are refused.
+            were written without one, such as those of a data set, in which last steps have no next observation. A last step at which
+            a flag called ``terminated``, ``terminals`` or ``terminations`` is set is drawn with its own observation as the next one,
+            which the target of a value function multiplies by zero. Other last steps are not drawn, and windows are refused.
         traj_key, end_keys, index, end_when: as for :class:`NStep`.
 
     Raises: as :class:`NStep`, and
@@ -539,7 +540,7 @@ class NextFromFollowing(Expander):
     >>> bool((batch["next", "obs"] == batch["obs"] + 1).all()), [field.name for field in rb.storage.store.schema.fields]
     (True, ['obs', "('next', 'done')", "('next', 'final')"])
 
-    A data set in which the last steps of episodes have no next observation:
+    A data set in which the last steps of episodes have no next observation. Step 2 terminates, step 5 is a timeout:
 
     >>> from engram import ReplayBuffer
     >>> rows = {"obs": torch.arange(6), "terminals": torch.arange(6) == 2, "timeouts": torch.arange(6) == 5}
@@ -547,8 +548,8 @@ class NextFromFollowing(Expander):
     >>> rb = ReplayBuffer(storage=LazyTensorStorage(6), sampler=sampler, batch_size=64)
     >>> _ = rb.extend(rows)
     >>> batch = rb.sample()
-    >>> sorted(set(batch["obs"].tolist())), bool((batch["next"]["obs"] == batch["obs"] + 1).all())
-    ([0, 1, 3, 4], True)
+    >>> sorted(set(zip(batch["obs"].tolist(), batch["next"]["obs"].tolist())))
+    [(0, 1), (1, 2), (2, 2), (3, 4), (4, 5)]
 
     Frames stored once, with stacks of both:
 
@@ -744,6 +745,8 @@ def _column(flag: object) -> Tensor:
 
 #: What comes after a step where it is no step of its trajectory, as the native core numbers it: another trajectory, without an end flag.
 _ANOTHER = 3
+#: Flags that tell a terminated last step from a truncated one.
+_TERMINATED = ("terminated", "terminals", "terminations")
 
 
 class Following:
@@ -753,12 +756,13 @@ class Following:
     """
 
     def __init__(self, reading: Reading, fields: dict[FieldPath, int], finals: FinalObservations | None) -> None:
-        """``fields``: the observations, by path. ``finals``: None: last steps have no next observations."""
+        """``fields``: the observations, by path. ``finals``: None: last steps have no next observations but, if terminated, their own."""
         self.names = [("next", *path) for path in fields]
         #: The field in which a row names its final observation; -1: there is none.
         self.mark = -1 if finals is None else reading.numbers[MARK]
         self.fields = fields
         self._reading, self._finals = reading, finals
+        self._terminated = [number for key, number in reading.numbers.items() if key[-1] in _TERMINATED]
 
     def check(self, memory: Store) -> None:
         """Raise ``RuntimeError`` unless every process of the store can read the final observations."""
@@ -800,6 +804,8 @@ class Following:
         mark = tensors[self.mark]
         final = stands & (mark[:, 0] >= 0) if self._finals is not None else torch.zeros_like(stands)
         at, alone = final.nonzero().flatten(), stands & ~final & (after != 0)
+        for number in self._terminated if self._finals is None else ():  # what was read as the next one is their own
+            alone &= (tensors[number] == 0).reshape(len(rows), -1).all(1)
         unmarked = alone & (after == _ANOTHER)
         if self._finals is not None and len(at):
             columns, found = self._finals.read(mark[at])

@@ -28,8 +28,7 @@ def load(source: str, directory: Path, kind: str | None, rename: Sequence[str], 
     """Import a data set, and say what its fields become. Raises: as :func:`engram.datasets.from_numpy`."""
     pairs = [pair.partition("=") for pair in rename]
     names = {tuple(old.split("/")): tuple(new.split("/")) if new else None for old, _, new in pairs}
-    how: dict[str, object] = {"rename": names, "show": click.echo}
-    how |= {"end_keys": [tuple(key.split("/")) for key in end_keys]} if end_keys else {}
+    how = {"rename": names, "show": click.echo, "end_keys": [tuple(key.split("/")) for key in end_keys] or None}
     kind = kind or kind_of(Path(source))
     data = dict(np.load(source, allow_pickle=False)) if kind == "numpy" else source
     getattr(datasets, f"from_{kind}")(data, directory, **how).close()
@@ -37,5 +36,4 @@ def load(source: str, directory: Path, kind: str | None, rename: Sequence[str], 
 
 def export(directory: Path, out: Path, kind: str, *, repeat_final: bool) -> None:
     """Export a store. Raises: as :func:`engram.datasets.to_minari`."""
-    how = {"final": "repeat"} if repeat_final and kind in ("minari", "torchrl") else {}
-    getattr(datasets, f"to_{kind}")(directory, out, **how)
+    getattr(datasets, f"to_{kind}")(directory, out, final="repeat" if repeat_final else "refuse")

@@ -103,9 +103,13 @@ class Table(Source):
     id: FieldPath | None = TRAJECTORY
     sorted = True
 
-    @abstractmethod
     def parts(self, row: int) -> Iterator[Iterator[Columns]]:
-        """Its rows from one on, by their new names: pieces of them, in order. No episode goes on from one part to the next."""
+        """Its rows from one on in parts: no episode goes on from one to the next."""
+        yield self.pieces(row)
+
+    def pieces(self, row: int) -> Iterator[Columns]:
+        """Its rows from one on, if all of them are one part, by their new names: pieces of them, in order."""
+        raise NotImplementedError
 
     def named(self, found: Iterable[FieldPath], arguments: ImportArguments, usual: Usual = USUAL) -> None:
         """Say what its fields become, and which of them end an episode; flags that it lacks are passed over."""
@@ -137,17 +141,31 @@ class Table(Source):
             raise self.refuse(f"expected {expected}, got {[*chunk]}. Name it with rename= or end_keys=.")
         ended = np.zeros(len(next(iter(chunk.values()))), bool)
         for key in flags:
-            ended |= _any(chunk[key])
+            ended |= self.is_set(key, chunk[key]).reshape(len(ended), -1).any(1)
         begins = np.roll(ended, 1)
-        begins[0] = before is None or any(_any(before[key][-1:])[0] for key in flags)
+        begins[0] = before is None or any(self.is_set(key, before[key][-1:]).any() for key in flags)
         if ids is not None and self.id is not None:
-            ids = ids.reshape(len(ids)).astype(np.int64)
-            steps = np.diff(ids, prepend=ids[:1] if before is None else before[self.id].reshape(-1)[-1:])
-            if self.sorted and (steps < 0).any():
-                late = ids[np.argmax(steps < 0)]
+            ids = self._whole(ids)
+            earlier = np.concatenate([ids[:1] if before is None else self._whole(before[self.id][-1:]), ids[:-1]])
+            if self.sorted and (ids < earlier).any():
+                late = ids[np.argmax(ids < earlier)]
                 raise self.refuse(f"expected sorted rows, but those of episode {late} follow those of a later one.")
-            begins |= steps != 0
+            begins |= ids != earlier
         return begins
+
+    def is_set(self, key: FieldPath, flag: Array) -> Array:
+        """Where a flag of last steps is not zero. Raises ``DatasetError``: it is NaN somewhere."""
+        if flag.dtype.kind in "fc" and np.isnan(flag).any():
+            raise self.refuse(f"end flag {public(key)!r}: expected numbers, got NaN. Write 0 or 1 in its place.")
+        return np.asarray(flag != 0)
+
+    def _whole(self, ids: Array) -> NDArray[np.int64]:
+        """Numbers of episodes, ``[rows]``. Raises ``DatasetError``: they are no such."""
+        one = ids.astype(np.float64) if ids.dtype.kind in "bf" else ids
+        if one.dtype.kind in "iuf" and ids.size == len(ids) and ((np.rint(one) == one) & (abs(one) < 2**63)).all():
+            return one.reshape(len(ids)).astype(np.int64)
+        got = f"{ids.dtype}{[*ids.shape[1:]]}, such as {ids[:3].tolist()}"
+        raise self.refuse(f"{public(self.id or ())!r}: expected one whole number of int64 in each row, got {got}.")
 
 
 def _one(pieces: list[Columns]) -> Block:
@@ -157,10 +175,6 @@ def _one(pieces: list[Columns]) -> Block:
 
 def _slice(columns: Columns, start: int, stop: int) -> Columns:
     return {path: column[start:stop] for path, column in columns.items()}
-
-
-def _any(flag: Array) -> Array:
-    return np.asarray((flag != 0).reshape(len(flag), -1).any(1))
 
 
 def new_names(call: str, found: list[FieldPath], rename: object, usual: Usual = USUAL) -> Names:

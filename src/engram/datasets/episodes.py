@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +18,9 @@ from engram.around.following import finals_of
 from engram.around.reading import MARK
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.datasets.blocks import BLOCK_BYTES, Array, Block, Columns, DataSet, Table
+from engram.errors import DatasetError
+from engram.format.files import Descriptor
+from engram.saved import disk
 from engram.types import StrPath
 
 if TYPE_CHECKING:
@@ -73,10 +77,21 @@ class Stored(Table):
                 known = mark[last, 0] >= 0
                 values, found = self._finals.read(torch.from_numpy(mark[last[known]]))
                 known[known] = found.numpy()
+                finals |= {key: block.columns[key][last] for key in self._finals.keys}
                 for key, value in zip(self._finals.keys, values, strict=False):
-                    finals[key] = block.columns[key][last]
                     finals[key][known] = value[found].numpy()
             yield Block(block.columns, block.lengths, finals, known)
+
+    def steps(self, block: Block, final: str, first: str | None = None) -> Columns:
+        """The rows of a block, with the next observations where they are not stored: of what the store has observations of after last
+        steps, and of fields whose path begins with ``first``. ``final``: as for :meth:`after`.
+        """
+        columns = dict(block.columns)
+        for key in [key for key in columns if key in block.finals or key[0] == first]:
+            if ("next", *key) not in columns:
+                columns["next", *key] = following = np.roll(columns[key], -1, axis=0)
+                following[np.cumsum(block.lengths) - 1] = self.after(block, key, final)
+        return columns
 
     def after(self, block: Block, path: FieldPath, final: str) -> Array:
         """The observations after the last steps of a block, ``[episodes, …]``.
@@ -94,6 +109,13 @@ class Stored(Table):
                 "final='repeat' takes that of the last step in its place."
             )
         return block.columns[path][np.cumsum(block.lengths) - 1]
+
+
+def distinct(names: list[str], call: str) -> list[str]:
+    """What fields are called in a file. Raises ``DatasetError``: two get one name, or one that of a group of others."""
+    if same := [one for one, other in pairwise(sorted(f"{name}/" for name in names)) if other.startswith(one)]:
+        raise DatasetError(f"{call}: expected a name for each field in the file, but several would be called {same}.")
+    return names
 
 
 def check_dtypes(source: Table, fields: Iterator[Field] | tuple[Field, ...]) -> None:
@@ -120,7 +142,13 @@ def written_whole(path: StrPath, call: str) -> Iterator[Path]:
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
         yield partial
-        os.rename(partial, target)
+        for one in (partial, *partial.rglob("*")):
+            with Descriptor.open(one, os.O_RDONLY) as fd:
+                os.fsync(fd)
+        with disk.open_folder(target.parent) as folder:
+            if not disk.link(partial.name, folder, target):  # a folder, or a file system without links
+                os.rename(partial, target)
+            os.fsync(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # of a file or of nothing, it does nothing
         partial.unlink(missing_ok=True)

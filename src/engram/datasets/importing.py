@@ -173,12 +173,12 @@ class _Import:
         columns = {path: self._storable(path, column) for path, column in block.columns.items()}
         numbers = np.arange(note.episodes, note.episodes + episodes)
         columns.setdefault(TRAJECTORY, np.repeat(numbers, lengths))
-        returns = self._returns(columns, lengths)
+        returns = self._returns(columns, lengths[lengths > 0])
         finals: Columns = {(".".join(path),): self._storable(path, column) for path, column in block.finals.items()}
         if finals:
             finals["tag",] = tags = self._first_tag + numbers
             columns[MARK] = mark = np.full((rows, 2), -1)
-            mark[np.cumsum(lengths) - 1] = np.stack([numbers, tags], 1)
+            mark[np.cumsum(lengths)[lengths > 0] - 1] = np.stack([numbers, tags], 1)[lengths > 0]
         buffer = self._buffer or self._open(columns, [*block.finals])
         if self._finals is not None:
             self._put(self._finals, note.episodes, finals)
@@ -208,12 +208,12 @@ class _Import:
     def _open(self, columns: Columns, finals: list[FieldPath]) -> DataSet:
         """The store, made for such rows if it is not there. ``finals``: observations that are kept of last steps."""
         source = self._source
-        keys = [path for path in columns if path[0] == "observation" and ("next", *path) not in columns]
-        kept: FinalObservations | list[FieldPath] = keys
+        there = [path for path in columns if path[0] == "observation" and ("next", *path) not in columns]
+        kept: FinalObservations | list[FieldPath] = there
         if finals:
             kept = FinalObservations(finals, _storage(self._folder / FINALS, source.finals))
             self._finals = ReplayBuffer(storage=kept.storage)
-        sampler = NextFromFollowing(RandomSampler(), kept) if keys else RandomSampler()
+        sampler = NextFromFollowing(RandomSampler(), kept) if finals or there else RandomSampler()
         storage, batch_size = _storage(self._folder, source.rows), self._arguments.get("batch_size", 256)
         self._buffer = ReplayBuffer(storage=storage, sampler=sampler, batch_size=batch_size)
         for old, new in source.names.items() if not self._note.rows else ():

@@ -218,10 +218,7 @@ class _Dump(of.Table):
         self._piece = max(1, of.BLOCK_BYTES // max(1, sum(field.row_bytes for field, _ in self._fields)))
         self._oldest = dump.position % dump.length if dump.length == dump.capacity else 0
 
-    def parts(self, row: int) -> Iterator[Iterator[Columns]]:
-        yield self._pieces(row)
-
-    def _pieces(self, row: int) -> Iterator[Columns]:
+    def pieces(self, row: int) -> Iterator[Columns]:
         while row < self.rows:
             first = (self._oldest + row) % self.rows
             n, piece = min(self._piece, self.rows - row, self.rows - first), {}
@@ -286,10 +283,7 @@ def to_torchrl(directory: StrPath, path: StrPath, *, final: str = "refuse") -> N
         partial.mkdir()
         rows, at = None, 0
         for block in store.blocks(0, 0):
-            columns, n = dict(block.columns), int(block.lengths.sum())
-            for key in [key for key in columns if key[0] == "observation" and ("next", *key) not in columns]:
-                columns["next", *key] = following = np.roll(columns[key], -1, axis=0)
-                following[np.cumsum(block.lengths) - 1] = store.after(block, key, final)
+            columns, n = store.steps(block, final, "observation"), int(block.lengths.sum())
             ends = [columns[flag].reshape(n) != 0 for flag in (of.TERMINATED, of.TRUNCATED) if flag in columns]
             columns.setdefault(of.DONE, np.any(ends, axis=0) if ends else np.zeros(n, bool))
             columns |= {key: columns[key].reshape(n, -1) for key in (of.REWARD, *of.FLAGS) if key in columns}

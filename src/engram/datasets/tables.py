@@ -14,7 +14,7 @@ import xxhash
 from engram._support.checks import check_path
 from engram._support.field_paths import FieldPath, public
 from engram.datasets.blocks import BLOCK_BYTES, Array, Columns, DataSet, ImportArguments, Table, flat_names, required
-from engram.datasets.episodes import stored, written_whole
+from engram.datasets.episodes import distinct, stored, written_whole
 from engram.datasets.importing import import_source
 from engram.errors import DatasetError
 from engram.types import StrPath
@@ -41,21 +41,19 @@ class Arrays(Table):
         self._piece = max(1, BLOCK_BYTES // max(1, row_bytes))
 
     def identity(self) -> dict[str, object]:
-        """Without a file, a sum of how they begin and end tells arrays apart."""
-        sums, some = xxhash.xxh3_128(), max(1, self._piece >> 7)
-        for column in () if self.files else self._columns.values():
-            sums.update(b"".join(np.ascontiguousarray(piece).tobytes() for piece in (column[:some], column[-some:])))
+        """Without a file, a sum of all their bytes tells arrays apart."""
+        sums = xxhash.xxh3_128()
+        for piece in () if self.files else self.pieces(0):
+            sums.update(b"".join(column.tobytes() for column in piece.values()))
         shapes = [(path, str(column.dtype), column.shape) for path, column in self._columns.items()]
         return {**super().identity(), "fields": shapes, "sum": sums.hexdigest()}
 
-    def parts(self, row: int) -> Iterator[Iterator[Columns]]:
-        yield map(self._piece_from, range(row, self.rows, self._piece))
-
-    def _piece_from(self, start: int) -> Columns:
-        try:
-            return {path: column[start : start + self._piece] for path, column in self._columns.items()}
-        except OSError as error:
-            raise self.refuse(f"rows from {start} on cannot be read ({error}). The file is damaged.") from error
+    def pieces(self, row: int) -> Iterator[Columns]:
+        for start in range(row, self.rows, self._piece):
+            try:
+                yield {path: column[start : start + self._piece] for path, column in self._columns.items()}
+            except OSError as error:
+                raise self.refuse(f"rows from {start} on cannot be read ({error}). The file is damaged.") from error
 
 
 def from_numpy(data: Mapping[str, object], directory: StrPath, **more: Unpack[ImportArguments]) -> DataSet:
@@ -64,7 +62,8 @@ def from_numpy(data: Mapping[str, object], directory: StrPath, **more: Unpack[Im
     Rows get the names of TorchRL: ``observations`` becomes ``observation``, ``rewards`` ``("next", "reward")``, ``terminals``
     ``("next", "terminated")``, ``timeouts`` ``("next", "truncated")``, and the number of the episode ``("collector", "traj_ids")``.
     That number is added where it is missing, and so is ``episode_return``, the sum of the rewards of the step's episode. Next
-    observations that are not among the arrays are read from the following row, by a :class:`NextFromFollowing`.
+    observations that are not among the arrays are read from the following row, by a :class:`NextFromFollowing`: a terminated last step
+    has its own one there, and other last steps are not drawn.
 
     A call that was killed is made again: it goes on behind the last whole episode. Once all are there, it only opens the store.
 
@@ -82,7 +81,7 @@ def from_numpy(data: Mapping[str, object], directory: StrPath, **more: Unpack[Im
         IncompatibleStore: the directory holds an import of other arrays. FileExistsError: it holds other files.
         StoreInUse: another process imports into it.
 
-    Cost: that of copying the arrays.
+    Cost: that of copying the arrays, and of reading them once more, which tells whether they are those of an earlier call.
 
     >>> import tempfile
     >>> import numpy as np
@@ -92,7 +91,7 @@ def from_numpy(data: Mapping[str, object], directory: StrPath, **more: Unpack[Im
     >>> rb["collector", "traj_ids"].tolist(), rb["episode_return"].tolist()
     ([0, 0, 0, 1, 1, 1], [3.0, 3.0, 3.0, 3.0, 3.0, 3.0])
     >>> batch = rb.sample()
-    >>> bool((batch["next"]["observation"] == batch["observation"] + 1).all())
+    >>> bool((batch["next"]["observation"] == batch["observation"] + ~batch["next"]["terminated"]).all())
     True
     """
     if not isinstance(data, Mapping):
@@ -159,20 +158,24 @@ def from_hdf5(path: StrPath, directory: StrPath, **more: Unpack[ImportArguments]
         return import_source(source, directory, more)
 
 
-def to_hdf5(directory: StrPath, path: StrPath, *, compression: str | None = None) -> None:
+def to_hdf5(directory: StrPath, path: StrPath, *, compression: str | None = None, final: str = "refuse") -> None:
     """Write the steps of a store to an HDF5 file in D4RL's layout.
 
     Episodes follow each other, lane after lane and oldest first. Fields get D4RL's names: ``observation`` becomes ``observations``,
     ``("next", "reward")`` ``rewards``, ``("next", "terminated")`` ``terminals``, ``("next", "truncated")`` ``timeouts``; the others keep
-    theirs. Next observations are among them where the store has them. The file appears when it is whole.
+    theirs. Next observations are among them where the store has them, or the observations after last steps, as an import of Minari's
+    data has. The file appears when it is whole.
 
     Args:
         directory: of the store; it is only read.
         path: the file. It must not exist.
         compression: one of h5py's, such as ``"gzip"``.
+        final: of a store with observations after last steps, what those are that are not stored, such as that of the newest step of
+            a recording: ``"repeat"``, that of the last step, or ``"refuse"``.
 
     Raises:
-        FileExistsError: the file is there. DatasetError: nothing tells episodes apart.
+        FileExistsError: the file is there. DatasetError: nothing tells episodes apart, two fields get the same name, or there is no
+            observation after a last step.
         ModuleNotFoundError: h5py is missing, which ``engram-replay[hdf5]`` brings.
 
     >>> import tempfile
@@ -194,14 +197,17 @@ def to_hdf5(directory: StrPath, path: StrPath, *, compression: str | None = None
     ):
         at = 0
         for block in store.blocks(0, 0):
-            n = int(block.lengths.sum())
-            for field, rows in block.columns.items():
-                known = next((key for key in _D4RL if field[: len(key)] == key), ())
-                name = "/".join([*([_D4RL[known]] if known else []), *field[len(known) :]])
+            n, columns = int(block.lengths.sum()), store.steps(block, final)
+            for name, rows in zip(distinct([*map(_d4rl, columns)], "to_hdf5"), columns.values(), strict=True):
                 if name not in file:
                     file.create_dataset(name, (store.rows, *rows.shape[1:]), rows.dtype, compression=compression)
                 file[name][at : at + n] = rows
             at += n
+
+
+def _d4rl(field: FieldPath) -> str:
+    known = next((key for key in _D4RL if field[: len(key)] == key), ())
+    return "/".join([*([_D4RL[known]] if known else []), *field[len(known) :]])
 
 
 # ---- Parquet ------------------------------------------------------------------------------------------------------------
@@ -235,14 +241,10 @@ class ParquetRows(Table):
         try:
             return self._parquet.ParquetFile(path)
         except (OSError, ValueError) as error:
-            raise self.refuse(
-                f"{path.name}: expected a whole Parquet file, damaged or open still ({error})."
-            ) from error
+            why = f"damaged or open still ({error})"
+            raise self.refuse(f"{path.name}: expected a whole Parquet file, {why}.") from error
 
-    def parts(self, row: int) -> Iterator[Iterator[Columns]]:
-        yield self._pieces(row)
-
-    def _pieces(self, row: int) -> Iterator[Columns]:
+    def pieces(self, row: int) -> Iterator[Columns]:
         for path, rows in zip(self.files, self._rows, strict=True):
             if row < rows:
                 with self._opened(path) as file:
@@ -267,9 +269,8 @@ class ParquetRows(Table):
         shape, types = [len(column)], self._arrow.types
         column = column.storage if isinstance(column, self._arrow.ExtensionArray) else column
         while types.is_fixed_size_list(column.type) or types.is_list(column.type) or types.is_large_list(column.type):
-            lengths = (
-                [] if column.null_count else np.unique(column.value_lengths().to_numpy(zero_copy_only=False)).tolist()
-            )
+            sizes = column.value_lengths().to_numpy(zero_copy_only=False)
+            lengths = [] if column.null_count else np.unique(sizes).tolist()
             if len(lengths) != 1:
                 raise self.refuse(f"column {name!r}: expected lists of one length, got {lengths or 'empty ones'}.")
             shape.append(lengths[0])
@@ -311,19 +312,21 @@ def from_parquet(path: StrPath, directory: StrPath, **more: Unpack[ImportArgumen
     return import_source(ParquetRows("from_parquet", where, files, more), directory, more)
 
 
-def to_parquet(directory: StrPath, path: StrPath, *, compression: str = "zstd") -> None:
+def to_parquet(directory: StrPath, path: StrPath, *, compression: str = "zstd", final: str = "refuse") -> None:
     """Write the steps of a store to a Parquet file, a row each.
 
     Episodes follow each other, lane after lane and oldest first. The field ``("next", "reward")`` is the column ``next.reward``. A field
-    of several numbers is a column of lists of fixed size. The file appears when it is whole.
+    of several numbers is a column of lists of fixed size. Next observations are columns where the store has them, or the observations
+    after last steps. The file appears when it is whole.
 
     Args:
         directory: of the store; it is only read.
         path: the file. It must not exist.
         compression: one of Parquet's.
+        final: as for :func:`to_hdf5`.
 
     Raises:
-        FileExistsError: the file is there. DatasetError: nothing tells episodes apart, or a field is of a dtype that Arrow lacks.
+        FileExistsError: the file is there. DatasetError: as :func:`to_hdf5`, or a field is of a dtype that Arrow lacks.
         ModuleNotFoundError: pyarrow is missing, which ``engram-replay[datasets]`` brings.
 
     >>> import tempfile
@@ -338,7 +341,7 @@ def to_parquet(directory: StrPath, path: StrPath, *, compression: str = "zstd") 
     call = "to_parquet"
     parquet = required("pyarrow.parquet", "datasets", call)
     with stored(directory, call) as store, written_whole(path, call) as partial:
-        tables = (arrow_table(block.columns, call) for block in store.blocks(0, 0))
+        tables = (arrow_table(store.steps(block, final), call) for block in store.blocks(0, 0))
         first = next(tables)
         with parquet.ParquetWriter(partial, first.schema, compression=compression) as writer:
             writer.write_table(first)
@@ -350,14 +353,14 @@ def arrow_table(columns: Columns, call: str) -> pa.Table:
     """Columns as a table of Arrow's, with dots in their names. Raises ``DatasetError``: it lacks a dtype."""
     arrow = required("pyarrow", "datasets", call)
     found = {}
-    for path, column in columns.items():
+    for name, column in zip(distinct([*map(".".join, columns)], call), columns.values(), strict=True):
         try:
             values = arrow.array(np.ascontiguousarray(column).reshape(-1))
         except (ValueError, NotImplementedError) as error:
-            raise DatasetError(f"{call}: {public(path)!r}: expected a dtype of Arrow's, got {column.dtype}.") from error
+            raise DatasetError(f"{call}: {name!r}: expected a dtype of Arrow's, got {column.dtype}.") from error
         for size in reversed(column.shape[1:]):
             values = arrow.FixedSizeListArray.from_arrays(values, size)
-        found[".".join(path)] = values
+        found[name] = values
     return arrow.table(found)
 
 
@@ -403,8 +406,9 @@ class _Envs(Arrays):
         order = (np.arange(steps) + pos) % steps if full else np.arange(pos)
         # Without next observations, the newest of them has taken the place of the oldest observation.
         self._order = order[bool(buffer.get("full")) and "next_observations" not in given :]
-        dones = found.pop(("dones",)) != 0
-        timeouts = found.pop(("timeouts",), np.zeros_like(dones)) != 0
+        Table.__init__(self, call, where)
+        dones = self.is_set(("dones",), found.pop(("dones",)))
+        timeouts = self.is_set(("timeouts",), found.pop(("timeouts",), np.zeros_like(dones)))
         found |= {("terminals",): dones & ~timeouts, ("timeouts",): dones & timeouts}
         super().__init__(call, where, found, arguments)
         self.rows = len(self._order) * self._envs
