@@ -27,10 +27,12 @@ from torch import Tensor
 
 from engram._support.field_paths import FieldPath, checked_path, public
 from engram._support.tensordicts import add_fields, wrap
-from engram.env.extras import Infos, Key, Notes
 from engram.env.values import (
     BOOL,
     FLOAT32,
+    Infos,
+    Key,
+    Notes,
     as_number,
     conformed,
     copied,
@@ -50,8 +52,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from tensordict import TensorDict
 
-    from engram.env.extras import Told
-    from engram.env.values import Array, Mask, Nested, Spec
+    from engram.env.values import Array, Mask, Nested, Spec, Told
     from engram.saved.rows import Roles
 
 Names: TypeAlias = Mapping[str, Key] | Mapping[tuple[str, ...], Key] | Mapping[Key, Key]
