@@ -383,11 +383,9 @@ class RobotRecorder:
         ...     recorder.episode
         0
         """
-        for left in (self.directory / _VIDEOS).iterdir():
-            if left.suffix in (".part", ".kept"):  # of encoders that died, and what could not be encoded: try again
-                left.unlink(missing_ok=True)
-        ended = self._ended.rows()[1]
-        self.episode = int(ended[-1]) + 1 if len(ended) else 0
+        for left in (self.directory / _VIDEOS).glob("*.[pk]??t"):  # .part of dead encoders, .kept: what is tried again
+            left.unlink(missing_ok=True)
+        self.episode = max(self._ended.rows()[1].tolist(), default=-1) + 1
         numbers: dict[Stream, list[int]] = {}
         for stream in self.streams:
             _, episodes, places = stream.rows()
@@ -604,8 +602,7 @@ def _make_video(target: Path, camera: Stream, episode: int, length: int, toleran
     part.touch()  # stays if this is the end of the encoder
     try:
         video.encode(camera.frames(rows, episode), part, camera.spec.fps)
-        differs = video.difference(camera.frames(rows, episode), part)
-        if differs > tolerance:
+        if (differs := video.difference(camera.frames(rows, episode), part)) > tolerance:
             raise RuntimeError(f"expected frames within {tolerance:g} levels of those recorded, got {differs:.1f}.")
         times = io.BytesIO()
         np.save(times, camera.read(rows, _TIMESTAMP, episode))
@@ -626,8 +623,7 @@ def _main(directory: str, tolerance: str) -> None:
     path, parent, seen = Path(directory), os.getppid(), 0
     specs = _described(**json.loads((path / _SETTINGS).read_bytes()))
     cameras = [(at, Stream(path, spec)) for at, spec in enumerate(specs) if spec.is_video]
-    ended = _ended(path, specs)
-    died = Counter(left.with_suffix("").stem for left in (path / _VIDEOS).glob("*.part"))
+    ended, died = _ended(path, specs), Counter(one.with_suffix("").stem for one in (path / _VIDEOS).glob("*.part"))
     while os.getppid() == parent:
         rows, episodes, _ = ended.rows()
         todo = list[tuple[Path, Stream, int, int]]()
@@ -638,9 +634,8 @@ def _main(directory: str, tolerance: str) -> None:
             try:
                 _make_video(target, camera, episode, length, float(tolerance), died[target.stem])
             except Exception as error:  # noqa: BLE001 - whatever it is, the others go on
-                if os.getppid() != parent:  # an encoder of another process may be at it
-                    return
-                files.write_atomically(target.with_suffix(".kept"), f"{camera.spec.name}: {error}".encode())
+                if os.getppid() == parent and not isinstance(error, FileNotFoundError):  # else another one is at it
+                    files.write_atomically(target.with_suffix(".kept"), f"{camera.spec.name}: {error}".encode())
         seen = len(rows)
         time.sleep(_LOOK_S)
 
