@@ -270,6 +270,36 @@ def test_a_step_that_only_resets_needs_none_and_forgets_them():
     assert rb[:]["log_prob"].tolist() == [5, 6]
 
 
+def test_a_note_does_not_outlive_a_reset():
+    """It answers to what was observed before."""
+    rb = ReplayBuffer(storage=LazyTensorStorage(9))
+    env = rb.record(Masked(TaleEnv(0, [9])), store={"value": 0.0, "log_prob": 0.0})
+    env.reset()
+    rb.note(value=1.0, log_prob=1.0)
+    env.step(1)
+    rb.note(value=2.0)
+    env.reset()
+    rb.note(log_prob=3.0)
+    with pytest.raises(RuntimeError, match=r"none of \['value'\]"):
+        env.step(2)
+    assert rb[:]["value"].tolist() == [1]
+
+
+@pytest.mark.parametrize("mask", [[True, True], [False, True]])
+def test_a_note_does_not_outlive_a_reset_of_some(mask):
+    rb = ReplayBuffer(storage=LazyTensorStorage(40, lanes=2))
+    makers = [lambda: Masked(TaleEnv(0, [9]))] * 2
+    env = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.DISABLED)
+    env = rb.record(env, store={"value": 0.0, "log_prob": 0.0})
+    env.reset()
+    rb.note(value=np.ones(2))
+    env.reset(options={"reset_mask": np.array(mask)})
+    rb.note(log_prob=np.ones(2))
+    with pytest.raises(RuntimeError, match=r"none of \['value'\]"):
+        env.step(np.array([1, 1]))
+    assert len(rb) == 0
+
+
 @pytest.mark.parametrize(
     ("values", "error", "said"),
     [

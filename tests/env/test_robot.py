@@ -1,13 +1,14 @@
 """The recorder of robots: what was acknowledged is there after a kill, and videos show what was recorded."""
 
-import os
 import signal
+from types import SimpleNamespace
 
 import av
 import numpy as np
 import pytest
 
 from engram import CorruptStore, IncompatibleStore, RateLimited, record_robot
+from engram.env import robot
 from tests import fresh
 from tests.waiting import until
 
@@ -57,6 +58,38 @@ def check(episode, number, steps, *, complete=True, exact=True, camera=True):
         assert [one.tobytes() for one in episode.frames("camera")] == [one.tobytes() for one in found]
 
 
+@pytest.fixture
+def encoders(monkeypatch):
+    """Encoders are processes of their own, but none imports torch again. A list of them; ``"before"`` is what each runs first."""
+    begun = SimpleNamespace(before="", processes=[])
+
+    def start(command):
+        code = f"{begun.before}\nfrom engram.env import robot\nrobot._main(*arguments)"
+        begun.processes.append(fresh.start(code, arguments=command[3:]))
+        return begun.processes[-1]
+
+    monkeypatch.setattr(robot, "subprocess", SimpleNamespace(Popen=start))
+    return begun
+
+
+def wait(recorder):
+    until(lambda: recorder.wait(0), 60, "videos")
+
+
+def record(recorder, frames, camera="camera"):
+    """An episode of these frames."""
+    for step, one in enumerate(frames):
+        recorder.add({camera: one}, timestamp=step)
+    return recorder.end_episode()
+
+
+def noise(n, height=32, width=48):
+    """Frames that no video shows as they are."""
+    return np.random.default_rng(0).integers(0, 256, (n, height, width, 3), np.uint8)
+
+
+CAMERA = {"camera": FEATURES["camera"]}
+
 IN_EPISODE_173 = """
 import os, signal
 from engram import record_robot
@@ -91,25 +124,25 @@ def test_killed_in_episode_173(tmp_path):
 BESIDE_ITS_ENCODER = """
 import os, signal
 from engram import record_robot
-from tests.env.test_robot import FEATURES, play
+from tests.env.test_robot import FEATURES, play, wait
 
 recorder = record_robot(directory, FEATURES, room_s=1, hours=0.05)
 for episode in range(5):
     play(recorder, episode, 6)
     recorder.end_episode()
     if episode == 2:
-        assert recorder.wait(60)
+        wait(recorder)
 play(recorder, 5, 3)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_killed_beside_its_encoder(tmp_path):
+def test_killed_beside_its_encoder(encoders, tmp_path):
     """33 frames are recorded, and there is room for 30: those that have a verified video make place."""
     program = fresh.start(BESIDE_ITS_ENCODER, directory=str(tmp_path / "robot"))
     assert program.wait() == -signal.SIGKILL, program.err
     with record_robot(tmp_path / "robot") as recorder:
-        assert recorder.wait(60)
+        wait(recorder)
         assert recorder.kept == {}
         assert recorder.stream_of("camera").held == 0
         play(recorder, 6, 20)  # more than were free before
@@ -125,16 +158,15 @@ def test_killed_beside_its_encoder(tmp_path):
     assert not [*(tmp_path / "robot" / "videos").glob("*.part")]
 
 
-def test_the_encoder_is_killed(tmp_path):
+def test_the_encoder_is_killed(encoders, tmp_path):
     with record_robot(tmp_path / "robot", FEATURES, room_s=2, hours=0.05) as recorder:
         for episode in range(3):
             play(recorder, episode, 8)
             recorder.end_episode()
-            encoder = recorder._encoder
-            os.kill(encoder.pid, signal.SIGKILL)
-            until(lambda encoder=encoder: encoder.poll() is not None, 60, "the end of the encoder")
-        assert recorder.wait(60)
+            encoders.processes[-1].kill()
+        wait(recorder)
         assert (recorder.waiting, recorder.kept) == (0, {})
+        assert len(encoders.processes) == 4
         for number, episode in enumerate(recorder.episodes()):
             check(episode, number, 8, exact=False)
 
@@ -145,62 +177,149 @@ def test_an_encoder_that_cannot_begin(tmp_path, monkeypatch):
     recorder = record_robot(tmp_path / "robot", FEATURES, room_s=2, hours=0.05)
     play(recorder, 0, 3)
     recorder.end_episode()
-    assert recorder.wait(60)
+    wait(recorder)
     check(next(recorder.episodes()), 0, 3)
     with pytest.warns(UserWarning, match="episode 0 keeps its frames: the encoder ends without a video"):
         recorder.close()
 
 
-def test_a_video_that_differs_too_much_is_not_kept(tmp_path):
-    noise = np.random.default_rng(0).integers(0, 256, (5, 32, 48, 3), np.uint8)
-    recorder = record_robot(tmp_path / "robot", {"camera": FEATURES["camera"]}, tolerance=0.5)
-    for step, one in enumerate(noise):
-        recorder.add({"camera": one}, timestamp=step)
-    recorder.end_episode()
-    assert recorder.wait(60)
-    (episode,) = recorder.episodes()
-    assert episode.video("camera") is None
-    assert episode.read("camera").tobytes() == noise.tobytes()
-    assert recorder.stream_of("camera").held == 5
-    with pytest.warns(UserWarning, match=r"episode 0 keeps its frames: camera: expected frames within 0.5 levels"):
+FAULT = """
+import os
+from engram.env import video
+
+def encode(frames, path, fps, encode=video.encode):
+    if "-000000." in path.name:
+        {fault}
+    encode(frames, path, fps)
+
+video.encode = encode
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "why", "number"),
+    [("raise IndexError('of a codec')", "camera: of a codec", 1), ("os._exit(1)", "3 encoders have died of it", 4)],
+)
+def test_an_episode_that_cannot_be_encoded(fault, why, number, encoders, tmp_path):
+    """The others have their videos."""
+    encoders.before = FAULT.format(fault=fault)
+    recorder = record_robot(tmp_path / "robot", CAMERA, room_s=2)
+    for first in range(4):
+        record(recorder, [frame(first), frame(first + 1)])
+    wait(recorder)
+    assert [episode.video("camera") is not None for episode in recorder.episodes()] == [False, True, True, True]
+    assert recorder.kept.keys() == {0}
+    assert next(recorder.episodes()).read("camera").tobytes() == np.stack([frame(0), frame(1)]).tobytes()
+    assert len(encoders.processes) <= number + 1, "one that had nothing to do may have ended with an episode"
+    with pytest.warns(UserWarning, match=f"episode 0 keeps its frames: .*{why}"):
+        recorder.close()
+    encoders.before = ""
+    with record_robot(tmp_path / "robot") as recorder:  # whatever it was, it is tried again
+        wait(recorder)
+        assert (recorder.kept, recorder.waiting) == ({}, 0)
+        assert [episode.video("camera") is not None for episode in recorder.episodes()] == [True] * 4
+
+
+def test_frames_that_are_kept_are_not_written_over(encoders, tmp_path):
+    """Frames go in the order in which they came: those behind a kept one stay, too, until it may go."""
+    recorder = record_robot(tmp_path / "robot", CAMERA, fps=10, room_s=3, tolerance=3)
+    record(recorder, noise(10))
+    for _ in range(2):
+        record(recorder, [frame(0)] * 8)
+    wait(recorder)
+    assert [*recorder.kept] == [0]
+    assert (recorder.waiting, recorder.stream_of("camera").held) == (1, 26)
+    for step in range(4):
+        recorder.add({"camera": frame(step)}, timestamp=step)
+    with pytest.raises(RateLimited, match="all 30 are taken: 1 episode have no videos"):
+        recorder.add({"camera": frame(4)}, timestamp=4)
+    assert next(recorder.episodes()).read("camera").tobytes() == noise(10).tobytes()
+    with pytest.warns(UserWarning, match=r"episode 0 keeps its frames: .*camera: expected frames within 3 levels"):
+        recorder.close()
+    with record_robot(tmp_path / "robot", encode=False) as recorder:
+        assert recorder.stream_of("camera").held == 30
+        with pytest.raises(RateLimited):
+            recorder.add({"camera": frame(4)}, timestamp=4)
+        assert next(recorder.episodes()).read("camera").tobytes() == noise(10).tobytes()
+    with record_robot(tmp_path / "robot", tolerance=200) as recorder:
+        wait(recorder)
+        assert recorder.stream_of("camera").held == 0
+        assert [len(episode.read("camera")) for episode in recorder.episodes()] == [10, 8, 8, 4]
+        for _ in range(2):
+            record(recorder, [frame(0)] * 14)  # round the end
+            wait(recorder)
+
+
+def test_an_episode_that_lost_rows_is_not_read(encoders, tmp_path):
+    with record_robot(
+        tmp_path / "robot", {**CAMERA, "state": FEATURES["state"]}, fps=10, room_s=1, hours=0.01, encode=False
+    ) as recorder:
+        for step in range(6):
+            recorder.add({"camera": frame(step), "state": [0, 0, step]}, timestamp=step)
+        recorder.end_episode()
+        for step in range(5):
+            recorder.stream_of("camera").write(1, step, {"camera": frame(step)})  # over the first one
+        (episode,) = recorder.episodes()
+        for read in (episode.read, episode.timestamps, episode.frames):
+            with pytest.raises(RuntimeError, match=r"camera.*expected the 6 rows of episode 0, got 5"):
+                read("camera")
+        assert len(episode.read("state")) == 6
+    recorder = record_robot(tmp_path / "robot")
+    wait(recorder)
+    assert next(recorder.episodes()).video("camera") is None
+    with pytest.warns(UserWarning, match="episode 0 keeps its frames: .*expected the 6 rows of episode 0, got 5"):
         recorder.close()
 
 
-def test_frames_of_odd_sizes(tmp_path):
-    with record_robot(tmp_path / "robot", {"camera": {"dtype": "video", "shape": (33, 47, 3)}}) as recorder:
-        for step in range(5):
-            recorder.add({"camera": frame(step, 33, 47)}, timestamp=step)
-        recorder.end_episode()
-        assert recorder.wait(60)
-        (episode,) = recorder.episodes()
-        assert episode.video("camera") is not None
-        expected = np.stack([frame(step, 33, 47) for step in range(5)])
-        assert np.abs(episode.read("camera").astype(int) - expected).mean() < 3
-
-
-def test_cameras_of_several_rates(tmp_path):
-    """One that gives no frame in an episode, and one that is slower."""
+def test_cameras_of_several_rates(encoders, tmp_path):
+    """One that gives no frame in an episode, one that is slower, and one of an odd size. One of their videos is cut."""
     features = {
         "wrist": {"dtype": "video", "shape": (32, 48, 3), "fps": 15},
-        "front": {"dtype": "video", "shape": (32, 48, 3)},
+        "front": {"dtype": "video", "shape": (33, 47, 3)},
         "state": {"dtype": "float32", "shape": (1,)},
     }
     with record_robot(tmp_path / "robot", features, hours=0.01) as recorder:
         assert sorted(stream.spec.fps for stream in recorder.streams) == [15, 30, 30]
         for step in range(6):
-            recorder.add({"front": frame(step), "state": [step]}, timestamp=step / 30)
+            recorder.add({"front": frame(step, 33, 47), "state": [step]}, timestamp=step / 30)
             if step % 2 == 0:
                 recorder.add({"wrist": frame(100 + step)}, timestamp=step / 30 + 0.001)
         recorder.end_episode()
-        recorder.add({"front": frame(9)}, timestamp=0)
+        recorder.add({"front": frame(9, 33, 47)}, timestamp=0)
         recorder.end_episode()
-        assert recorder.wait(60)
+        wait(recorder)
         first, second = recorder.episodes()
         assert (len(first.read("front")), len(first.read("wrist")), len(first.read("state"))) == (6, 3, 6)
         assert first.timestamps("wrist").tolist() == [0.001, 2 / 30 + 0.001, 4 / 30 + 0.001]
         assert (len(second.read("front")), len(second.read("wrist")), second.video("wrist")) == (1, 0, None)
+        expected = np.stack([frame(step, 33, 47) for step in range(6)])
+        assert np.abs(first.read("front").astype(int) - expected).mean() < 3
         with av.open(str(first.video("wrist"))) as file:
             assert file.streams.video[0].average_rate == 15
+        path = first.video("front")
+        path.write_bytes(path.read_bytes()[:200])
+        with pytest.raises(OSError, match=r"front-000000.mp4.*expected a video"):
+            first.read("front")
+
+
+def test_names_of_cameras(encoders, tmp_path):
+    """None is that of another file."""
+    names = ["episodes", ".", "..", "robot.json", "videos", "sensors-30", "a.b", "a-000000"]
+    features = {name: {"dtype": "video", "shape": (4, 4, 3)} for name in names}
+    features["state"] = {"dtype": "float32", "shape": ()}
+    with record_robot(tmp_path / "robot", features, room_s=0.1, hours=0.01) as recorder:
+        for at, name in enumerate(names):
+            recorder.add({name: np.full((4, 4, 3), 20 * at, np.uint8)}, timestamp=0)
+        recorder.add({"state": 3}, timestamp=0)
+        recorder.end_episode()
+        wait(recorder)
+        (episode,) = recorder.episodes()
+        assert recorder.kept == {}
+        for at, name in enumerate(names):
+            assert episode.video(name).parent == tmp_path / "robot" / "videos"
+            assert abs(float(episode.read(name).mean()) - 20 * at) < 3
+        assert episode.read("state").tolist() == [3]
+    assert [path.name for path in tmp_path.iterdir()] == ["robot"]
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------------------
@@ -262,6 +381,10 @@ def test_an_episode_without_rows(tmp_path):
         ({"a": {"dtype": "words", "shape": ()}}, TypeError, "expected 'video' or a dtype of numbers, got 'words'"),
         ({"timestamp": {"dtype": "float32", "shape": ()}}, ValueError, "expected a name without"),
         ({"a/b": {"dtype": "float32", "shape": ()}}, ValueError, "expected a name without"),
+        ({"a\0b": {"dtype": "float32", "shape": ()}}, ValueError, "expected a name without"),
+        ({"ä" * 101: {"dtype": "float32", "shape": ()}}, ValueError, "expected a name without"),
+        ({3: {"dtype": "float32", "shape": ()}}, ValueError, "expected a name without"),
+        ({"a": {"dtype": "video", "shape": (0, 4, 3)}}, ValueError, r"expected the shape \(height, width, 3\)"),
         ({"a": {"dtype": "float32", "shape": (), "fps": 0}}, ValueError, "fps"),
     ],
 )
@@ -277,6 +400,12 @@ def test_directories_that_do_not_fit(tmp_path):
     record_robot(tmp_path / "robot", FEATURES, room_s=0.5, hours=0.01, encode=False).close()
     with pytest.raises(IncompatibleStore, match="has other features"):
         record_robot(tmp_path / "robot", {"state": FEATURES["state"]}, encode=False)
+    with pytest.raises(IncompatibleStore, match="has other features"):
+        record_robot(tmp_path / "robot", {**FEATURES, "state": {"dtype": "float32", "shape": (4,)}}, encode=False)
+    with record_robot(tmp_path / "robot", dict(reversed(FEATURES.items())), encode=False) as recorder:  # another order
+        play(recorder, 0, 2)
+        recorder.end_episode()
+        check(next(recorder.episodes()), 0, 2)
     (tmp_path / "robot" / "robot.json").write_text("[[1")
     with pytest.raises(CorruptStore, match=r"robot.json.*expected what record_robot wrote"):
         record_robot(tmp_path / "robot", encode=False)
@@ -298,16 +427,3 @@ def test_without_pyav(tmp_path):
     said = fresh.run(program, directory=str(tmp_path / "robot"))
     assert "videos need PyAV" in said
     assert "pip install 'engram-replay[robot]', or pass encode=False" in said
-
-
-def test_a_video_that_was_cut(tmp_path):
-    with record_robot(tmp_path / "robot", {"camera": FEATURES["camera"]}) as recorder:
-        for step in range(5):
-            recorder.add({"camera": frame(step)}, timestamp=step)
-        recorder.end_episode()
-        assert recorder.wait(60)
-        (episode,) = recorder.episodes()
-        path = episode.video("camera")
-        path.write_bytes(path.read_bytes()[:200])
-        with pytest.raises(OSError, match=r"camera-000000.mp4.*expected a video"):
-            episode.read("camera")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from engram.env.extras import Examples, Infos, Key, Notes
 from engram.env.recording import Names, Recordable, Target
+from engram.env.values import Examples, Infos, Key, Notes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,9 +13,8 @@ from engram.env.recording import SingleRecording, VectorRecording, flags_of
 from engram.env.values import BOOL, checked_dtype, conformed, copied, of_each, pick, put, some
 
 if TYPE_CHECKING:
-    from engram.env.extras import Told
     from engram.env.recording import Target
-    from engram.env.values import Mask, Nested, Spec
+    from engram.env.values import Mask, Nested, Spec, Told
 
     Vector: TypeAlias = VectorEnv[object, object, Mask]
     _VectorWrapper: TypeAlias = VectorWrapper[object, object, object, object, Mask]

@@ -14,9 +14,8 @@ from engram.env.recording import VectorRecording, flags_of
 from engram.env.values import as_number, conformed, copied, stacked
 
 if TYPE_CHECKING:
-    from engram.env.extras import Told
     from engram.env.recording import Target
-    from engram.env.values import Mask, Nested, Spec
+    from engram.env.values import Mask, Nested, Spec, Told
 
 
 def recorded(env: object, target: Target) -> object:

@@ -27,10 +27,12 @@ from torch import Tensor
 
 from engram._support.field_paths import FieldPath, checked_path, public
 from engram._support.tensordicts import add_fields, wrap
-from engram.env.extras import Infos, Key, Notes
 from engram.env.values import (
     BOOL,
     FLOAT32,
+    Infos,
+    Key,
+    Notes,
     as_number,
     conformed,
     copied,
@@ -50,8 +52,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from tensordict import TensorDict
 
-    from engram.env.extras import Told
-    from engram.env.values import Array, Mask, Nested, Spec
+    from engram.env.values import Array, Mask, Nested, Spec, Told
     from engram.saved.rows import Roles
 
 Names: TypeAlias = Mapping[str, Key] | Mapping[tuple[str, ...], Key] | Mapping[Key, Key]
@@ -200,7 +201,8 @@ class SingleRecording(Recording):
         self._open = False
 
     def begin(self, observation: object, infos: object) -> None:
-        """The environment was reset. An episode that it was in ends as a truncation."""
+        """The environment was reset. An episode that it was in ends as a truncation. Notes for its next step are forgotten."""
+        self._notes.take(needed=False)
         found = conformed(self._observation_spec, observation, "observation")
         told = self._infos.read(self._infos.before, [(infos, ...)])
         self._end()
@@ -272,7 +274,11 @@ class VectorRecording(Recording):
         self._open = np.zeros(count, np.bool_)
 
     def begin(self, observation: object, told: Sequence[Told], which: Mask) -> None:
-        """Environments were reset, ``which`` of them: bool ``[n]``. Episodes that they were in end as truncations."""
+        """Environments were reset, ``which`` of them: bool ``[n]``. Episodes that they were in end as truncations.
+
+        Notes for the next step are forgotten: those of environments that were reset answer to what is over.
+        """
+        self._notes.take(needed=False)
         found = conformed(self._observation_spec, observation, "observation")
         entries = self._infos.read(self._infos.before, told, len(which))
         self._end(which)

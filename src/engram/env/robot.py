@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from threading import RLock
@@ -18,7 +19,7 @@ import torch
 
 from engram._support.checks import check_number, check_path
 from engram._support.words import count, warn
-from engram.env.extras import Leaf
+from engram.env.values import Leaf
 from engram.errors import CorruptStore, IncompatibleStore, RateLimited
 from engram.format import files
 from engram.storages import LazyMemmapStorage
@@ -35,8 +36,8 @@ _EPISODE, _TIMESTAMP = "episode", "timestamp"
 _SETTINGS, _VIDEOS = "robot.json", "videos"
 #: Frames that are read at a time.
 _FRAMES = 16
-#: Encoders that may end in a row without a video; seconds between looks.
-_MOST_SILENT, _LOOK_S = 5, 0.05
+#: Encoders that may end in a row without a video; of how many one episode may be the end; seconds between looks.
+_MOST_SILENT, _MOST_DEATHS, _LOOK_S = 5, 3, 0.05
 
 
 def record_robot(
@@ -101,7 +102,7 @@ def record_robot(
         wanted, raw = _described(features, fps, room_s, hours), json.dumps(given).encode()
         if known is None:
             specs = wanted
-        elif [spec[:3] for spec in specs] != [spec[:3] for spec in wanted]:
+        elif {spec.name: spec[:3] for spec in specs} != {spec.name: spec[:3] for spec in wanted}:
             raise IncompatibleStore(
                 f"record_robot: {str(path)!r} has other features: expected {known['features']}, got {features}. Leave features= out, or "
                 "record into another directory."
@@ -120,7 +121,7 @@ class StreamSpec(NamedTuple):
     """What is recorded together: a camera, or the sensors of one rate."""
 
     name: str
-    """Of its folder."""
+    """Of its folder, ``camera-…`` or ``sensors-…``: no name of a camera makes it that of another one."""
     fps: float
     features: dict[str, Leaf]
     rows: int
@@ -137,22 +138,24 @@ def _described(features: object, fps: float, room_s: float, hours: float) -> lis
         what = f"record_robot: features: {name!r}"
         if not isinstance(feature, Mapping) or not isinstance(feature.get("dtype"), str) or "shape" not in feature:
             raise TypeError(f"{what}: expected a dict with 'dtype' and 'shape', got {feature!r}.")
-        if name in ("", _EPISODE, _TIMESTAMP) or "/" in name:
+        bad = not isinstance(name, str) or name in ("", _EPISODE, _TIMESTAMP) or not {"/", "\0"}.isdisjoint(name)
+        if bad or len(name.encode()) > 200:
             raise ValueError(
-                f"{what}: expected a name without '/', other than 'episode' and 'timestamp'. Use another one."
+                f"{what}: expected a name without '/' of up to 200 bytes, other than 'episode' and 'timestamp'. Use another one."
             )
         rate = check_number(f"{what}: fps", feature.get("fps", fps), least=0.001)
         is_video, shape = feature["dtype"] == "video", tuple(feature["shape"])
-        if is_video and (len(shape) != 3 or shape[2] != 3):
+        if is_video and (len(shape) != 3 or shape[2] != 3 or min(shape) < 1):
             raise ValueError(f"{what}: expected the shape (height, width, 3) of RGB frames, got {list(shape)}.")
         try:
             leaf = Leaf.of(np.zeros(shape, np.uint8 if is_video else feature["dtype"]), what)
         except TypeError:
             raise TypeError(f"{what}: expected 'video' or a dtype of numbers, got {feature['dtype']!r}.") from None
-        stream = name if is_video else f"sensors-{rate:g}"
+        stream = f"camera-{name}" if is_video else f"sensors-{rate:g}"
         seconds = check_number("record_robot: room_s, hours", room_s if is_video else 3600 * hours, least=0.1)
-        known = found.setdefault(stream, StreamSpec(stream, rate, {}, max(2, round(rate * seconds)), is_video))
-        known.features[name] = leaf
+        found.setdefault(stream, StreamSpec(stream, rate, {}, max(2, round(rate * seconds)), is_video)).features[
+            name
+        ] = leaf
     return [*found.values()]
 
 
@@ -169,10 +172,16 @@ class Stream:
             empty = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in spec.features.items()}
             self.storage.prepare(_row(0, 0.0, empty), "record_robot", batched=False)
         self._numbers = {field.key[0]: number for number, field in enumerate(self.storage.store.schema.fields)}
-        #: Rows that must stay: those of a camera that no video has yet, all of sensors.
-        self.held = 0
+        #: Rows that were ever written, as far as they count, and those that were before the oldest one that must stay: of a camera
+        #: the oldest one that no video has yet, of sensors the first one.
+        self.written, self.needed = 0, 0
         #: Rows of the open episode, and the timestamp of the newest one.
         self.open, self.last = 0, -np.inf
+
+    @property
+    def held(self) -> int:
+        """For how many rows there is no place: rows go in the order in which they came, so the oldest one that must stay keeps all."""
+        return self.written - self.needed
 
     def write(self, episode: int, timestamp: float, values: Mapping[str, Array]) -> None:
         """Append a row."""
@@ -180,24 +189,28 @@ class Stream:
         if self.storage.add_row(0, row) is None:
             prepared, n = self.storage.prepare(row, "add", batched=False)
             self.storage.write(WritePlan(lane=0), prepared, n)
-        self.held, self.open, self.last = self.held + 1, self.open + 1, timestamp
+        self.written, self.open, self.last = self.written + 1, self.open + 1, timestamp
 
-    def rows(self) -> tuple[Tensor, Tensor]:
-        """The rows that are there, in the order in which they were written, and the episode of each."""
+    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The rows that are there, in the order in which they were written, the episode of each, and how many were before it."""
         extent = self.storage.extent()
         begin = extent.seam[0] if extent.filled[0] == extent.capacity else 0
         rows = (torch.arange(extent.filled[0], device="cpu") + begin) % extent.capacity
         (episodes,), gone = self.storage.store.read(rows, which=[self._numbers[_EPISODE]])
         there = torch.ones(len(rows), dtype=torch.bool, device="cpu")
         there[gone] = False
-        return rows[there], episodes[there]
+        return rows[there], episodes[there], there.nonzero()[:, 0]
 
-    def of_episode(self, episode: int) -> Tensor:
-        """The rows of an episode."""
-        rows, episodes = self.rows()
-        return rows[episodes == episode]
+    def of_episode(self, episode: int, length: int) -> Tensor:
+        """The rows of an episode, which had ``length``. Raises ``RuntimeError``: some are gone."""
+        rows, episodes, _ = self.rows()
+        found = rows[episodes == episode]
+        if len(found) != length:
+            what = f"{self.spec.name}: expected the {length} rows of episode {episode}, got {len(found)}"
+            raise RuntimeError(f"{what}: the others were lost.")
+        return found
 
-    def read(self, rows: Tensor, name: str, episode: int) -> Array:
+    def read(self, rows: Tensor, name: str, episode: int | Tensor) -> Array:
         """A feature of some rows of an episode, ``[T, *shape]``. Raises ``RuntimeError``: they were written over."""
         which = [self._numbers[_EPISODE], self._numbers[name]]
         (episodes, found), gone = self.storage.store.read(rows.contiguous(), which=which)
@@ -209,8 +222,9 @@ class Stream:
 
     def frames(self, rows: Tensor, episode: int) -> Iterator[NDArray[np.uint8]]:
         """The frames of a camera, some at a time in memory."""
+        (name,) = self.spec.features
         for begin in range(0, len(rows), _FRAMES):
-            yield from self.read(rows[begin : begin + _FRAMES], self.spec.name, episode)
+            yield from self.read(rows[begin : begin + _FRAMES], name, episode)
 
 
 def _row(episode: int, timestamp: float, values: Mapping[str, Array]) -> dict[str, object]:
@@ -221,8 +235,10 @@ def _video(directory: Path, camera: str, episode: int) -> Path:
     return directory / _VIDEOS / f"{camera}-{episode:06d}.mp4"
 
 
-#: A store of episodes that have ended.
-_ENDED = StreamSpec("episodes", 1, {"complete": Leaf(np.dtype(np.bool_), ())}, 100_000, is_video=False)
+def _ended(directory: Path, specs: list[StreamSpec]) -> Stream:
+    """The store of episodes that have ended, with the number of rows that each stream has of them."""
+    features = {"complete": Leaf(np.dtype(np.bool_), ()), "lengths": Leaf(np.dtype(np.int64), (len(specs),))}
+    return Stream(directory, StreamSpec("episodes", 1, features, 100_000, is_video=False))
 
 
 class RobotEpisode:
@@ -238,15 +254,16 @@ class RobotEpisode:
     (0, 0, True)
     """
 
-    def __init__(self, recorder: RobotRecorder, number: int, *, complete: bool) -> None:
+    def __init__(self, recorder: RobotRecorder, number: int, *, complete: bool, lengths: list[int]) -> None:
         self._recorder = recorder
+        self._lengths = dict(zip(recorder.streams, lengths, strict=True))
         self.number = number
         """From 0 on, in order."""
         self.complete = complete
         """Whether it was ended; False: it was cut by the end of the process."""
 
     def timestamps(self, name: str) -> NDArray[np.float64]:
-        """The timestamps of a feature, float64 ``[T]``, in seconds. Raises ``KeyError``: no such feature.
+        """The timestamps of a feature, float64 ``[T]``, in seconds. Raises as :meth:`read`.
 
         >>> import tempfile
         >>> from engram import record_robot
@@ -259,12 +276,14 @@ class RobotEpisode:
         """
         path, stream = self.video(name), self._recorder.stream_of(name)
         if path is None:
-            return stream.read(stream.of_episode(self.number), _TIMESTAMP, self.number).astype(np.float64)
+            return stream.read(self._rows(stream), _TIMESTAMP, self.number).astype(np.float64)
         times: NDArray[np.float64] = np.load(path.with_suffix(".npy"))
         return times
 
     def read(self, name: str) -> Array:
-        """A feature, ``[T, *shape]``; frames from the video, if there is one. Raises ``KeyError``: no such feature.
+        """A feature, ``[T, *shape]``; frames from the video, if there is one.
+
+        Raises ``KeyError``: no such feature. ``RuntimeError``: some of its rows were lost.
 
         >>> import tempfile
         >>> from engram import record_robot
@@ -278,10 +297,10 @@ class RobotEpisode:
         stream = self._recorder.stream_of(name)
         if self.video(name):
             return np.stack([*self.frames(name)])
-        return stream.read(stream.of_episode(self.number), name, self.number)
+        return stream.read(self._rows(stream), name, self.number)
 
     def frames(self, name: str) -> Iterator[NDArray[np.uint8]]:
-        """The frames of a camera one by one, uint8 ``[H, W, 3]``, in constant memory. Raises ``KeyError``: no such camera.
+        """The frames of a camera one by one, uint8 ``[H, W, 3]``, in constant memory. Raises as :meth:`read`.
 
         >>> import tempfile
         >>> import numpy as np
@@ -295,10 +314,13 @@ class RobotEpisode:
         """
         path, stream = self.video(name), self._recorder.stream_of(name)
         if path is None:
-            return stream.frames(stream.of_episode(self.number), self.number)
+            return stream.frames(self._rows(stream), self.number)
         from engram.env import video
 
         return video.decode(path)
+
+    def _rows(self, stream: Stream) -> Tensor:
+        return stream.of_episode(self.number, self._lengths[stream])
 
     def video(self, name: str) -> Path | None:
         """The verified video of a camera; None: there is none. Raises ``KeyError``: no such feature.
@@ -338,12 +360,13 @@ class RobotRecorder:
         self.streams = [Stream(directory, spec) for spec in specs]
         """One per camera, and one per rate of the other features."""
         self._of = {name: stream for stream in self.streams for name in stream.spec.features}
-        self._ended = Stream(directory, _ENDED)
+        self._ended = _ended(directory, specs)
         self._encode, self._tolerance = encode, tolerance
         self._lock = RLock()
         self._encoder: subprocess.Popen[bytes] | None = None
         #: How many encoders have ended in a row without a video.
         self._silent = 0
+        #: Cameras and episodes without a video, and how many rows were before theirs.
         self._waiting: dict[tuple[str, int], int] = {}
         self.kept: dict[int, str] = {}
         """Episodes that have no verified video, and why: their frames stay as they are."""
@@ -360,20 +383,20 @@ class RobotRecorder:
         ...     recorder.episode
         0
         """
-        for left in (self.directory / _VIDEOS).glob("*.part"):  # of an encoder that died
+        for left in (self.directory / _VIDEOS).glob("*.[pk]??t"):  # .part of dead encoders, .kept: what is tried again
             left.unlink(missing_ok=True)
-        ended = self._ended.rows()[1]
-        self.episode = int(ended[-1]) + 1 if len(ended) else 0
-        counts = {stream: torch.unique_consecutive(stream.rows()[1], return_counts=True) for stream in self.streams}
-        newest = max((int(numbers[-1]) for numbers, _ in counts.values() if len(numbers)), default=-1)
-        if newest >= self.episode:  # the process ended within it
-            self._end(newest, complete=False)
-        for stream, (numbers, lengths) in counts.items():
-            stream.held = int(lengths.sum())
-            if stream.spec.is_video:
-                self._waiting |= {
-                    (stream.spec.name, number): n for number, n in zip(numbers.tolist(), lengths.tolist(), strict=True)
-                }
+        self.episode = max(self._ended.rows()[1].tolist(), default=-1) + 1
+        numbers: dict[Stream, list[int]] = {}
+        for stream in self.streams:
+            _, episodes, places = stream.rows()
+            stream.written, numbers[stream] = stream.storage.extent().filled[0], episodes.tolist()
+            for number, place in zip(numbers[stream], places.tolist(), strict=True):
+                if stream.spec.is_video:
+                    self._waiting.setdefault((stream.spec.name, number), place)
+        for torn in sorted({number for each in numbers.values() for number in each if number >= self.episode}):
+            for stream in self.streams:  # the process ended within it
+                stream.open = numbers[stream].count(torn)
+            self._end(torn, complete=False)
         self._free()
         self._ask()
 
@@ -439,7 +462,7 @@ class RobotRecorder:
         if stream.held >= spec.rows:
             self._free()
         if stream.held >= spec.rows:
-            more = f"{count(self.waiting, 'episode')} wait for videos; room_s=…" if spec.is_video else "hours=…"
+            more = f"{count(self.waiting, 'episode')} have no videos; room_s=…" if spec.is_video else "hours=…"
             raise RateLimited(
                 f"add: {[*row]}: expected place for a row, but all {spec.rows} are taken: {more} makes more in a new directory."
             )
@@ -463,14 +486,15 @@ class RobotRecorder:
                 )
             number = self.episode
             cameras = [stream for stream in self.streams if stream.spec.is_video and stream.open]
-            self._waiting |= {(stream.spec.name, number): stream.open for stream in cameras}
+            self._waiting |= {(stream.spec.name, number): stream.written - stream.open for stream in cameras}
             self._end(number, complete=True)
             self._free()
             self._ask()
             return number
 
     def _end(self, episode: int, *, complete: bool) -> None:
-        self._ended.write(episode, time.time(), {"complete": np.array(complete)})
+        lengths = np.array([stream.open for stream in self.streams])
+        self._ended.write(episode, time.time(), {"complete": np.array(complete), "lengths": lengths})
         self.episode = episode + 1
         for stream in self.streams:
             stream.last, stream.open = -np.inf, 0
@@ -488,9 +512,9 @@ class RobotRecorder:
         ...     [(one.number, one.read("state").tolist(), one.timestamps("state").tolist()) for one in recorder.episodes()]
         [(0, [1.5], [0.25])]
         """
-        for row, number in zip(*self._ended.rows(), strict=True):
-            complete = self._ended.read(row[None], "complete", int(number))
-            yield RobotEpisode(self, int(number), complete=bool(complete[0]))
+        for row, number in zip(*self._ended.rows()[:2], strict=True):
+            complete, lengths = (self._ended.read(row[None], name, int(number))[0] for name in ("complete", "lengths"))
+            yield RobotEpisode(self, int(number), complete=bool(complete), lengths=lengths.tolist())
 
     # ---- videos ----------------------------------------------------------------------------------------------------------
 
@@ -500,24 +524,25 @@ class RobotRecorder:
             return
         self._silent += 1
         if self._silent > _MOST_SILENT:
-            self.kept |= {
-                episode: "the encoder ends without a video. Its errors are above" for _, episode in self._waiting
-            }
+            why = "the encoder ends without a video. Its errors are above"
+            self.kept = {episode: why for _, episode in self._waiting} | self.kept
             return
         command = [sys.executable, "-m", __name__, str(self.directory), str(self._tolerance)]
         self._encoder = subprocess.Popen(command)  # noqa: S603 - ourselves
 
     def _free(self) -> None:
-        """Free the rows of frames whose videos are there."""
+        """Free the rows of frames whose videos are there, as far as none is older that must stay."""
         with self._lock:
-            for (camera, episode), n in [*self._waiting.items()]:
+            for camera, episode in [*self._waiting]:
                 path = _video(self.directory, camera, episode)
                 if path.exists():
-                    self._of[camera].held -= n
                     self._silent = 0
                     del self._waiting[camera, episode]
-                elif path.with_suffix(".kept").exists():
-                    self.kept[episode] = path.with_suffix(".kept").read_text()
+                elif episode not in self.kept and path.with_suffix(".kept").exists():
+                    self._silent, self.kept[episode] = 0, path.with_suffix(".kept").read_text()
+            for stream in [stream for stream in self.streams if stream.spec.is_video]:
+                places = [place for (camera, _), place in self._waiting.items() if camera == stream.spec.name]
+                stream.needed = min(places, default=stream.written - stream.open)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until every closed episode has its videos, or could not have them. False: not within ``timeout`` seconds.
@@ -530,10 +555,10 @@ class RobotRecorder:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while self._encode and self.waiting and not {episode for _, episode in self._waiting} <= self.kept.keys():
-            if deadline is not None and time.monotonic() > deadline:
-                return False
             with self._lock:
                 self._ask()
+            if deadline is not None and time.monotonic() > deadline:
+                return False
             time.sleep(_LOOK_S)
         return True
 
@@ -561,45 +586,57 @@ class RobotRecorder:
         self.close()
 
 
-def _make_video(directory: Path, stream: Stream, episode: int, tolerance: float) -> None:
+def _make_video(target: Path, camera: Stream, episode: int, length: int, tolerance: float, died: int) -> None:
     """A video of an episode, which is decoded and compared with the frames before it gets its name.
 
-    If it differs by more than the tolerance, a file says so in its place. Raises ``OSError``, ``RuntimeError``.
+    Raises ``RuntimeError``: it differs by more than the tolerance, rows were lost, or it was the end of several encoders; and whatever
+    encoding raises.
     """
     from engram.env import video
 
-    target, rows = _video(directory, stream.spec.name, episode), stream.of_episode(episode)
-    if not len(rows) or target.exists() or target.with_suffix(".kept").exists():
+    if target.exists() or target.with_suffix(".kept").exists():
         return
-    part = target.with_suffix(f".{os.getpid()}.part")
-    video.encode(stream.frames(rows, episode), part, stream.spec.fps)
-    differs = video.difference(stream.frames(rows, episode), part)
-    if differs > tolerance:
-        part.unlink()
-        why = f"{stream.spec.name}: expected frames within {tolerance:g} levels of those recorded, got {differs:.1f}."
-        files.write_atomically(target.with_suffix(".kept"), why.encode())
-        return
-    times = io.BytesIO()
-    np.save(times, stream.read(rows, _TIMESTAMP, episode))
-    files.write_atomically(target.with_suffix(".npy"), times.getvalue())  # before the video is there
-    with part.open("rb") as written:
-        os.fsync(written.fileno())
-    part.rename(target)
+    if died >= _MOST_DEATHS:
+        raise RuntimeError(f"{died} encoders have died of it.")
+    rows, part = camera.of_episode(episode, length), target.with_suffix(f".{os.getpid()}.part")
+    part.touch()  # stays if this is the end of the encoder
+    try:
+        video.encode(camera.frames(rows, episode), part, camera.spec.fps)
+        if (differs := video.difference(camera.frames(rows, episode), part)) > tolerance:
+            raise RuntimeError(f"expected frames within {tolerance:g} levels of those recorded, got {differs:.1f}.")
+        times = io.BytesIO()
+        np.save(times, camera.read(rows, _TIMESTAMP, episode))
+        files.write_atomically(target.with_suffix(".npy"), times.getvalue())  # before the video is there
+        with part.open("rb") as written:
+            os.fsync(written.fileno())
+        part.rename(target)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _main(directory: str, tolerance: str) -> None:
-    """The encoder: it makes videos of episodes that have ended, as long as the process that has started it lives."""
+    """The encoder: it makes videos of episodes that have ended, as long as the process that has started it lives.
+
+    One that was the end of others comes last. If there can be none of an episode, a file says why.
+    """
     os.nice(10)
-    path, parent, done = Path(directory), os.getppid(), 0
-    cameras = [
-        Stream(path, spec) for spec in _described(**json.loads((path / _SETTINGS).read_bytes())) if spec.is_video
-    ]
-    ended = Stream(path, _ENDED)
+    path, parent, seen = Path(directory), os.getppid(), 0
+    specs = _described(**json.loads((path / _SETTINGS).read_bytes()))
+    cameras = [(at, Stream(path, spec)) for at, spec in enumerate(specs) if spec.is_video]
+    ended, died = _ended(path, specs), Counter(one.with_suffix("").stem for one in (path / _VIDEOS).glob("*.part"))
     while os.getppid() == parent:
-        for episode in ended.rows()[1].tolist()[done:]:
-            for camera in cameras:
-                _make_video(path, camera, episode, float(tolerance))
-            done += 1
+        rows, episodes, _ = ended.rows()
+        todo = list[tuple[Path, Stream, int, int]]()
+        lengths = ended.read(rows[seen:], "lengths", episodes[seen:])
+        for episode, each in zip(episodes[seen:].tolist(), lengths.tolist(), strict=True):
+            todo += [(_video(path, one.spec.name, episode), one, episode, each[at]) for at, one in cameras if each[at]]
+        for target, camera, episode, length in sorted(todo, key=lambda one: died[one[0].stem]):
+            try:
+                _make_video(target, camera, episode, length, float(tolerance), died[target.stem])
+            except Exception as error:  # noqa: BLE001 - whatever it is, the others go on
+                if os.getppid() == parent and not isinstance(error, FileNotFoundError):  # else another one is at it
+                    files.write_atomically(target.with_suffix(".kept"), f"{camera.spec.name}: {error}".encode())
+        seen = len(rows)
         time.sleep(_LOOK_S)
 
 
