@@ -168,7 +168,7 @@ for count in range(1, 10_000_000):
 def test_two_trainings_of_one_directory(tmp_path):
     program = fresh.start(DYING, folder=str(tmp_path / "replay"), once=False)
     program.until("\n5\n")
-    with pytest.raises(StoreInUse, match="ReplayBuffer: scratch_dir: another process uses .*replay'. Wait until"):
+    with pytest.raises(StoreInUse, match="ReplayBuffer: scratch_dir: .*replay' is in use, by another process"):
         ReplayBuffer(400, BOX, DISCRETE, "cpu", 2, scratch_dir=tmp_path / "replay")
     program.kill()
     one = ReplayBuffer(400, BOX, DISCRETE, "cpu", 2, scratch_dir=tmp_path / "replay")

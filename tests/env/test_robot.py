@@ -7,7 +7,7 @@ import av
 import numpy as np
 import pytest
 
-from engram import CorruptStore, IncompatibleStore, RateLimited, record_robot
+from engram import CorruptStore, IncompatibleStore, RateLimited, StoreInUse, record_robot
 from engram.env import robot
 from tests import fresh
 from tests.waiting import until
@@ -363,6 +363,31 @@ def test_rows_that_cannot_be(values, timestamp, error, said, tmp_path):
         with pytest.raises(error, match=said):
             recorder.add(values, timestamp)
         assert [stream.held for stream in recorder.streams if stream.held] == [1]
+
+
+RECORDING = """
+    from engram import record_robot
+    recorder = record_robot(directory, {"state": {"dtype": "float32", "shape": ()}}, hours=0.01)
+    recorder.add({"state": 1.0}, timestamp=0)
+    print("recorded")
+    import time
+    while True:
+        time.sleep(1)
+"""
+
+
+def test_two_recorders_of_one_directory(tmp_path):
+    program = fresh.start(RECORDING, directory=str(tmp_path / "robot"))
+    program.until("recorded")
+    with pytest.raises(StoreInUse, match="record_robot: .*robot' is in use"):
+        record_robot(tmp_path / "robot")
+    program.kill()
+    with record_robot(tmp_path / "robot") as recorder:  # nothing was changed: the kill has cut the episode, nobody else
+        assert [(one.number, one.complete, one.read("state").tolist()) for one in recorder.episodes()] == [
+            (0, False, [1.0])
+        ]
+        with pytest.raises(StoreInUse, match="by another process or here"):
+            record_robot(tmp_path / "robot")
 
 
 def test_an_episode_without_rows(tmp_path):

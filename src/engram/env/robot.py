@@ -23,6 +23,7 @@ from engram.env.values import Leaf
 from engram.errors import CorruptStore, IncompatibleStore, RateLimited
 from engram.format import files
 from engram.storages import LazyMemmapStorage
+from engram.store.lifetime import Hold, Process
 from engram.types import WritePlan
 
 if TYPE_CHECKING:
@@ -68,8 +69,8 @@ def record_robot(
     the directory is opened again, an episode that was torn ends where it was cut, and is not :attr:`RobotEpisode.complete`.
 
     Raises:
-        TypeError, ValueError: features that cannot be. IncompatibleStore: the directory has other ones. FileNotFoundError: no features
-            were given, and the directory has none. OSError: no space.
+        TypeError, ValueError: features that cannot be. StoreInUse: another recorder has the directory open. OSError: no space.
+            IncompatibleStore: the directory has other features. FileNotFoundError: no features were given, and it has none.
         ModuleNotFoundError: videos are to be encoded, and PyAV is not installed; says how to install it.
 
     >>> import tempfile
@@ -357,6 +358,7 @@ class RobotRecorder:
     def __init__(self, directory: Path, specs: list[StreamSpec], tolerance: float, *, encode: bool) -> None:
         self.directory = directory
         (directory / _VIDEOS).mkdir(parents=True, exist_ok=True)
+        self._hold: Hold | None = Hold(directory / "robot.lock", "record_robot", directory)
         self.streams = [Stream(directory, spec) for spec in specs]
         """One per camera, and one per rate of the other features."""
         self._of = {name: stream for stream in self.streams for name in stream.spec.features}
@@ -527,7 +529,7 @@ class RobotRecorder:
             why = "the encoder ends without a video. Its errors are above"
             self.kept = {episode: why for _, episode in self._waiting} | self.kept
             return
-        command = [sys.executable, "-m", __name__, str(self.directory), str(self._tolerance)]
+        command = [sys.executable, "-m", __name__, str(self.directory), str(self._tolerance), *map(str, Process.this())]
         self._encoder = subprocess.Popen(command)  # noqa: S603 - ourselves
 
     def _free(self) -> None:
@@ -576,6 +578,7 @@ class RobotRecorder:
             self._encoder.wait()
         for stream in [*self.streams, self._ended]:
             stream.storage.close()
+        self._hold = None
         for episode, why in self.kept.items():
             warn(f"record_robot: episode {episode} keeps its frames: {why}")
 
@@ -614,17 +617,17 @@ def _make_video(target: Path, camera: Stream, episode: int, length: int, toleran
         part.unlink(missing_ok=True)
 
 
-def _main(directory: str, tolerance: str) -> None:
-    """The encoder: it makes videos of episodes that have ended, as long as the process that has started it lives.
+def _main(directory: str, tolerance: str, *recorder: str) -> None:
+    """The encoder: it makes videos of episodes that have ended, as long as the process lives that has started it.
 
     One that was the end of others comes last. If there can be none of an episode, a file says why.
     """
     os.nice(10)
-    path, parent, seen = Path(directory), os.getppid(), 0
+    path, started_by, seen = Path(directory), Process(*map(int, recorder)), 0
     specs = _described(**json.loads((path / _SETTINGS).read_bytes()))
     cameras = [(at, Stream(path, spec)) for at, spec in enumerate(specs) if spec.is_video]
     ended, died = _ended(path, specs), Counter(one.with_suffix("").stem for one in (path / _VIDEOS).glob("*.part"))
-    while os.getppid() == parent:
+    while started_by.runs():
         rows, episodes, _ = ended.rows()
         todo = list[tuple[Path, Stream, int, int]]()
         lengths = ended.read(rows[seen:], "lengths", episodes[seen:])
@@ -634,7 +637,7 @@ def _main(directory: str, tolerance: str) -> None:
             try:
                 _make_video(target, camera, episode, length, float(tolerance), died[target.stem])
             except Exception as error:  # noqa: BLE001 - whatever it is, the others go on
-                if os.getppid() == parent and not isinstance(error, FileNotFoundError):  # else another one is at it
+                if started_by.runs() and not isinstance(error, FileNotFoundError):  # else another one is at it
                     files.write_atomically(target.with_suffix(".kept"), f"{camera.spec.name}: {error}".encode())
         seen = len(rows)
         time.sleep(_LOOK_S)

@@ -115,9 +115,9 @@ def others_attached(participants: native.Participants, directory: Path) -> bool:
 
 
 class Hold:
-    """A lock of this process on a file, which is made if it is not there, for as long as the object is referred to.
+    """A lock on a file, which is made if it is not there, for as long as the object is referred to.
 
-    Raises ``StoreInUse``: another process has it. ``what``: what the message begins with; it is about ``path``.
+    Raises ``StoreInUse``: another process, or another object here, has it. ``what``: what the message begins with; it is about ``path``.
     """
 
     def __init__(self, file: Path, what: str, path: Path) -> None:
@@ -126,7 +126,7 @@ class Hold:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise StoreInUse(
-                f"{what}: another process uses {str(path)!r}. Wait until it has ended, or name another directory."
+                f"{what}: {str(path)!r} is in use, by another process or here. Wait until that ends, or name another directory."
             ) from None
 
 
