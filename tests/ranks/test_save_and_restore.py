@@ -151,9 +151,9 @@ def test_policies(tmp_path):
         assert cut == ({"episodes": 3, "steps": 11} if policy == "truncate" else {"episodes": 0, "steps": 0})
         holes = sum(lane.count(None) for _, rb in loaded for lane in layout(rb))
         assert holes == (3 if policy == "keep" else 0)
-    with pytest.raises(ValueError, match="incomplete: expected the keys open, headless, got 'closed'"):
+    with pytest.raises(ValueError, match="incomplete: expected 'open' or 'headless', got 'closed'"):
         done(job(1, lambda *args: load(*args, incomplete={"closed": "drop"}), tmp_path))
-    with pytest.raises(ValueError, match="'headless': expected one of drop, keep, got 'truncate'"):
+    with pytest.raises(ValueError, match="'headless': expected 'drop' or 'keep', got 'truncate'"):
         done(job(1, lambda *args: load(*args, incomplete={"headless": "truncate"}), tmp_path))
 
 
