@@ -147,7 +147,7 @@ class TestPositions:
     def test_where_a_writer_chooses(self):
         rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10), writer=TensorDictMaxValueWriter("a"))
         rb.extend(TensorDict({"a": torch.arange(5.0)}, [5]))
-        with pytest.raises(TypeError, match="TensorDictMaxValueWriter chooses"):
+        with pytest.raises(TypeError, match="not of a TensorDictMaxValueWriter"):
             rb.writer.positions_of([3])
 
     def test_without_a_buffer(self):

@@ -440,7 +440,7 @@ def test_a_folder_that_is_only_read_is_restored_from(tmp_path, monkeypatch, capl
 def test_of_step_and_name_one_is_given(tmp_path):
     saved = done(job(1, write_and_save, tmp_path))
     rb = buffer()
-    with pytest.raises(ValueError, match="restore: expected step or name, got step=5 and name='ckpt-"):
+    with pytest.raises(ValueError, match="restore: expected step or name, got step=5, name='ckpt-"):
         checkpointer(tmp_path, rb, None).restore(5, name=saved[0][0].name)
     assert len(rb) == 0
 

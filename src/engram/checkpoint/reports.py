@@ -336,7 +336,7 @@ class Wanted(NamedTuple):
         """Raise ``ValueError``: ``step`` beside another."""
         for argument, other in (("at_most", self.at_most), ("name", self.name)):
             if self.step is not None and other is not None:
-                raise ValueError(f"restore: expected step or {argument}, got {self.step} and {argument}={other!r}.")
+                raise ValueError(f"restore: expected step or {argument}, got step={self.step}, {argument}={other!r}.")
 
     @property
     def is_open(self) -> bool:
