@@ -80,7 +80,7 @@ def test_there_is_none_so_old(root):
 
 
 def test_a_step_and_another_one(root):
-    with pytest.raises(ValueError, match="expected step or at_most, got step=2 and at_most=4"):
+    with pytest.raises(ValueError, match="expected step or at_most, got step=2, at_most=4"):
         restore(root, step=2, at_most=4)
 
 
