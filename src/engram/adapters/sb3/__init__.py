@@ -13,10 +13,16 @@ except ModuleNotFoundError as error:
         "engram.adapters.sb3: Stable-Baselines3 is not installed: pip install 'engram-replay[sb3]'."
     ) from None
 
-from engram.adapters.sb3.algorithms import Prioritized, PrioritizedDQN, PrioritizedSAC, PrioritizedTD3
 from engram.adapters.sb3.buffers import ReplayBuffer
 from engram.adapters.sb3.hindsight import HerReplayBuffer
-from engram.adapters.sb3.prioritized import PrioritizedReplayBuffer, PrioritizedSamples
+from engram.adapters.sb3.prioritized import (
+    Prioritized,
+    PrioritizedDQN,
+    PrioritizedReplayBuffer,
+    PrioritizedSAC,
+    PrioritizedSamples,
+    PrioritizedTD3,
+)
 
 __all__ = [
     "HerReplayBuffer",

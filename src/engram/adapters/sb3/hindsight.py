@@ -13,8 +13,7 @@ from stable_baselines3.her.goal_selection_strategy import KEY_TO_GOAL_STRATEGY, 
 
 from engram._support.checks import check_count
 from engram._support.words import warn
-from engram.adapters.sb3.buffers import DONE, ReplayBuffer
-from engram.adapters.sb3.rows import Column
+from engram.adapters.sb3.buffers import DONE, Column, ReplayBuffer
 from engram.around import Hindsight
 
 if TYPE_CHECKING:
