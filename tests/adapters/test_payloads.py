@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import MemoryMappedTensor, TensorDict
 
-from engram.adapters.payloads import FORM, decode, encode
+from engram.adapters.keyed_values import FORM, decode, encode
 from engram.format.schema import DTYPES as DTYPES_STORED
 from engram.store.ragged_rows import Items
 

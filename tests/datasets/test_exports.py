@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engram import FinalObservations, LazyMemmapStorage, NextFromFollowing, RandomSampler, ReplayBuffer
-from engram.datasets import episodes as episodes_module
 from engram.datasets import (
     from_hdf5,
     from_minari,
@@ -24,7 +23,8 @@ from engram.datasets import (
     to_parquet,
     to_torchrl,
 )
-from engram.datasets.episodes import written_whole
+from engram.datasets import tables as episodes_module
+from engram.datasets.tables import written_whole
 from engram.errors import DatasetError
 from tests.datasets.episodes import flat, minari_dataset, minari_episodes, same, steps
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engram import FinalObservations, NextFromFollowing, ReplayBuffer, SliceSampler
-from engram.datasets import blocks as blocks_module
 from engram.datasets import from_hdf5, from_minari, from_numpy, from_parquet, from_sb3, from_torchrl, tables
+from engram.datasets import importing as blocks_module
 from engram.datasets.importing import import_source
 from engram.errors import ReadOnlyStore
 from tests.datasets.episodes import flat, minari_dataset, minari_episodes, numbers_and_returns, same, steps

@@ -12,7 +12,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from engram import CorruptStore, Ragged
 from engram.storages._ragged_intake import count_rows, row_in, rows_in, same_lengths
-from engram.storages._ragged_layouts import Batches, single, texts_of
+from engram.storages._ragged_structure import Batches, single, texts_of
 from engram.storages.ragged import Group, ItemField, RaggedLayout, checked_ragged, likely_length, ring_items
 from engram.store.ragged_rows import Items, sharing
 

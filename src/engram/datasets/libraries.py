@@ -12,10 +12,9 @@ from tensordict import TensorDict
 
 from engram._support.checks import check_path
 from engram._support.field_paths import public
-from engram.datasets import blocks as of
-from engram.datasets.blocks import Columns, DataSet, ImportArguments, flat_names, nested, required
-from engram.datasets.episodes import Stored, check_dtypes, stored, written_whole
-from engram.datasets.importing import import_source
+from engram.datasets import importing as of
+from engram.datasets.importing import Columns, DataSet, ImportArguments, flat_names, import_source, nested, required
+from engram.datasets.tables import Stored, check_dtypes, stored, written_whole
 from engram.errors import DatasetError
 from engram.store.memory import torch_dtype
 from engram.torchrl.dumps import read

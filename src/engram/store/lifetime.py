@@ -121,9 +121,9 @@ class Hold:
     """
 
     def __init__(self, file: Path, what: str, path: Path) -> None:
-        self._fd = files.Descriptor.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        self.fd = files.Descriptor.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise StoreInUse(
                 f"{what}: {str(path)!r} is in use, by another process or here. Wait until that ends, or name another directory."
