@@ -361,7 +361,7 @@ def test_infos_that_only_some_have():
         SyncVectorEnv([lambda: Masked(TaleEnv(0, [9])), lambda: TaleEnv(1, [9])]), info_keys={("next", "discount"): 0.0}
     )
     env.reset()
-    with pytest.raises(KeyError, match=r"expected it of every environment, got it of \[0\]"):
+    with pytest.raises(KeyError, match=r"expected it of all environments, got it of \[0\]"):
         env.step(np.array([1, 1]))
 
 

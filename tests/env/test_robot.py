@@ -420,7 +420,7 @@ def test_features_that_cannot_be(features, error, said, tmp_path):
 
 
 def test_directories_that_do_not_fit(tmp_path):
-    with pytest.raises(FileNotFoundError, match="expected features=…, or a directory that was recorded into"):
+    with pytest.raises(FileNotFoundError, match="expected features=… or a directory that was recorded into"):
         record_robot(tmp_path / "robot")
     record_robot(tmp_path / "robot", FEATURES, room_s=0.5, hours=0.01, encode=False).close()
     with pytest.raises(IncompatibleStore, match="has other features"):

@@ -15,7 +15,7 @@ ROOMS = {
     "cli": 1_757,
     "datasets": 862,
     "device": 1_040,
-    "env": 1_155,
+    "env": 1_147,
     "format": 1_099,
     "inspect": 1_141,
     "members": 1_814,

@@ -95,9 +95,7 @@ def record_robot(
     except (ValueError, TypeError) as error:
         raise CorruptStore(f"{str(path / _SETTINGS)!r}: expected what record_robot wrote, got {error}.") from error
     if features is None and known is None:
-        raise FileNotFoundError(
-            2, "record_robot: expected features=…, or a directory that was recorded into", str(path)
-        )
+        raise FileNotFoundError(2, "record_robot: expected features=… or a directory that was recorded into", str(path))
     if features is not None:
         given = {"features": features, "fps": fps, "room_s": room_s, "hours": hours}
         wanted, raw = _described(features, fps, room_s, hours), json.dumps(given).encode()
@@ -216,9 +214,7 @@ class Stream:
         which = [self._numbers[_EPISODE], self._numbers[name]]
         (episodes, found), gone = self.storage.store.read(rows.contiguous(), which=which)
         if gone or bool((episodes != episode).any()):
-            raise RuntimeError(
-                f"read: {name!r}: expected the rows of episode {episode}, but some made place for others."
-            )
+            raise RuntimeError(f"read: {name!r}: expected the rows of episode {episode}, but some were overwritten.")
         return found.numpy()
 
     def frames(self, rows: Tensor, episode: int) -> Iterator[NDArray[np.uint8]]:

@@ -207,9 +207,7 @@ class Leaf(NamedTuple):
         """A value as an array ``[*batch, *shape]``, which may share its memory. Raises ``TypeError``, ``ValueError``."""
         array = cast("Array", conformed(self.dtype, value, what, says))
         if array.shape != (*batch, *self.shape):
-            raise ValueError(
-                f"{what}: expected shape {[*batch, *self.shape]}, as {says} says, got {list(array.shape)}."
-            )
+            raise ValueError(f"{what}: expected shape {[*batch, *self.shape]}, as {says} says, got {[*array.shape]}.")
         return array
 
 
@@ -326,8 +324,6 @@ def _entry(infos: object, key: FieldPath, which: Mask | None, what: str) -> obje
             )
         has = infos.get(f"_{name}")
         if which is not None and has is not None and (which & ~as_array(has).astype(np.bool_)).any():
-            raise KeyError(
-                f"{what}: expected it of every environment, got it of {as_array(has).nonzero()[0].tolist()}."
-            )
+            raise KeyError(f"{what}: expected it of all environments, got it of {as_array(has).nonzero()[0].tolist()}.")
         infos = infos[name]
     return infos
