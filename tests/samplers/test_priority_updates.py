@@ -275,7 +275,7 @@ def test_another_number_of_priorities_than_of_rows_writes_nothing(storage):
     before = state()
     one_of_two = TensorDict({"a": torch.arange(2.0)}, [2])
     one_of_two._tensordict["p"] = torch.ones(3)
-    with pytest.raises(RuntimeError, match="one priority per row, 2, or one for all, got"):
+    with pytest.raises(RuntimeError, match="a priority per row, 2, or one for all, got"):
         rb.extend(one_of_two)
     assert state() == before
 
@@ -331,9 +331,9 @@ def test_priorities_are_counted_after_a_write_transform():
             return torch.cat([data, data]) if data["a"].max() > 0 else data[:0]
 
     rb, state = along(LazyTensorStorage(6), filled=0, transform=Doubled())
-    with pytest.raises(RuntimeError, match="one priority per row, 4, or one for all, got"):
+    with pytest.raises(RuntimeError, match="a priority per row, 4, or one for all, got"):
         rb.extend(steps(1.0, 2.0))
-    with pytest.raises(RuntimeError, match="one priority per row, 2, or one for all, got"):
+    with pytest.raises(RuntimeError, match="a priority per row, 2, or one for all, got"):
         rb.add(steps(1.0, 2.0)[1])
     assert state() is None
     assert len(rb.extend(steps(-1.0))) == 0  # held back: nobody looks at it
@@ -479,7 +479,7 @@ def test_one_priority_is_that_of_all_rows(storage, one):
     rb.update_priority(np.arange(2), one)
     rb.update_priority(index[:0], one)
     for other in (torch.ones(2), torch.ones(1, 1), torch.ones(0)):
-        with pytest.raises(RuntimeError, match="one priority per row, 6, or one for all, got"):
+        with pytest.raises(RuntimeError, match="a priority per row, 6, or one for all, got"):
             rb.update_priority(index, other)
     with pytest.raises(PriorityError):
         rb.update_priority(index, torch.tensor([-1.0]))

@@ -102,8 +102,8 @@ def test_views_release_the_memory():
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ((bytes(128), 17), r"views: expected 192 bytes for 17 rows at 0, got 128 in all"),
-        ((bytes(128), 8, {"at": 128}), r"expected 64 bytes for 8 rows at 128, got 128 in all"),
+        ((bytes(128), 17), r"views: expected 192 bytes for 17 rows at 0, got 128"),
+        ((bytes(128), 8, {"at": 128}), r"expected 64 bytes for 8 rows at 128, got 128"),
         ((bytes(128), -1), r"expected 0 to -1 rows, at 0 or behind it, got -1 rows at 0"),
         ((bytes(128), 3, {"rows": 2}), r"expected 0 to 2 rows"),
         ((bytes(128), 1, {"at": -64}), r"got 1 rows at -64"),

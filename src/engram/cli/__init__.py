@@ -350,6 +350,8 @@ def _by_options() -> Iterator[None]:
     try:
         yield
     except (PermissionError, ConnectionError) as error:
+        if isinstance(error, BrokenPipeError):  # of the output
+            raise
         text = re.sub(r"\b(token|tls_root|tls_cert|tls_key)=", lambda it: f"--{it[1].replace('_', '-')}", str(error))
         raise Refusal(text) from error
 

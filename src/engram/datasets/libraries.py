@@ -13,7 +13,6 @@ from tensordict import TensorDict
 from engram._support.checks import check_path
 from engram._support.field_paths import public
 from engram.datasets import importing as of
-from engram.datasets.importing import Columns, DataSet, ImportArguments, flat_names, import_source, nested, required
 from engram.datasets.tables import Stored, check_dtypes, stored, written_whole
 from engram.errors import DatasetError
 from engram.store.memory import torch_dtype
@@ -31,13 +30,13 @@ if TYPE_CHECKING:
 class _Episodes(of.Source):
     """The episodes of a data set of Minari's, by its own reader."""
 
-    def __init__(self, call: str, where: StrPath, dataset: MinariDataset, arguments: ImportArguments) -> None:
+    def __init__(self, call: str, where: StrPath, dataset: MinariDataset, arguments: of.ImportArguments) -> None:
         super().__init__(call, where)
         self._storage, self.rows, self.finals = dataset.storage, int(dataset.total_steps), int(dataset.total_episodes)
         self.files = sorted(path for path in Path(self._storage.data_path).rglob("*") if path.is_file())
         self.names = of.new_names(call, [*next(self._read(0), {})], arguments.get("rename"))
 
-    def _read(self, first: int) -> Iterator[Columns]:
+    def _read(self, first: int) -> Iterator[of.Columns]:
         found = iter(self._storage.get_episodes(range(first, self.finals)))
         for n in range(first, self.finals):
             try:
@@ -45,7 +44,7 @@ class _Episodes(of.Source):
             except (OSError, LookupError, ValueError, StopIteration) as error:
                 raise self.refuse(f"episode {n} of {self.finals} is missing or damaged ({error}).") from error
             kept = ("observations", "actions", "rewards", "terminations", "truncations")
-            columns = {path: np.asarray(leaf) for path, leaf in flat_names({name: episode[name] for name in kept})}
+            columns = {path: np.asarray(leaf) for path, leaf in of.flat_names({name: episode[name] for name in kept})}
             steps = len(columns["rewards",])
             for path, column in columns.items():
                 if len(column) != (expected := steps + (path[0] == "observations")):
@@ -53,7 +52,7 @@ class _Episodes(of.Source):
             yield columns
 
     def blocks(self, row: int, episode: int) -> Iterator[of.Block]:  # noqa: ARG002 - it is known by its number
-        gathered: list[Columns] = []
+        gathered: list[of.Columns] = []
         nbytes = 0
         for columns in self._read(episode):
             gathered.append(columns)
@@ -64,7 +63,7 @@ class _Episodes(of.Source):
         if gathered:
             yield self._block(gathered)
 
-    def _block(self, episodes: list[Columns]) -> of.Block:
+    def _block(self, episodes: list[of.Columns]) -> of.Block:
         kept = {old: new for old, new in self.names.items() if new is not None}
         lengths = np.array([len(episode["rewards",]) for episode in episodes])
         seen = {old: new for old, new in kept.items() if old[0] == "observations"}
@@ -74,8 +73,8 @@ class _Episodes(of.Source):
 
 
 def from_minari(
-    source: StrPath, directory: StrPath, *, download: bool = False, **more: Unpack[ImportArguments]
-) -> DataSet:
+    source: StrPath, directory: StrPath, *, download: bool = False, **more: Unpack[of.ImportArguments]
+) -> of.DataSet:
     """Write a data set of Minari's to a store in a directory, and open it read-only.
 
     Of the T + 1 observations of an episode, T are in its rows, and the last one is in the folder ``finals`` of the directory: a
@@ -99,7 +98,7 @@ def from_minari(
     FileNotFoundError: [Errno 2] from_minari: expected the folder of a data set, or the name of one on this machine...
     """
     call = "from_minari"
-    minari = required("minari", "minari", call)
+    minari = of.required("minari", "minari", call)
     folder = next((path for path in (Path(source), Path(source) / "data") if (path / "metadata.json").is_file()), None)
     try:
         dataset = minari.MinariDataset(folder) if folder else minari.load_dataset(str(source), download=download)
@@ -111,7 +110,7 @@ def from_minari(
     except (OSError, ValueError, LookupError, TypeError, AssertionError) as error:
         text = f"{call}: {source}: expected a data set that Minari {minari.__version__} reads, and a hub within reach for downloads"
         raise DatasetError(f"{text} ({type(error).__name__}: {error}).") from error
-    return import_source(_Episodes(call, folder or str(source), dataset, more), directory, more)
+    return of.import_source(_Episodes(call, folder or str(source), dataset, more), directory, more)
 
 
 def to_minari(
@@ -146,9 +145,9 @@ def to_minari(
     2
     """
     call = "to_minari"
-    minari, name = required("minari", "minari", call), Path(path).name if dataset_id is None else dataset_id
-    required("minari.dataset.minari_dataset", "minari", call).parse_dataset_id(name)
-    storage = required("minari.dataset.minari_storage", "minari", call).MinariStorage
+    minari, name = of.required("minari", "minari", call), Path(path).name if dataset_id is None else dataset_id
+    of.required("minari.dataset.minari_dataset", "minari", call).parse_dataset_id(name)
+    storage = of.required("minari.dataset.minari_storage", "minari", call).MinariStorage
     with stored(directory, call) as store, written_whole(path, call) as partial:
         if lacking := {"observation", "action"} - {key[0] for key in store.names}:
             raise store.refuse(f"expected the fields {sorted(lacking)}, got {[*map(public, store.names)]}.")
@@ -180,13 +179,13 @@ def _episodes_of(store: Stored, final: str) -> Iterator[dict[str, object]]:
             yield {"observations": _entries(seen), "actions": _entries(done), **steps}
 
 
-def _entries(columns: Columns) -> of.Array | dict[str, object]:
-    return columns[()] if () in columns else nested(columns)
+def _entries(columns: of.Columns) -> of.Array | dict[str, object]:
+    return columns[()] if () in columns else of.nested(columns)
 
 
 def _space(column: object) -> object:
     """Boxes without bounds, of the shapes of columns."""
-    spaces = required("gymnasium.spaces", "gym", "to_minari")
+    spaces = of.required("gymnasium.spaces", "gym", "to_minari")
     if isinstance(column, dict):
         return spaces.Dict({key: _space(part) for key, part in column.items()})
     assert isinstance(column, np.ndarray)
@@ -204,7 +203,7 @@ class _Dump(of.Table):
 
     sorted = False
 
-    def __init__(self, call: str, path: Path, arguments: ImportArguments) -> None:
+    def __init__(self, call: str, path: Path, arguments: of.ImportArguments) -> None:
         super().__init__(call, path)
         dump = read(path)
         if not isinstance(dump, TorchRLDump):
@@ -217,7 +216,7 @@ class _Dump(of.Table):
         self._piece = max(1, of.BLOCK_BYTES // max(1, sum(field.row_bytes for field, _ in self._fields)))
         self._oldest = dump.position % dump.length if dump.length == dump.capacity else 0
 
-    def pieces(self, row: int) -> Iterator[Columns]:
+    def pieces(self, row: int) -> Iterator[of.Columns]:
         while row < self.rows:
             first = (self._oldest + row) % self.rows
             n, piece = min(self._piece, self.rows - row, self.rows - first), {}
@@ -229,7 +228,7 @@ class _Dump(of.Table):
             row += n
 
 
-def from_torchrl(path: StrPath, directory: StrPath, **more: Unpack[ImportArguments]) -> DataSet:
+def from_torchrl(path: StrPath, directory: StrPath, **more: Unpack[of.ImportArguments]) -> of.DataSet:
     """Write the rows of a folder that TorchRL's ``ReplayBuffer.dumps`` wrote to a store in a directory, and open it read-only.
 
     Fields keep their names. ``ReplayBuffer.loads`` also takes such folders, into a buffer that is written to; an import is for data sets,
@@ -252,7 +251,7 @@ def from_torchrl(path: StrPath, directory: StrPath, **more: Unpack[ImportArgumen
     >>> from_torchrl(folder + "/dump", folder + "/again")["next", "observation"].tolist()
     [1.0, 2.0, 3.0, 3.0]
     """
-    return import_source(_Dump("from_torchrl", check_path("from_torchrl: path", path), more), directory, more)
+    return of.import_source(_Dump("from_torchrl", check_path("from_torchrl: path", path), more), directory, more)
 
 
 def to_torchrl(directory: StrPath, path: StrPath, *, final: str = "refuse") -> None:
@@ -286,7 +285,7 @@ def to_torchrl(directory: StrPath, path: StrPath, *, final: str = "refuse") -> N
             ends = [columns[flag].reshape(n) != 0 for flag in (of.TERMINATED, of.TRUNCATED) if flag in columns]
             columns.setdefault(of.DONE, np.any(ends, axis=0) if ends else np.zeros(n, bool))
             columns |= {key: columns[key].reshape(n, -1) for key in (of.REWARD, *of.FLAGS) if key in columns}
-            data = TensorDict(nested({key: torch.from_numpy(column) for key, column in columns.items()}), [n])
+            data = TensorDict(of.nested({key: torch.from_numpy(column) for key, column in columns.items()}), [n])
             if rows is None:
                 rows = data[:1].expand(store.rows).memmap_like(partial / "storage")
             rows[at : at + n] = data
