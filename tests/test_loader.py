@@ -259,7 +259,7 @@ def test_without_a_thread_nothing_is_drawn_before_it_is_asked_for(streams):
 def test_ways(streams, monkeypatch):
     for transport in (None, "block"):
         assert DeviceLoader(filled(), "cuda", transport=transport).transport == "block"
-    with pytest.raises(ValueError, match="transport: expected 'direct', 'resident', 'block' or None, got 'magic'"):
+    with pytest.raises(ValueError, match="transport: expected None, 'block', 'direct' or 'resident', got 'magic'"):
         DeviceLoader(filled(), "cuda", transport="magic")
     monkeypatch.undo()
     assert DeviceLoader(filled(), "cpu").transport == DeviceLoader(filled(), "meta").transport == "none"

@@ -129,7 +129,7 @@ from_hdf5(source, directory)
     program = fresh.start(code, source=str(sources["hdf5"]), directory=str(tmp_path / "data")).until("writing")
     from engram.datasets import from_hdf5
 
-    with pytest.raises(StoreInUse, match="another process imports"):
+    with pytest.raises(StoreInUse, match="is in use, by another process"):
         from_hdf5(sources["hdf5"], tmp_path / "data")
     program.kill()
     assert len(from_hdf5(sources["hdf5"], tmp_path / "data")) == sum(LENGTHS)

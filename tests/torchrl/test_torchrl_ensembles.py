@@ -224,7 +224,7 @@ def test_one_buffer_and_several(dump, golden):
         ReplayBuffer(storage=LazyTensorStorage(5)).loads(dump)
     with pytest.raises(IncompatibleCheckpoint, match=r"got those of one buffer.*ensemble\[i\].loads"):
         ensemble().loads(golden / "tensors")
-    with pytest.raises(IncompatibleCheckpoint, match="expected an ensemble of 2 members, as here, got one of 3"):
+    with pytest.raises(IncompatibleCheckpoint, match="expected 2 members, as here, got an ensemble of 3"):
         ensemble(*members()[:2]).loads(dump)
     with pytest.raises(IncompatibleCheckpoint, match="cannot be converted"):
         ensemble().loads(dump, convert=True)

@@ -313,7 +313,7 @@ def test_damaged_files_are_refused(tmp_path, kind, change):
 def test_a_folder_without_a_layout(tmp_path):
     (tmp_path / "empty").mkdir()
     for one in (FlatStorageCheckpointer(), TensorStorageCheckpointer()):
-        with pytest.raises(IncompatibleCheckpoint, match="expected a storage"):
+        with pytest.raises(IncompatibleCheckpoint, match="expected one saved flat or nested, found none"):
             one.loads(LazyTensorStorage(10), tmp_path / "empty")
 
 
