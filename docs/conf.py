@@ -114,8 +114,8 @@ def entry(name: str) -> str:
 
 
 def has_a_page(name: str) -> bool:
-    """Whether a public name is a class with a page of its own. Errors are short: they stand on one page."""
-    value = getattr(engram, name)
+    """Whether a name is that of a public class, which has a page of its own. Errors are short: they stand on one page."""
+    value = getattr(engram, name, None)
     return inspect.isclass(value) and not issubclass(value, BaseException)
 
 

@@ -44,7 +44,7 @@ class HerReplayBuffer(ReplayBuffer, sb3.HerReplayBuffer):  # type: ignore[misc] 
         n_sampled_goal: goals in hindsight for each stored one.
         goal_selection_strategy: ``"future"`` (of this or a later step), ``"final"`` or ``"episode"``.
         copy_info_dict: keep the infos of steps for ``compute_reward``. They are Python objects, which no directory holds.
-        device, n_envs, …, **store: of :class:`ReplayBuffer`, without ``n_steps`` and ``optimize_memory_usage``.
+        device, n_envs, …, store: of :class:`ReplayBuffer`, without ``n_steps`` and ``optimize_memory_usage``.
 
     Raises: as :class:`ReplayBuffer`, and ValueError: another strategy; ``copy_info_dict`` with ``scratch_dir``; ``n_steps`` or
         ``optimize_memory_usage``. TypeError: observations without goals.

@@ -58,7 +58,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         beta: exponent of weights, between 0, no correction, and 1.
         eps: added to each priority.
         normalize: divide weights by the largest one of the ``"batch"``, or of the ``"store"``.
-        buffer_size, observation_space, …, **store: of :class:`ReplayBuffer`.
+        buffer_size, observation_space, …, store: of :class:`ReplayBuffer`.
 
     Raises: as :class:`ReplayBuffer` and ``engram.PrioritizedSampler``.
 
@@ -145,7 +145,7 @@ class Prioritized(OffPolicyAlgorithm):
     largest error counts. Losses of the actor are not weighted.
 
     Args:
-        *args, **kwargs: of the algorithm. ``replay_buffer_class`` is :class:`PrioritizedReplayBuffer`, or a subclass of it;
+        args, kwargs: of the algorithm. ``replay_buffer_class`` is :class:`PrioritizedReplayBuffer`, or a subclass of it;
             ``replay_buffer_kwargs={"alpha": …, "beta": …}`` are of it. ``n_steps`` and ``gamma`` reach it.
         final_beta: what ``beta`` has become, linearly, when training ends. Default: it stays.
 
