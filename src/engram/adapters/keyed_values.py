@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
-    from torch import Tensor
 
     from engram.store.keys import StoredKeys
     from engram.store.ragged import RaggedStore

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, cast
 
 import msgspec
 import numpy as np
@@ -35,11 +35,6 @@ from engram.samplers import RandomSampler
 from engram.storages import LazyMemmapStorage
 from engram.store.lifetime import Hold
 from engram.types import StrPath
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
 
 Array: TypeAlias = NDArray[Any]
 Columns: TypeAlias = dict[FieldPath, Array]

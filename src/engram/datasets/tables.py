@@ -40,9 +40,6 @@ from engram.saved import disk
 from engram.types import StrPath
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     import pyarrow as pa
     import pyarrow.parquet as pq
 

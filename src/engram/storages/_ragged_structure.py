@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from tensordict import TensorDict
-    from torch import Tensor
 
-    from engram.storages.ragged import ItemField, Path, RaggedLayout, RaggedOptions
+    from engram.storages.ragged import Path, RaggedLayout, RaggedOptions
 
 
 class Packed(NamedTuple):

@@ -17,7 +17,6 @@ from engram.samplers import PrioritizedSampler
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    import torch
     from gymnasium import spaces
     from stable_baselines3.common.vec_env import VecNormalize
     from torch import Tensor
