@@ -328,7 +328,7 @@ void Control::empty(bool keep_write_count) const {
 // one word, so that a process that finishes it repeats nothing: a lane that began again has rows of others by then.
 void Control::empty(std::uint64_t t, Claim& claim, bool begun) const {
   const auto step = [] { std::atomic_signal_fence(std::memory_order_seq_cst); };  // a killed process leaves them in this order
-  const std::uint64_t n = copied(claim.n), steps = static_cast<std::uint64_t>(kEmptying) - static_cast<std::uint64_t>(copied(claim.lane));
+  const std::uint64_t n = claim.n.load(), steps = static_cast<std::uint64_t>(kEmptying) - static_cast<std::uint64_t>(claim.lane.load());
   const std::uint64_t first = std::min(steps / 2, geometry_.lanes);
   // Before a lane is empty: what is written to an empty store counts.
   if (steps == 0) Limits(*this).restart(0);
@@ -587,9 +587,10 @@ Claim* ClaimGuard::free_claim() const {
 }
 
 void ClaimGuard::note([[maybe_unused]] std::uint64_t t0, std::uint64_t n, std::int64_t lane, std::uint64_t p0) {
-  claim_->n = n;
-  claim_->lane = lane;
-  claim_->p0 = p0;
+  // Released: who reads one of these beside another's t0 sees what the claim that had the slot before has done.
+  claim_->n.store(n, std::memory_order_release);
+  claim_->lane.store(lane, std::memory_order_release);
+  claim_->p0.store(p0, std::memory_order_release);
 #ifndef ENGRAM_WITHOUT_CLAIM  // the tests of death must fail then: make negative-controls
   claim_->t0.store(t0, std::memory_order_release);
 #endif

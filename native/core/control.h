@@ -148,9 +148,9 @@ constexpr std::uint64_t kCurvePoints = 128;
 /// What a writer is about to write, noted before its first row is marked. t0 = 0: free.
 struct Claim {
   Word t0;
-  std::uint64_t n;
-  std::int64_t lane;  // -1: scattered rows; kEmptying or less
-  std::uint64_t p0;
+  Word n;
+  std::atomic<std::int64_t> lane;  // -1: scattered rows; kEmptying or less
+  Word p0;
 };
 
 /// A claim's lane while all rows are being forgotten that are older than number t0. kEmptying - 2 i: lanes below i begin again;

@@ -70,8 +70,8 @@ bool Store::is_under_way(std::uint64_t lane, std::uint64_t from, std::uint64_t t
     for (const Claim& claim : control_.participant(i).claims) {
       const std::uint64_t t0 = claim.t0.load(std::memory_order_acquire);
       if (t0 == 0 || &claim == &own) continue;
-      const std::int64_t of = copied(claim.lane);
-      const std::uint64_t p0 = copied(claim.p0), n = copied(claim.n);
+      const std::int64_t of = claim.lane.load(std::memory_order_acquire);
+      const std::uint64_t p0 = claim.p0.load(std::memory_order_acquire), n = claim.n.load(std::memory_order_acquire);
       if (t0 == kNoted || of == -1 || (static_cast<std::uint64_t>(of) == lane && p0 < to && from < p0 + n)) return true;
     }
   }

@@ -83,7 +83,7 @@ void Store::void_gaps() const {
 
 // The claim goes last, so that a death in here is repaired again. Returns how many rows became void.
 std::uint64_t Store::repair(Claim& claim) const {
-  const std::int64_t lane = copied(claim.lane);
+  const std::int64_t lane = claim.lane.load(std::memory_order_acquire);
   if (lane <= kEmptying) {
     control_.empty(claim.t0.load(std::memory_order_acquire), claim, true);  // this very one: what was written since to lanes that are empty is not his to forget
     fence(std::memory_order_seq_cst);
@@ -91,7 +91,7 @@ std::uint64_t Store::repair(Claim& claim) const {
     return 0;
   }
   const std::uint64_t t0 = claim.t0.load(std::memory_order_acquire), length = control_.lane_length();
-  const std::uint64_t n = copied(claim.n), p0 = copied(claim.p0);
+  const std::uint64_t n = claim.n.load(std::memory_order_acquire), p0 = claim.p0.load(std::memory_order_acquire);
   const bool ring = lane >= 0 && static_cast<std::uint64_t>(lane) < control_.lanes();
   std::vector<std::int64_t> rows;     // that the claim names, and the numbers they would have
   std::vector<std::uint64_t> numbers;
