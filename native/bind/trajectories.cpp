@@ -664,6 +664,24 @@ void bind_trajectories(nb::module_& m) {
            "The whole windows around n rows, which must have those tickets (None: any): (int64 rows, tickets, -1 where a window moved, which "
            "steps are real; unless `learned` is 0 also numbers of windows, of steps, anchors, which steps are the `learned` ones after the "
            "burn-in; if numbered the anchors' tickets), the columns of a layout, the windows that moved before, the number of real steps.");
+  table.def(
+      "nearest",
+      [](Trajectories& self, const Store& store, std::uint64_t field, std::uint8_t code, std::uint8_t bits, Numbers rows,
+         Column<const double> deltas, Column<std::int64_t> out, Column<std::int64_t> numbers, Column<double> after, Column<bool> is_last) {
+        constexpr std::size_t kMost = std::size_t{1} << 40;
+        check(rows.size < kMost && deltas.size < kMost / std::max<std::size_t>(rows.size, 1), "a batch of more rows than there is memory");
+        const std::size_t all = rows.size * deltas.size;
+        const Moments found{out.of(all), numbers.of(all), after.of(all), is_last.of(all)};
+        const nb::gil_scoped_release running;
+        store.find_fields();
+        check(field < store.all().size(), "a field of the store");
+        const std::vector<double> own(deltas.data, deltas.data + deltas.size);
+        return self.nearest(store.field(field), code, bits, rows.data, rows.size, own, found);
+      },
+      "store"_a, "field"_a, "code"_a, "bits"_a, "rows"_a, "deltas"_a, "out"_a, "numbers"_a, "after"_a, "is_last"_a,
+      "The steps nearest to the times of n rows plus each delta, float64 [T], by a field with the timestamps and the dtype that DLPack names "
+      "so: fills int64 [n, T] rows and tickets (-1 where one is being written), float64 [n, T] times less that of the row, and bool [n, T] "
+      "whether nothing lies beyond. Returns -1, or a row whose timestamp is not finite.");
   bind_census(table);
   bind_fragments(m);
 }

@@ -115,6 +115,15 @@ struct Surroundings {
   std::vector<std::int64_t> numbers;  // of their tickets; -1 where one of them was just being written
 };
 
+/// Steps that are nearest to times before and after n rows: memory for as many entries as rows times deltas, those of a row one behind
+/// the other.
+struct Moments {
+  std::int64_t* rows;
+  std::int64_t* numbers;  // of their tickets; -1: the step is being written, or the row's trajectory is not known
+  double* after;          // their times less that of the row
+  bool* is_last;          // whether the trajectory has no step beyond it, on the side where the time that is meant lies
+};
+
 /// Which step of its trajectory is the goal of a row: this one or a later one, the last one, any; or any step there is.
 enum class Goal { future, final, episode, random };
 
@@ -218,6 +227,12 @@ class Trajectories final : public Index {
   /// known, the row alone with ticket -1. Only of the first rows, but at least of one, where all have more than `most` steps.
   Surroundings around(const std::int64_t* rows, std::uint64_t n, std::uint64_t before, std::uint64_t after,
                       std::uint64_t most);
+
+  /// Of each row the steps of its trajectory whose times are nearest to that of the row plus each of some deltas; of a delta of 0 the row
+  /// itself. `times`: a real number per row, of the dtype that DLPack names so; within a trajectory they never go back. Returns a row
+  /// whose time is not finite, where nothing is to be used of what was found; -1: there is none.
+  std::int64_t nearest(const Field& times, std::uint8_t code, std::uint8_t bits, const std::int64_t* rows, std::uint64_t n,
+                       std::span<const double> deltas, const Moments& found);
 
   /// The row that is the goal of each of n rows, and its ticket number; -1 where the row does not hold `expected`, or the goal is just
   /// being written. The i-th row takes the random numbers of position `places[i]` (null: i).
@@ -382,6 +397,9 @@ class Trajectories final : public Index {
   bool is_being_edited(const Window& window) const;
   void ask_for(const Window& window) const;
   std::int64_t number_at(std::int64_t row) const;
+  template <class T>
+  std::int64_t nearest_of(const Field& times, const std::int64_t* rows, std::uint64_t n, std::span<const double> deltas,
+                          const Moments& found) const;
   std::vector<std::int64_t> ends_of(const Views& tracks, std::uint64_t version) const;
   bool still(std::int64_t row, std::int64_t number) const;
   bool meets() const;

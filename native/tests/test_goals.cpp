@@ -4,11 +4,15 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <limits>
+#include <memory>
 #include <set>
+#include <stdexcept>
 #include <thread>
 #include <vector>
 
 #include "blocks.h"
+#include "core/fence.h"
 #include "expect.h"
 
 using namespace engram;
@@ -170,5 +174,98 @@ TEST(beside_writers_that_lap_the_ring) {
     }
   }
   stop = true;
+  for (std::thread& writer : writers) writer.join();
+}
+
+namespace {
+
+/// The steps nearest in time to rows, by the column of steps.
+struct Nearest {
+  std::vector<std::int64_t> rows, numbers;
+  std::vector<double> after;
+  std::unique_ptr<bool[]> is_last;
+  std::int64_t wrong;
+
+  Nearest(World& w, const Indices& of, const std::vector<double>& deltas)
+      : rows(of.size() * deltas.size()), numbers(rows.size()), after(rows.size()), is_last(new bool[rows.size()]) {
+    wrong = w.table.nearest(w.heap.fields[kStep], 2, 64, of.data(), of.size(), deltas,
+                            {rows.data(), numbers.data(), after.data(), is_last.get()});
+  }
+};
+
+}  // namespace
+
+TEST(steps_nearest_in_time_are_of_the_rows_trajectory) {
+  World w(geometry(1, 8));
+  w.append(0, 1, 5);
+  w.append(0, 2, 6);  // in the rows 5, 6, 7, 0, 1, 2; of the first one 3 and 4 are left
+  const Nearest of_second(w, {7, 2}, {-9, -1.4, 0, 1.6, 9});
+  EXPECT_EQ(of_second.wrong, -1);
+  EXPECT((of_second.rows == Indices{5, 6, 7, 1, 2, 5, 1, 2, 2, 2}));
+  EXPECT((of_second.after == std::vector<double>{-2, -1, 0, 2, 3, -5, -1, 0, 0, 0}));
+  EXPECT(of_second.is_last[0] && of_second.is_last[4] && !of_second.is_last[1] && !of_second.is_last[3]);
+  const Nearest of_first(w, {4}, {-3, 1});
+  EXPECT((of_first.rows == Indices{3, 4}));
+  Indices tickets(2);
+  w.store.tickets_of(of_first.rows.data(), 2, tickets.data());
+  EXPECT(tickets == of_first.numbers);
+  EXPECT_THROWS(std::invalid_argument, w.table.nearest(w.heap.fields[kWide], 2, 64, tickets.data(), 1, {}, {}));
+  EXPECT_THROWS(std::out_of_range, Nearest(w, {16}, {0}));
+}
+
+TEST(times_that_are_not_finite_are_found) {
+  World w(geometry(1, 8));
+  w.append(0, 1, 5);
+  const double wrong = std::numeric_limits<double>::quiet_NaN();
+  std::memcpy(w.heap.fields[kStep].row(4), &wrong, 8);
+  EXPECT_EQ(Nearest(w, {0}, {1, 9}).wrong, 4);
+  EXPECT_EQ(Nearest(w, {4}, {1}).wrong, 4);
+  EXPECT_EQ(Nearest(w, {7}, {1}).wrong, -1);  // nothing is there
+  EXPECT_EQ(Nearest(w, {7}, {1}).numbers[0], -1);
+}
+
+TEST(steps_nearest_in_time_beside_writers_that_lap_the_ring) {
+  World w(geometry(2, 32));
+  std::atomic<bool> over{false};
+  std::vector<std::thread> writers;
+  for (std::uint64_t lane = 0; lane < 2; ++lane) {
+    w.append(lane, lane << 40, 5);
+    writers.emplace_back([&, lane] {
+      for (std::uint64_t k = 1; !over; ++k) w.append(lane, lane << 40 | k, 3 + k % 7);
+    });
+  }
+  Dice dice(5);
+  std::uint64_t whole = 0;
+  for (int i = 0; i < 3000 || whole == 0; ++i) {
+    Indices rows{static_cast<std::int64_t>(dice.below(64)), static_cast<std::int64_t>(dice.below(64))};
+    const std::vector<double> deltas{-1, 1};
+    Indices before(2), after(2), after_found(4);
+    w.store.tickets_of(rows.data(), 2, before.data());
+    const Nearest found(w, rows, deltas);
+    std::vector<double> steps(4);
+    std::vector<std::uint64_t> episodes(4);
+    for (int k = 0; k < 4; ++k) {
+      copy_from_shared(reinterpret_cast<std::byte*>(&episodes[k]), w.heap.fields[kEpisode].row(found.rows[k]), 8);
+      copy_from_shared(reinterpret_cast<std::byte*>(&steps[k]), w.heap.fields[kStep].row(found.rows[k]), 8);
+    }
+    std::vector<double> own(2);
+    std::vector<std::uint64_t> own_episodes(2);
+    for (int k = 0; k < 2; ++k) {
+      copy_from_shared(reinterpret_cast<std::byte*>(&own_episodes[k]), w.heap.fields[kEpisode].row(rows[k]), 8);
+      copy_from_shared(reinterpret_cast<std::byte*>(&own[k]), w.heap.fields[kStep].row(rows[k]), 8);
+    }
+    fence(std::memory_order_seq_cst);
+    w.store.tickets_of(rows.data(), 2, after.data());
+    w.store.tickets_of(found.rows.data(), 4, after_found.data());
+    for (int k = 0; k < 4; ++k) {
+      const int r = k / 2;
+      if (before[r] < 0 || before[r] != after[r] || found.numbers[k] < 0 || found.numbers[k] != after_found[k]) continue;
+      ++whole;
+      EXPECT_EQ(episodes[k], own_episodes[r]);
+      EXPECT_EQ(steps[k] - own[r], found.after[k]);
+      EXPECT(found.after[k] == deltas[k % 2] || found.is_last[k]);
+    }
+  }
+  over = true;
   for (std::thread& writer : writers) writer.join();
 }

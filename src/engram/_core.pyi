@@ -177,6 +177,19 @@ class Trajectories(Index):
     def tracks(self) -> int: ...
     def mixed(self) -> bool: ...
     def census(self) -> tuple[int, int]: ...
+    def nearest(
+        self,
+        store: Store,
+        field: int,
+        code: int,
+        bits: int,
+        rows: Tensor,
+        deltas: Tensor,
+        out: Tensor,
+        numbers: Tensor,
+        after: Tensor,
+        is_last: Tensor,
+    ) -> int: ...
     def runs(self) -> NDArray[np.int64]: ...
     def row(self, track: int, place: int) -> int: ...
 

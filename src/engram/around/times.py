@@ -10,6 +10,7 @@ import torch
 
 from engram._support.checks import as_numbers, check_number
 from engram._support.field_paths import FieldPath, checked_path, plain, public
+from engram._support.native import DLPACK, Trajectories
 from engram.around.episodes import TrajectoryKeys, numbers_by_path
 from engram.around.reading import Expansion
 from engram.around.sequence import Expanded, ExpandedReader, SampleUnit, Sequence
@@ -19,10 +20,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.around.sequence import Named, UnitReader
+    from engram.format.schema import Schema
     from engram.samplers._base import DeclaredSampler
     from engram.storages import Storage
     from engram.store import Store
-    from engram.types import Draw, Info
+    from engram.types import Draw
 
 #: Times before and after a row, of each field: a dict, or pairs of keys and times.
 Deltas: TypeAlias = Mapping[str, object] | Mapping[tuple[str, ...], object] | Iterable[tuple[object, object]]
@@ -52,7 +54,8 @@ class Window(SampleUnit):
             ``ValueError``: within an episode no row is near enough, or a timestamp is not finite;
             ``RuntimeError``: rows on an accelerator or of several steps, or nothing says where episodes end.
 
-    Cost: besides the draw native reads of timestamps, as many as the longest episode can be halved, and one of each field.
+    Cost: besides the draw one native search for all times, which reads as many timestamps as an episode can be halved, and a read of
+    each key.
 
     >>> import torch
     >>> from engram import LazyTensorStorage, TensorDictReplayBuffer, Window
@@ -128,6 +131,7 @@ class _Fields(NamedTuple):
     """What a unit reads of one store."""
 
     memory: Store
+    schema: Schema
     time: int
     """The number of the timestamps."""
     of_keys: list[list[int]]
@@ -155,66 +159,34 @@ class _Fields(NamedTuple):
                 f"sample: Window: time_key: expected one real number per row, got {form.dtype} {list(form.shape)} in {form.name}."
             )
         taken = {number for found in of_keys for number in found}
-        return cls(memory, time, of_keys, [number for number in range(len(fields)) if number not in taken])
+        return cls(
+            memory, memory.schema, time, of_keys, [number for number in range(len(fields)) if number not in taken]
+        )
 
 
-class _Spans(NamedTuple):
-    """The episodes that some rows are in, ``[B]`` each. A place is a row's number in its track."""
+class _Steps(NamedTuple):
+    """The steps that stand for the times around ``B`` drawn rows, ``[B, T]`` each."""
 
-    fields: _Fields
-    track: Tensor
-    place: Tensor
-    first: Tensor
-    last: Tensor
+    rows: Tensor
+    tickets: Tensor
+    """-1: one is being written."""
+    times: Tensor
+    """From that of the drawn row."""
+    is_end: Tensor
+    """Whether the episode has no step beyond it."""
 
     @classmethod
-    def of(cls, fields: _Fields, runs: Tensor, rows: Tensor) -> _Spans:
-        """``runs``: track, first place and length of each episode, by track and place. Rows in none have a ``last`` before ``first``."""
-        memory = fields.memory
-        width = math.prod(memory.schema.columns)
-        steps = memory.lane_length // width
-        tracks, firsts, lengths = runs.T.contiguous()
-        track = rows // memory.lane_length * width + rows % width
-        least = firsts[torch.searchsorted(tracks, tracks)]  # of the track of each run
-        mine = torch.searchsorted(tracks, track).clamp(max=len(runs) - 1)
-        offset = (rows % memory.lane_length // width - firsts[mine]) % steps
-        run = (torch.searchsorted(tracks * steps + firsts - least, track * steps + offset, right=True) - 1).clamp(min=0)
-        place, first = firsts[mine] + offset, firsts[run]
-        inside = (tracks[run] == track) & (place < first + lengths[run])
-        return cls(fields, track, place, first, torch.where(inside, first + lengths[run] - 1, first - 1))
-
-    def rows(self, places: Tensor) -> Tensor:
-        """The rows at some places ``[B, ...]``, in one dimension."""
-        memory, track = self.fields.memory, self.track.reshape(-1, *(1,) * (places.ndim - 1))
-        width = math.prod(memory.schema.columns)
-        steps = memory.lane_length // width
-        return (track // width * memory.lane_length + places % steps * width + track % width).reshape(-1)
-
-    def times(self, places: Tensor) -> Tensor:
-        """Timestamps at some places, float64 or int64. Raises ``ValueError``: one is not finite."""
-        rows = self.rows(places)
-        found = self.fields.memory.read(rows, which=[self.fields.time])[0][0].reshape(len(rows))
-        found = found.to(torch.float64 if found.is_floating_point() else torch.int64)
-        if len(bad := (~found.isfinite()).nonzero()):
-            got, row = float(found[bad[0, 0]]), int(rows[bad[0, 0]])
-            raise ValueError(f"sample: Window: time_key: expected finite timestamps, got {got} in row {row}.")
-        return found.reshape(places.shape)
-
-    def nearest(self, deltas: Tensor) -> tuple[Tensor, Tensor]:
-        """The places whose times are nearest to ``deltas``, ``[T]``, from those of the drawn rows, and how far from these they are.
-
-        Both ``[B, T]``, found by halves. Integers are subtracted as such: a double holds differences of nanoseconds, but not their sums.
-        """
-        drawn, shape = self.times(self.place)[:, None], (len(self.place), len(deltas))
-        low, high = self.first[:, None].expand(shape), self.last[:, None].expand(shape)
-        while bool((high - low > 1).any()):
-            middle = (low + high) // 2
-            earlier = (self.times(middle) - drawn).to(torch.float64) <= deltas
-            low, high = torch.where(earlier, middle, low), torch.where(earlier, high, middle)
-        both = torch.stack([low, high], -1)
-        found = (self.times(both) - drawn[..., None]).to(torch.float64)
-        chosen = (found - deltas[:, None]).abs().argmin(-1, keepdim=True)
-        return both.gather(-1, chosen)[..., 0], found.gather(-1, chosen)[..., 0]
+    def of(cls, fields: _Fields, table: Trajectories, drawn: Tensor, deltas: Tensor) -> _Steps:
+        """Raises ``ValueError``: a timestamp is not finite."""
+        memory, shape = fields.memory, (len(drawn), len(deltas))
+        dtypes = (torch.int64, torch.int64, torch.float64, torch.bool)
+        found = cls(*(torch.empty(shape, dtype=dtype, device="cpu") for dtype in dtypes))
+        form = memory.schema.fields[fields.time]
+        wrong = table.nearest(memory.core, fields.time, *DLPACK[getattr(torch, form.dtype)], drawn, deltas, *found)
+        if wrong >= 0:
+            got = float(memory.read(torch.tensor([wrong]), which=[fields.time])[0][0])
+            raise ValueError(f"sample: Window: time_key: expected finite timestamps, got {got} in row {wrong}.")
+        return found
 
 
 class TimeReader(ExpandedReader):
@@ -223,22 +195,20 @@ class TimeReader(ExpandedReader):
     def __init__(self, unit: Window, source: DeclaredSampler, named: Named) -> None:
         super().__init__(unit, source, named)
         self._window = unit
+        self._fields: _Fields | None = None
 
     def expanded(self, storage: Storage, draw: Draw, clock: int) -> Expanded:
         """As :meth:`ExpandedReader.expanded`. Raises as :class:`Window` says."""
         memory, unit = cast("Store", storage.memory), self._window
-        fields, drawn = _Fields.of(memory, unit), as_rows(draw.rows, "sample")
+        fields, drawn = self._fields, as_rows(draw.rows, "sample")
+        if fields is None or fields.memory is not memory or fields.schema is not memory.schema:
+            fields = self._fields = _Fields.of(memory, unit)
         tickets = storage.tickets_of(drawn) if draw.tickets is None else draw.tickets
-        runs = torch.from_numpy(unit.rules.episodes(memory, "sample: Window").table().runs().reshape(-1, 3))
-        spans, deltas = _Spans.of(fields, runs, drawn), torch.cat([*unit.deltas.values()])
-        info: Info = dict(draw.info)
-        if bool((spans.last < spans.first).any()):  # written over since
-            return Expanded([], drawn, tickets, info, (spans.last < spans.first).nonzero().flatten().tolist())
-        places, times = spans.nearest(deltas)
-        places = torch.where(deltas == 0, spans.place[:, None], places)  # of equal times the row itself
+        deltas, info = torch.cat([*unit.deltas.values()]), dict(draw.info)
+        table = unit.rules.episodes(memory, "sample: Window").table()
+        rows, expected, times, is_end = _Steps.of(fields, table, drawn, deltas)
         far = ~((times - deltas).abs() <= unit.tolerance)
-        refused = far & (places != torch.where(deltas < times, spans.first[:, None], spans.last[:, None]))
-        expected = storage.tickets_of(spans.rows(places)).reshape(places.shape)
+        refused = far & ~is_end
         moved = ((expected < 0) | (expected >= clock)).any(1).nonzero().flatten().tolist()
         if not moved and bool(refused.any()):
             row, at = refused.nonzero()[0].tolist()
@@ -252,9 +222,7 @@ class TimeReader(ExpandedReader):
         begin = 0
         for (name, each), which in zip(unit.deltas.items(), fields.of_keys, strict=True):
             part = slice(begin, begin := begin + len(each))
-            found, changed = memory.read(
-                spans.rows(places[:, part]), expected=expected[:, part].reshape(-1), which=which
-            )
+            found, changed = memory.read(rows[:, part].reshape(-1), expected=expected[:, part].reshape(-1), which=which)
             moved += [place // len(each) for place in changed]
             for number, column in zip(which, found, strict=True):
                 columns[number] = column.reshape(-1, len(each), *column.shape[1:])
