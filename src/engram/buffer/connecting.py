@@ -33,11 +33,12 @@ if TYPE_CHECKING:
     from engram.buffer.read_path import ReadPath
     from engram.buffer.saving import Saving
     from engram.buffer.wiring import Wiring
+    from engram.remote.awaited import Described
     from engram.remote.connection import Access
     from engram.remote.fleet.members import Missing
     from engram.remote.protocol import Full
     from engram.remote.served import Drawn, ServedStorage
-    from engram.remote.shards import Described, Shard, ShardSavers
+    from engram.remote.shards import Shard, ShardSavers
     from engram.saved.rows import Roles
 
     Given = str | os.PathLike[str] | None
@@ -265,9 +266,10 @@ def _made(shards: Shards, described: Described, own: Mapping[str, object]) -> Fa
 
 def _storage_of(shards: Shards, described: Described) -> ServedStorage:
     """The rows, over connections, as soon as there are some."""
+    from engram.remote.awaited import AwaitedStorage
     from engram.remote.fleet.members import SKIP_S
     from engram.remote.fleet.storage import AwaitedFleet
-    from engram.remote.shards import AwaitedStorage, OneStore, Shard
+    from engram.remote.shards import OneStore, Shard
 
     if shards.is_one:
         return AwaitedStorage(OneStore(shards.each[0]), described)
