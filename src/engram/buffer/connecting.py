@@ -59,6 +59,7 @@ class _Way(NamedTuple):
     full: Full | None = None
     missing: Missing = "skip"
     stratum: int | None = None
+    compression: str | None = None
 
     def access(self, address: object, call: str) -> Access:
         """Raises ``TypeError``: no path or address. ``ValueError``: no address; a certificate without its key, or a key alone."""
@@ -73,7 +74,7 @@ class _Way(NamedTuple):
         token = None if self.token is None else os.fspath(self.token)
         named, pair = (tuple(os.fspath(path) for path in group if path is not None) for group in (roots, own))
         at, certificate = tuple(addresses_of(address, call)), cast("tuple[str, str] | None", pair or None)
-        return Access(at, token, named, float(self.patience), self.full, own_certificate=certificate)
+        return Access(at, token, named, float(self.patience), self.full, False, certificate, self.compression)
 
     def check_on_ray(self) -> None:
         """Raise ``TypeError``, ``ValueError``: what shards on Ray do not take."""
@@ -106,6 +107,7 @@ def connect_buffer(asked: type[Facade], address: object, arguments: ConnectArgum
                 f"the writer are those of the server.{meant(name, (*_Way._fields, *READING_ARGUMENTS))}"
             )
     check_choice("connect: full", way.full, (None, "block", "raise", "drop"))
+    check_choice("connect: compression", way.compression, (None, "zstd"))
     try:
         if isinstance(address, str) and address.startswith(_ON_RAY):
             way.check_on_ray()

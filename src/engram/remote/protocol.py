@@ -352,6 +352,8 @@ class Served(msgspec.Struct, frozen=True):
     """Of a store that is to be made."""
     limited: bool | None = None
     """Whether it has limits of its own now; None: the server is of an older engram, whose answers do not tell them."""
+    compressions: tuple[str | None, ...] = (None,)
+    """How it compresses columns, where a client asks for it."""
     participant: int = 0
     """Which one this client is of those that are connected; 0: it is the only one."""
 

@@ -59,7 +59,7 @@ class Shard:
 
     #: Servers in the cluster have no certificates of their own.
     root_certificates = ()
-    own_certificate = None
+    own_certificate = compression = None
     #: Writes wait for their acknowledgement.
     full = None
     #: An actor that is started again is waited for.

@@ -84,7 +84,9 @@ class Awaiting:
         """The service of the store, once this or another process has made it."""
         with self._lock:
             if self._service is None and self._storage.initialized:
-                self._service = Service(self._rb)  # one for all callers: it counts them, and an epoch's draws take turns in it
+                self._service = Service(
+                    self._rb
+                )  # one for all callers: it counts them, and an epoch's draws take turns in it
             return self._service
 
     def do(self, command: msgspec.Struct) -> object:
@@ -112,7 +114,9 @@ class Awaiting:
             if not storage.initialized:
                 own = msgspec.structs.replace(schema, capacity=storage._geometry.capacity, lanes=storage.lanes)  # noqa: SLF001 - asked for
                 storage.allocate_for(decode(encode(own), "extend"))
-                self._rb.observe(Write(torch.empty(0, dtype=torch.int64), 0), None)  # the folder notes the buffer's kind
+                self._rb.observe(
+                    Write(torch.empty(0, dtype=torch.int64), 0), None
+                )  # the folder notes the buffer's kind
 
     def make_of(self, fields: Sequence[Field]) -> None:
         """As :meth:`make`, for rows with these fields."""

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 _FILES = pa.schema([("name", pa.string()), ("data", pa.binary())])
 #: Streams at a time: each holds a thread.
 MAX_STREAMS = 1024
+#: By what clients ask for them.
+_STREAMS = {wire.stream_name(name, how): (name, how) for name in protocol.STREAMS for how in wire.COMPRESSIONS}
 #: For how long a server that is to end waits for its clients.
 _DRAIN_TIMEOUT_S = 5.0
 
@@ -158,11 +160,11 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
         writer: flight.MetadataRecordBatchWriter,
     ) -> None:
         """A stream of batches that are drawn (``learn``), of rows that are written (``write``), or of rows that go (``edit``)."""
-        name = next((name for name in protocol.STREAMS if name.encode() == descriptor.command), None)
-        if name is None:
-            raise broken(f"expected a stream learn, write or edit, got {descriptor.command!r:.40}.")
+        asked = _STREAMS.get(descriptor.command)
+        if asked is None:
+            raise broken(f"expected one of the streams {[*_STREAMS]}, got {descriptor.command!r:.40}.")
         with self._calling(context):
-            stream = _Stream(self._of_store(), name, reader, writer)
+            stream = _Stream(self._of_store(), *asked, reader, writer)
             with self._stream(stream):
                 stream.run()
 
@@ -223,10 +225,11 @@ class _Stream:
         self,
         service: Service,
         name: protocol.Stream,
+        compression: str | None,
         reader: flight.MetadataRecordBatchReader,
         writer: flight.MetadataRecordBatchWriter,
     ) -> None:
-        self.service, self._name = service, name
+        self.service, self._name, self._compression = service, name, compression
         self._reader, self._writer = reader, writer
         self._schema: tuple[pa.Schema, list[wire.Column]] | None = None
         #: Of batches: those of this moment, as a stream has one schema; and the columns of rows that come, which the first ones decide.
@@ -307,7 +310,7 @@ class _Stream:
         """Answer with rows."""
         if self._schema is None:
             self._schema = wire.arrow_schema(columns), columns
-            self._writer.begin(self._schema[0])
+            self._writer.begin(self._schema[0], wire.options(self._compression))
         if columns is not self._schema[1] and columns != self._schema[1]:
             raise broken("the columns of batches have changed: begin another stream")
         self._writer.write_with_metadata(wire.record_batch(self._schema[0], tensors, rows), metadata)

@@ -610,6 +610,7 @@ def served_by(
         sampler.rows_together(),
         sampler.draws_of_a_row,
         alone,
+        compressions=wire.COMPRESSIONS,
     )
 
 
