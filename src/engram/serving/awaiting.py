@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 import torch
@@ -52,9 +52,9 @@ def awaiting(
     Raises as ``ReplayBuffer.open_or_create``. ``ValueError``: such rows cannot be stored.
     """
     kinds = (ReplayBuffer, PrioritizedReplayBuffer), (TensorDictReplayBuffer, TensorDictPrioritizedReplayBuffer)
-    more: dict[str, Any] = {} if priorities is None else {"alpha": priorities[0], "beta": priorities[1]}
+    more = {} if priorities is None else {"alpha": priorities[0], "beta": priorities[1]}
     kind = kinds[tensordicts][priorities is not None]
-    rb = kind.open_or_create(directory, capacity, lanes=lanes, batch_size=batch_size, **more)
+    rb = kind.open_or_create(directory, capacity, lanes=lanes, batch_size=batch_size, **more)  # type: ignore[arg-type] # of its kind
     made = Awaiting(rb, directory)
     try:
         if fields:
