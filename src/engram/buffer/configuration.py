@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from types import new_class
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, SupportsIndex, TypeAlias, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, SupportsIndex, TypeAlias, TypedDict, TypeVar
 
 from engram import samplers
 from engram._support import fork
@@ -100,6 +100,7 @@ class ConnectArguments(ReadingArguments, total=False):
     full: Full | None
     missing: Missing
     stratum: int | None
+    compression: Literal["zstd"] | None
 
 
 class BufferArguments(_Reading, Arguments, total=False):

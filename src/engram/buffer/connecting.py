@@ -33,11 +33,12 @@ if TYPE_CHECKING:
     from engram.buffer.read_path import ReadPath
     from engram.buffer.saving import Saving
     from engram.buffer.wiring import Wiring
+    from engram.remote.awaited import Described
     from engram.remote.connection import Access
     from engram.remote.fleet.members import Missing
     from engram.remote.protocol import Full
     from engram.remote.served import Drawn, ServedStorage
-    from engram.remote.shards import Described, Shard, ShardSavers
+    from engram.remote.shards import Shard, ShardSavers
     from engram.saved.rows import Roles
 
     Given = str | os.PathLike[str] | None
@@ -58,6 +59,7 @@ class _Way(NamedTuple):
     full: Full | None = None
     missing: Missing = "skip"
     stratum: int | None = None
+    compression: str | None = None
 
     def access(self, address: object, call: str) -> Access:
         """Raises ``TypeError``: no path or address. ``ValueError``: no address; a certificate without its key, or a key alone."""
@@ -72,7 +74,7 @@ class _Way(NamedTuple):
         token = None if self.token is None else os.fspath(self.token)
         named, pair = (tuple(os.fspath(path) for path in group if path is not None) for group in (roots, own))
         at, certificate = tuple(addresses_of(address, call)), cast("tuple[str, str] | None", pair or None)
-        return Access(at, token, named, float(self.patience), self.full, own_certificate=certificate)
+        return Access(at, token, named, float(self.patience), self.full, False, certificate, self.compression)
 
     def check_on_ray(self) -> None:
         """Raise ``TypeError``, ``ValueError``: what shards on Ray do not take."""
@@ -105,6 +107,7 @@ def connect_buffer(asked: type[Facade], address: object, arguments: ConnectArgum
                 f"the writer are those of the server.{meant(name, (*_Way._fields, *READING_ARGUMENTS))}"
             )
     check_choice("connect: full", way.full, (None, "block", "raise", "drop"))
+    check_choice("connect: compression", way.compression, (None, "zstd"))
     try:
         if isinstance(address, str) and address.startswith(_ON_RAY):
             way.check_on_ray()
@@ -265,9 +268,10 @@ def _made(shards: Shards, described: Described, own: Mapping[str, object]) -> Fa
 
 def _storage_of(shards: Shards, described: Described) -> ServedStorage:
     """The rows, over connections, as soon as there are some."""
+    from engram.remote.awaited import AwaitedStorage
     from engram.remote.fleet.members import SKIP_S
     from engram.remote.fleet.storage import AwaitedFleet
-    from engram.remote.shards import AwaitedStorage, OneStore, Shard
+    from engram.remote.shards import OneStore, Shard
 
     if shards.is_one:
         return AwaitedStorage(OneStore(shards.each[0]), described)

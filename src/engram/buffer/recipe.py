@@ -65,6 +65,15 @@ class Recipe:
         self.noted = folder is None
         if folder is None:
             return
+        entries = self.entries()
+        holder, finals = _finals_in(entries["sampler"]), around.finals_of(self._wiring.sampler)
+        if holder is not None and finals is not None:
+            holder["finals"] = finals.note(folder)
+        files.overwrite(_path(folder), json.dumps(entries).encode())
+        self.noted = True
+
+    def entries(self) -> dict[str, object]:
+        """What it writes down, but for final observations, which take a folder."""
         entries: dict[str, object] = {
             "buffer": self._settings.kind,
             "sampler": _described(self._wiring.sampler, _SAMPLERS),
@@ -72,19 +81,15 @@ class Recipe:
             "batch_size": self._settings.batch_size,
             "prefetch": self._settings.prefetch,
         }
-        holder, finals = _finals_in(entries["sampler"]), around.finals_of(self._wiring.sampler)
-        if holder is not None and finals is not None:
-            holder["finals"] = finals.note(folder)
         if self._wiring.unit is not None:
             entries["sample_unit"] = _described(self._wiring.unit, around.SampleUnit.known)
         if self._settings.output != "torch":
             entries["output"] = self._settings.output
-        if dtypes := self._wiring.storage.structure.dtypes:
+        if self._wiring.storage.initialized and (dtypes := self._wiring.storage.structure.dtypes):
             entries["dtypes"] = [[list(key), dtype] for key, dtype in dtypes.items()]
         if self._settings.priority_key is not None:
             entries["priority_key"] = self._settings.priority_key
-        files.overwrite(_path(folder), json.dumps(entries).encode())
-        self.noted = True
+        return entries
 
     def note_if_possible(self) -> None:
         """As :meth:`note`; the next write tries again if it fails."""

@@ -1380,6 +1380,8 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
                 default); a write to it waits for 10 seconds. Or ``patience`` ends, and ``ConnectionError`` is raised (``"wait"``).
             stratum: of several stores, the number of the one that draws all batches, for a learner of its own; they have
                 ``"loss_factor"``, ``[B]``, to multiply the loss by. Default: batches have rows of all.
+            compression: ``"zstd"`` compresses rows and batches on their way, which pays on a slow network: docs/serving.md says
+                below which bandwidth. Default: None.
             **arguments: ``collate_fn, transform, transform_factory, batch_size, prefetch, pin_memory, generator, output``, as for the
                 constructor. With ``prefetch`` so many requests are under way, each of up to 8 small batches.
 
@@ -1388,7 +1390,8 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
         sent without waiting, and lost with their server.
 
         Raises:
-            ConnectionError: no server answers, has a stream left, or has a certificate that is trusted. PermissionError: no token or
+            ConnectionError: no server answers, has a stream left, or has a certificate that is trusted; one that does not know the
+                compression. PermissionError: no token or
                 another one, or a token file that others may read.
             IncompatibleStore: the server speaks another protocol. ValueError: no address; several stores of different kinds, or whose
                 sampler, writer or limits are those of one store; no such ``stratum``; a ``tls_cert`` without its ``tls_key``.

@@ -12,7 +12,7 @@ import stat
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 import click
 
@@ -38,6 +38,15 @@ _IMPORTED = ("hdf5", "minari", "numpy", "parquet", "sb3", "torchrl")
 _EXPORTED = ("hdf5", "minari", "parquet", "torchrl")
 _PATH = click.Path(path_type=Path)
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
+
+
+class Making(TypedDict):
+    """Options of a store that is made, and of its buffer."""
+
+    lanes: int
+    batch_size: int | None
+    priorities: tuple[float, float] | None
+    tensordicts: bool
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
@@ -303,6 +312,15 @@ def plan(
 @click.option("--tls-clients", type=click.Path(dir_okay=False), help="Certificate that signs those of clients, PEM.")
 @click.option("--insecure", is_flag=True, help="Listen on TCP without a token, or beyond this machine without TLS.")
 @click.option("--metrics", metavar="HOST:PORT", help="Also answer http://HOST:PORT/metrics, for Prometheus.")
+@click.option("--capacity", type=click.IntRange(min=1), help="Make the store, of so many rows, where there is none.")
+@click.option("--schema", type=_PATH, help='Its fields: JSON such as {"obs": "float32[4]"}, or a store.json.')
+@click.option(
+    "--like", type=_PATH, help="Its fields are those of this row (.npz, .npy), or of a store, dump or checkpoint."
+)
+@click.option("--lanes", type=click.IntRange(min=1), default=1, help="Its lanes.")
+@click.option("--batch-size", type=click.IntRange(min=1), help="Rows of a batch.")
+@click.option("--priorities", type=(float, float), metavar="ALPHA BETA", help="Draw by priority.")
+@click.option("--tensordicts", is_flag=True, help="Rows are TensorDicts.")
 def serve(
     directory: Path,
     listen: str,
@@ -312,6 +330,10 @@ def serve(
     tls_clients: str | None,
     insecure: bool,
     metrics: str | None,
+    capacity: int | None,
+    schema: Path | None,
+    like: Path | None,
+    **how: Unpack[Making],
 ) -> None:
     """Serve the store in DIRECTORY to other processes and machines, which use ReplayBuffer.connect(ADDRESS).
 
@@ -320,15 +342,27 @@ def serve(
 
     TCP needs a token; an address that other machines reach needs a certificate, too.
 
+    With --capacity there need not be a store yet: --schema or --like says what rows are, or else the first write of a client does. The
+    same command serves it when it is there.
+
     Exit code: 0, 1 if the store or the address cannot be used, 2 if DIRECTORY holds nothing of engram's.
     """
-    _ours(directory)
+    if capacity is None:
+        if schema or like:
+            raise Misuse("--schema and --like: expected --capacity, too, for a store that is made.")
+        _ours(directory)
     with refusing("serve" if metrics is None else "serve,metrics", oserror=Refusal):
         from engram.serving.server import listening, run
 
         at = listening(listen, token, tls_cert, tls_key, tls_clients, insecure=insecure)
         also = None if metrics is None else _showing(directory.resolve().name, metrics, insecure=insecure)
-        run(directory, at, lambda address: click.echo(str(address)), also)
+        made = None
+        if capacity is not None:
+            from engram.cli.plan import fields_of_row
+            from engram.serving.awaiting import awaiting
+
+            made = partial(awaiting, directory, capacity, fields=fields_of_row(like, schema), **how)
+        run(directory, at, lambda address: click.echo(str(address)), also, made)
 
 
 def _reaching(command: Callable[..., None]) -> Callable[..., None]:

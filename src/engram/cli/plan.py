@@ -153,6 +153,23 @@ def _advice(fields: Sequence[Field], nbytes: int, memory: int, missing: float) -
         yield f"stored twice: {', '.join('.'.join(it.key) for it in doubles)}. NextFromFollowing saves up to {format_size(saved)} a row."
 
 
+def fields_of_row(like: Path | None, described: Path | None) -> list[Field]:
+    """The fields of a sample, as :func:`planned` takes it, or of a description: JSON as there, or a ``store.json``.
+
+    Raises ``Misuse``: neither can be read; fields are ragged.
+    """
+    if described is not None:
+        found = [*_of_json(described)]
+    else:
+        found = [] if like is None else [*_read(like, batch=False)]
+    for field in found:
+        if field.ragged is not None:
+            raise Misuse(
+                f"{like}: {'.'.join(field.key)} is ragged. Make the store with LazyMemmapStorage(ragged=…), then serve it."
+            )
+    return found
+
+
 # ---- samples ---------------------------------------------------------------------------------------------------------
 
 
@@ -197,7 +214,10 @@ def _of_json(path: Path) -> Iterator[Field]:
         raise Misuse(f"{path}: expected JSON, got something else: {error}.") from error
     if not isinstance(described, dict):
         raise Misuse(f'{path}: expected an object such as {{"obs": "uint8[4,84,84]"}}, got another value.')
-    yield from _nested(described, (), str(path))
+    if described.get("format") == schema.FORMAT:
+        yield from schema.decode_store(path.read_bytes(), str(path)).fields
+    else:
+        yield from _nested(described, (), str(path))
 
 
 def _nested(described: Mapping[str, object], above: tuple[str, ...], where: str) -> Iterator[Field]:

@@ -17,8 +17,7 @@ from pyarrow import flight
 from engram._support import fork
 from engram._support.version import __version__
 from engram._support.words import format_wait
-from engram.remote import protocol
-from engram.remote.wire import Column, columns_in
+from engram.remote import protocol, wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -97,6 +96,10 @@ class Servers(Protocol):
     def replaces_lost(self) -> bool:
         """Whether an empty store takes the place of one that was lost."""
 
+    @property
+    def compression(self) -> str | None:
+        """By which rows are compressed on their way."""
+
     def find(self, known: protocol.Served | None) -> Found:
         """Where they are now. ``known``: what they serve; None: that is not known yet.
 
@@ -120,6 +123,8 @@ class Access(NamedTuple):
     """As of :class:`Servers`: other stores of a fleet go on."""
     own_certificate: tuple[str, str] | None = None
     """The paths of the client's certificate and its key."""
+    compression: str | None = None
+    """By which rows are compressed on their way."""
 
     @property
     def replaces_lost(self) -> bool:
@@ -235,6 +240,10 @@ class Connection:
             served = msgspec.json.decode(raw, type=protocol.Served)
             if known is not None and served.store != known.store and not access.replaces_lost:
                 raise _AnotherStore(f"connect: {address} serves another store than the servers before. Connect again.")
+            if access.compression not in served.compressions:
+                raise Final(
+                    f"connect: {address}: its engram sends no rows by {access.compression}. Connect without compression=."
+                )
         except BaseException:
             client.close()
             raise
@@ -329,7 +338,7 @@ class Connection:
     ) -> tuple[flight.FlightStreamWriter, flight.FlightStreamReader]:
         """Begin a stream of a :meth:`client`: its writer and its reader."""
         both: tuple[flight.FlightStreamWriter, flight.FlightStreamReader] = client.do_exchange(
-            flight.FlightDescriptor.for_command(stream.encode()), self._options
+            flight.FlightDescriptor.for_command(wire.stream_name(stream, self.access.compression)), self._options
         )
         return both
 
@@ -458,7 +467,7 @@ class Answer(NamedTuple):
 
     metadata: bytes
     rows: pa.RecordBatch
-    columns: list[Column]
+    columns: list[wire.Column]
     """Of the rows."""
 
 
@@ -473,7 +482,7 @@ class Exchange:
         self._writer: flight.FlightStreamWriter | None = None
         self._reader: flight.FlightStreamReader | None = None
         self._schema: pa.Schema | None = None
-        self._columns: list[Column] = []
+        self._columns: list[wire.Column] = []
         self._failures = 0
         #: Since when all streams of servers are taken; None: they are not.
         self._full_since: float | None = None
@@ -556,7 +565,7 @@ class Exchange:
             self._failures, self._full_since = 0, None
             self.waiting.popleft()
             if not self._columns and chunk.data is not None:  # a stream has one schema
-                self._columns = columns_in(chunk.data.schema)
+                self._columns = wire.columns_in(chunk.data.schema)
             self._came.append(Answer(metadata, chunk.data, self._columns))
             return
 
@@ -576,7 +585,7 @@ class Exchange:
             return
         if self._schema is None:
             self._schema = message.rows.schema
-            self._writer.begin(self._schema)
+            self._writer.begin(self._schema, wire.options(self._connection.access.compression))
         self._writer.write_with_metadata(message.rows, message.command)
 
     def _resume(self, error: BaseException) -> None:

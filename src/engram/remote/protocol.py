@@ -13,6 +13,7 @@ import msgspec
 
 from engram import errors
 from engram._support.checks import check_type
+from engram.format.schema import MAX_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -235,6 +236,13 @@ class CanSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rows: int
 
 
+class Make(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Command to make the store, if there is none: ``{}``. The first one decides what rows are. It may be as long as a schema."""
+
+    schema: str
+    """``store.json``. Rows and lanes are the server's."""
+
+
 class CanRemove(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Command to check that rows can be removed: ``{}``. Raises where not. A server of an older engram does not know it, and refuses."""
 
@@ -287,6 +295,7 @@ ACTIONS: Mapping[str, type[msgspec.Struct]] = {
     "health": Health,
     "can_sample": CanSample,
     "can_remove": CanRemove,
+    "make": Make,
     "empty": Empty,
     "end_trajectory": EndTrajectory,
     "limit": Limit,
@@ -323,7 +332,7 @@ class Served(msgspec.Struct, frozen=True):
     store: str
     """Equal for all servers of one store."""
     schema: str
-    """``store.json``."""
+    """``store.json``; empty: there is no store yet, and the first write makes it."""
     recipe: dict[str, object]
     """What the store notes of its buffer: class, sampler, writer, batch size …"""
     sampler: str
@@ -339,8 +348,12 @@ class Served(msgspec.Struct, frozen=True):
     """After how many draws a row is used up; None: never."""
     alone: str = "its server is of an older engram"
     """Why batches cannot have rows of other stores, too; empty: they can."""
+    lanes: int = 1
+    """Of a store that is to be made."""
     limited: bool | None = None
     """Whether it has limits of its own now; None: the server is of an older engram, whose answers do not tell them."""
+    compressions: tuple[str | None, ...] = (None,)
+    """How it compresses columns, where a client asks for it."""
     participant: int = 0
     """Which one this client is of those that are connected; 0: it is the only one."""
 
@@ -395,8 +408,9 @@ class Written(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def decoded(kind: object, raw: bytes, call: str) -> msgspec.Struct:
     """A command, checked. Raises ``ValueError``: too long, no JSON, or not what is expected."""
-    if len(raw) > MAX_COMMAND:
-        raise ValueError(f"{call}: expected a command of at most {MAX_COMMAND} bytes, got {len(raw)}.")
+    most = 2 * MAX_BYTES if kind is Make else MAX_COMMAND
+    if len(raw) > most:
+        raise ValueError(f"{call}: expected a command of at most {most} bytes, got {len(raw)}.")
     try:
         command: msgspec.Struct = msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -214,6 +214,20 @@ class Rows:
         return found
 
 
+#: How columns are compressed on their way: by Arrow, each buffer by itself.
+COMPRESSIONS = (None, "zstd")
+
+
+def stream_name(stream: str, compression: str | None) -> bytes:
+    """What a client asks for: a stream whose messages are compressed in both directions, or are not."""
+    return (stream if compression is None else f"{stream}+{compression}").encode()
+
+
+def options(compression: str | None) -> pa.ipc.IpcWriteOptions:
+    """Those of messages whose columns are compressed, or are not."""
+    return pa.ipc.IpcWriteOptions(compression=compression)
+
+
 def tensors_in(batch: pa.RecordBatch, columns: Sequence[Column]) -> list[Tensor]:
     """The columns of a message, ``[rows, *shape]`` each. Raises as :func:`batches_in`."""
     return batches_in(batch, columns, [batch.num_rows])[0]()

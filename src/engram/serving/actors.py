@@ -25,9 +25,10 @@ from engram.checkpoint.checkpointer import Checkpointer
 from engram.checkpoint.ranks import Ranks
 from engram.errors import CorruptCheckpoint, RankFailed
 from engram.format.schema import decode
+from engram.remote.awaited import Described
 from engram.remote.connection import Found
 from engram.remote.protocol import Address
-from engram.remote.shards import Described, Handle, answer_of
+from engram.remote.shards import Handle, answer_of
 from engram.saved import attempts
 from engram.serving.server import Server
 from engram.serving.service import Service, served_by, why_alone

@@ -22,6 +22,7 @@ from pyarrow import ArrowException, flight
 
 from engram.buffer.tensordict import ReplayBuffer
 from engram.remote import protocol, wire
+from engram.serving.awaiting import Awaiting
 from engram.serving.doors import Doors, make_room
 from engram.serving.service import Service, TooMany
 
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 _FILES = pa.schema([("name", pa.string()), ("data", pa.binary())])
 #: Streams at a time: each holds a thread.
 MAX_STREAMS = 1024
+#: By what clients ask for them.
+_STREAMS = {wire.stream_name(name, how): (name, how) for name in protocol.STREAMS for how in wire.COMPRESSIONS}
 #: For how long a server that is to end waits for its clients.
 _DRAIN_TIMEOUT_S = 5.0
 
@@ -61,7 +64,7 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
 
     def __init__(
         self,
-        service: Service,
+        service: Service | Awaiting,
         address: protocol.Address,
         *,
         token: bytes = b"",
@@ -69,7 +72,7 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
         clients: bytes = b"",
     ) -> None:
         """``clients``: certificates that sign those of clients; empty: clients need none."""
-        self._service = service
+        self._given = service
         self._lock = threading.Lock()
         #: Actions under way, of which the last one to end tells.
         self._actions, self._idle = 0, threading.Condition(self._lock)
@@ -83,6 +86,20 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
             **({"verify_client": True, "root_certificates": clients} if clients else {}),
         )
         self._doors = Doors(-1 if address.scheme == "unix" else self.port)
+
+    @property
+    def _service(self) -> Service | Awaiting:
+        """Of the store, as soon as there is one."""
+        if isinstance(self._given, Awaiting):
+            self._given = self._given.found() or self._given
+        return self._given
+
+    def _of_store(self) -> Service:
+        """Raises Flight's error: there is no store yet."""
+        service = self._service
+        if isinstance(service, Awaiting):
+            raise broken("expected a store, but nothing was ever written. Write a first row.")
+        return service
 
     # ---- actions -------------------------------------------------------------------------------------------------------
 
@@ -143,11 +160,11 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
         writer: flight.MetadataRecordBatchWriter,
     ) -> None:
         """A stream of batches that are drawn (``learn``), of rows that are written (``write``), or of rows that go (``edit``)."""
-        name = next((name for name in protocol.STREAMS if name.encode() == descriptor.command), None)
-        if name is None:
-            raise broken(f"expected a stream learn, write or edit, got {descriptor.command!r:.40}.")
+        asked = _STREAMS.get(descriptor.command)
+        if asked is None:
+            raise broken(f"expected one of the streams {[*_STREAMS]}, got {descriptor.command!r:.40}.")
         with self._calling(context):
-            stream = _Stream(self._service, name, reader, writer)
+            stream = _Stream(self._of_store(), *asked, reader, writer)
             with self._stream(stream):
                 stream.run()
 
@@ -160,13 +177,13 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
             if len(self._streams) >= MAX_STREAMS:
                 raise away(f"{protocol.STREAMS_TAKEN}: {MAX_STREAMS}")
             self._streams[id(stream)] = stream.leave
-            self._service.open_streams = len(self._streams)
+            stream.service.open_streams = len(self._streams)
         try:
             yield
         finally:
             with self._lock:
                 del self._streams[id(stream)]
-                self._service.open_streams = len(self._streams)
+                stream.service.open_streams = len(self._streams)
 
     def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.FlightDataStream:
         """The files of a dump."""
@@ -177,7 +194,7 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
     def _files(self, context: flight.ServerCallContext) -> Iterator[pa.RecordBatch]:
         with self._calling(context):
             try:
-                yield from self._service.dump_files(_FILES)
+                yield from self._of_store().dump_files(_FILES)
             except TooMany as error:
                 raise away(str(error)) from error
 
@@ -208,10 +225,11 @@ class _Stream:
         self,
         service: Service,
         name: protocol.Stream,
+        compression: str | None,
         reader: flight.MetadataRecordBatchReader,
         writer: flight.MetadataRecordBatchWriter,
     ) -> None:
-        self.service, self._name = service, name
+        self.service, self._name, self._compression = service, name, compression
         self._reader, self._writer = reader, writer
         self._schema: tuple[pa.Schema, list[wire.Column]] | None = None
         #: Of batches: those of this moment, as a stream has one schema; and the columns of rows that come, which the first ones decide.
@@ -292,7 +310,7 @@ class _Stream:
         """Answer with rows."""
         if self._schema is None:
             self._schema = wire.arrow_schema(columns), columns
-            self._writer.begin(self._schema[0])
+            self._writer.begin(self._schema[0], wire.options(self._compression))
         if columns is not self._schema[1] and columns != self._schema[1]:
             raise broken("the columns of batches have changed: begin another stream")
         self._writer.write_with_metadata(wire.record_batch(self._schema[0], tensors, rows), metadata)
@@ -333,10 +351,12 @@ def run(
     at: Listening,
     ready: Callable[[protocol.Address], None],
     also: Callable[[ReplayBuffer], object] | None = None,
+    made: Callable[[], Service | Awaiting] | None = None,
 ) -> None:
     """Serve the store in a directory until SIGTERM or SIGINT, then finish what is under way. Does not return.
 
-    ``ready`` is told the address when clients may come, and ``also`` the open buffer before. Raises what these, opening the store and
+    ``ready`` is told the address when clients may come, and ``also`` the open buffer before. ``made`` makes what answers where there may
+    be no store yet. Raises what these, opening the store and
     listening raise: then the buffer is closed, and signals and files are treated as before.
     """
     # where this fails, the process may go on and start programs, which inherit what is blocked
@@ -344,10 +364,11 @@ def run(
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # before there are threads, which inherit it, too
         otherwise.callback(signal.pthread_sigmask, signal.SIG_SETMASK, blocked)
         make_room()
-        rb = otherwise.enter_context(ReplayBuffer.open(directory))
+        service = Service(ReplayBuffer.open(directory)) if made is None else made()
+        rb = otherwise.enter_context(service.buffer)
         if also is not None:
             also(rb)
-        server = _server(Service(rb), at)
+        server = _server(service, at)
         otherwise.callback(server.drain)
         address = at.address
         if address.scheme != "unix":
@@ -361,7 +382,7 @@ def run(
         os._exit(0)  # gRPC would wait for clients to leave
 
 
-def _server(service: Service, at: Listening) -> Server:
+def _server(service: Service | Awaiting, at: Listening) -> Server:
     """Listens already. A socket is the user's alone as soon as it is there. Raises ``OSError``: it cannot listen there."""
     before = os.umask(0o177)
     try:

@@ -218,6 +218,11 @@ class Service:
         self._columns: dict[tuple[object, ...], list[Column]] = {}
         self._name = _name_of(self._folder, readonly=store.readonly)
 
+    @property
+    def buffer(self) -> ReplayBuffer:
+        """The open one."""
+        return self._rb
+
     # ---- actions -------------------------------------------------------------------------------------------------------
 
     def do(self, command: msgspec.Struct) -> object:
@@ -248,11 +253,7 @@ class Service:
         return {}
 
     def _describe(self, command: protocol.Describe) -> protocol.Served:
-        if command.protocol != protocol.PROTOCOL:
-            raise IncompatibleStore(
-                f"connect: expected protocol {protocol.PROTOCOL}, of engram {__version__} on the server, got {command.protocol}, of engram "
-                f"{command.engram:.40}. Use the same version on both sides."
-            )
+        check_protocol(command)
         self.look_for_fields()
         recipe = json.loads((self._folder / layout.FOLDER / layout.BUFFER).read_bytes())
         served = served_by(self._rb, self._name, encode(self._schema).decode(), recipe, why_alone(self._rb))
@@ -548,6 +549,15 @@ class Service:
             raise protocol.NotOnce(str(error)) from error
 
 
+def check_protocol(command: protocol.Describe) -> None:
+    """Raise ``IncompatibleStore``: the client speaks another one."""
+    if command.protocol != protocol.PROTOCOL:
+        raise IncompatibleStore(
+            f"connect: expected protocol {protocol.PROTOCOL}, of engram {__version__} on the server, got {command.protocol}, of engram "
+            f"{command.engram:.40}. Use the same version on both sides."
+        )
+
+
 def _name_of(folder: Path, *, readonly: bool) -> str:
     """What names the store in a folder to its clients. A copy of the folder is another store: it has another control block."""
     control = folder / layout.FOLDER / layout.CONTROL
@@ -600,6 +610,7 @@ def served_by(
         sampler.rows_together(),
         sampler.draws_of_a_row,
         alone,
+        compressions=wire.COMPRESSIONS,
     )
 
 

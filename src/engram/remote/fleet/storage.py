@@ -24,6 +24,7 @@ from engram.errors import RowError
 from engram.format.schema import decode
 from engram.format.sizes import without_rings
 from engram.remote import protocol
+from engram.remote.awaited import AtServers, OneServed, awaited_at
 from engram.remote.connection import Access, Connection, Final, Found, Servers
 from engram.remote.fleet import check_missing, plans
 from engram.remote.fleet.draws import Draws
@@ -408,27 +409,48 @@ def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedS
     """The store, or the fleet of stores, at some addresses. Raises as ``ReplayBuffer.connect``."""
     check_missing(missing)
     if len(access.addresses) == 1 and stratum is None:
-        return RemoteStorage(Connection(access))
+        connection = Connection(access)
+        if connection.served.schema:
+            return RemoteStorage(connection)
+        connection.close()
+        return awaited_at(OneServed(AtServers(*access)), connection.served)
     served = _ask_servers(access, missing)
     stores: dict[str, list[protocol.Address]] = {}
     for address, answer in served.items():
         stores.setdefault(answer.store, []).append(address)
     check_stratum(stratum, len(stores))
     silent = [address for address in access.addresses if address not in served]
+    new = next((one for one in served.values() if not one.schema), None)
+    if new is not None:
+        makers = [AtServers(tuple(addresses), *access[1:]) for addresses in stores.values()]
+        if silent:
+            raise ConnectionError(
+                f"connect: no server answers at {', '.join(map(str, silent))}: expected all of them, as the first write makes stores."
+            )
+        if len(makers) == 1 and stratum is None:
+            return awaited_at(OneServed(makers[0]), new)
+        check_stores([one for one in served.values() if not one.schema], access.full)
+        brief = access._replace(patience_s=_patience(access, missing), hurried=missing == "skip")
+        hurried = [AtServers(one.addresses, *brief[1:]) for one in makers]
+        return awaited_at(AwaitedFleet(hurried, makers, missing, stratum, random_turn), new)
     if silent:
         others = "are taken for further servers of the one that does" if len(stores) == 1 else "join when they answer"
         warn(f"connect: no server answers at {', '.join(map(str, silent))}: these addresses {others}.")
     if len(stores) == 1 and stratum is None:
         return RemoteStorage(Connection(access._replace(addresses=(*served, *silent))))
     check_stores(list(served.values()), access.full)
-    patience_s = min(SKIP_S, access.patience_s) if missing == "skip" else access.patience_s
-    access = access._replace(patience_s=patience_s, hurried=missing == "skip")
+    access = access._replace(patience_s=_patience(access, missing), hurried=missing == "skip")
     with ExitStack() as opened:  # where one cannot belong to the fleet, all are closed
         each = [access._replace(addresses=tuple(addresses)) for addresses in stores.values()]
         storages = [opened.enter_context(closing(_without_limits(one, served[one.addresses[0]]))) for one in each]
         opened.pop_all()
     joining = Silent(access, silent) if silent else None
     return FleetStorage(storages, missing, stratum, joining)
+
+
+def _patience(access: Access, missing: Missing) -> float:
+    """For how long a store of a fleet is waited for."""
+    return min(SKIP_S, access.patience_s) if missing == "skip" else access.patience_s
 
 
 class Silent:
@@ -545,8 +567,8 @@ def check_stores(served: list[protocol.Served], full: Full | None) -> None:
 _KINDS: dict[str, Callable[[protocol.Served], object]] = {
     "buffer class": lambda served: served.recipe.get("buffer"),
     "sampler": lambda served: re.sub(r"max_capacity=\d+", "max_capacity=…", served.sampler),
-    "fields and lanes": lambda served: msgspec.structs.replace(
-        without_rings(decode(served.schema.encode(), "connect")), capacity=0
+    "fields and lanes": lambda served: (
+        served.schema and msgspec.structs.replace(without_rings(decode(served.schema.encode(), "connect")), capacity=0)
     ),
 }
 

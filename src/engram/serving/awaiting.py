@@ -1,0 +1,132 @@
+"""A server of a store that the first write of a client makes."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+import torch
+
+from engram._support.tensordicts import tensordict_type
+from engram.buffer.tensordict import (
+    PrioritizedReplayBuffer,
+    ReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
+from engram.format.schema import Schema, decode, encode
+from engram.remote import protocol
+from engram.serving.service import Service, check_protocol, served_by, why_alone
+from engram.storages._structure import Structure
+from engram.types import Write
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engram.format.schema import Field
+    from engram.storages import LazyMemmapStorage
+
+
+def awaiting(
+    directory: Path,
+    capacity: int,
+    *,
+    lanes: int = 1,
+    batch_size: int | None = None,
+    priorities: tuple[float, float] | None = None,
+    tensordicts: bool = False,
+    fields: Sequence[Field] = (),
+) -> Awaiting:
+    """A store in a directory, made at once where its fields are given, else by the first write.
+
+    Args:
+        directory: a store of this capacity, an empty folder or a free name.
+        capacity, lanes: of the store.
+        batch_size: of its buffer.
+        priorities: alpha and beta of draws by priority; None: all rows are equally likely.
+        tensordicts: whether rows are TensorDicts.
+        fields: of a row.
+
+    Raises as ``ReplayBuffer.open_or_create``. ``ValueError``: such rows cannot be stored.
+    """
+    kinds = (ReplayBuffer, PrioritizedReplayBuffer), (TensorDictReplayBuffer, TensorDictPrioritizedReplayBuffer)
+    more = {} if priorities is None else {"alpha": priorities[0], "beta": priorities[1]}
+    kind = kinds[tensordicts][priorities is not None]
+    rb = kind.open_or_create(directory, capacity, lanes=lanes, batch_size=batch_size, **more)  # type: ignore[arg-type] # of its kind
+    made = Awaiting(rb, directory)
+    try:
+        if fields:
+            made.make_of(fields)
+        directory.mkdir(exist_ok=True)  # its number names the store until there is one
+    except BaseException:
+        rb.close()
+        raise
+    return made
+
+
+class Awaiting:
+    """Answers until there is a store, of a buffer over a directory: then :meth:`found` is asked."""
+
+    def __init__(self, rb: ReplayBuffer, directory: Path) -> None:
+        self._rb, self._directory = rb, directory
+        self._storage = cast("LazyMemmapStorage", rb.storage)
+        self._lock = threading.Lock()
+        self._service: Service | None = None
+
+    @property
+    def buffer(self) -> ReplayBuffer:
+        """The open one."""
+        return self._rb
+
+    def found(self) -> Service | None:
+        """The service of the store, once this or another process has made it."""
+        with self._lock:
+            if self._service is None and self._storage.initialized:
+                self._service = Service(
+                    self._rb
+                )  # one for all callers: it counts them, and an epoch's draws take turns in it
+            return self._service
+
+    def do(self, command: msgspec.Struct) -> object:
+        """As ``Service.do``. Raises ``RuntimeError``: it takes a store."""
+        match command:
+            case protocol.Describe():
+                check_protocol(command)
+                rb, folder = self._rb, self._directory.stat()
+                served = served_by(
+                    rb, f"{folder.st_dev:x}-{folder.st_ino:x}", "", vars(rb)["_recipe"].entries(), why_alone(rb)
+                )
+                return msgspec.structs.replace(served, lanes=self._storage.lanes, limited=False)
+            case protocol.Make():
+                self.make(decode(command.schema.encode(), "extend"))
+            case protocol.Health():
+                pass
+            case _:
+                raise RuntimeError("expected a store, but nothing was ever written. Write a first row.")
+        return {}
+
+    def make(self, schema: Schema) -> None:
+        """Make the store, if there is none. Raises ``ValueError``: such rows cannot be stored. ``OSError``: no space."""
+        storage = self._storage
+        with self._lock:
+            if not storage.initialized:
+                own = msgspec.structs.replace(schema, capacity=storage._geometry.capacity, lanes=storage.lanes)  # noqa: SLF001 - asked for
+                storage.allocate_for(decode(encode(own), "extend"))
+                self._rb.observe(
+                    Write(torch.empty(0, dtype=torch.int64), 0), None
+                )  # the folder notes the buffer's kind
+
+    def make_of(self, fields: Sequence[Field]) -> None:
+        """As :meth:`make`, for rows with these fields."""
+        row: dict[str, object] = {}
+        for field in fields:
+            above = row
+            for name in field.key[:-1]:
+                above = cast("dict[str, object]", above.setdefault(name, {}))
+            above[field.key[-1]] = torch.zeros(field.shape, dtype=getattr(torch, field.dtype))
+        data = tensordict_type()(row, []) if isinstance(self._rb, TensorDictReplayBuffer) else row
+        structure = Structure.of(data, batched=False, call="serve")
+        structure.flatten(data, None, "serve")
+        self.make(self._storage._geometry.schema(structure, ()))  # noqa: SLF001 - what it was asked for
