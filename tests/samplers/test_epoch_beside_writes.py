@@ -207,6 +207,6 @@ def test_batches_beside_a_process_that_changes_rows_are_full(tmp_path, how, drop
 def test_a_damaged_epoch_of_more_rows_than_the_store_has_ends(tmp_path, shuffle, ranks):
     rb = _buffer(LazyMemmapStorage(10, scratch_dir=tmp_path), 10, shuffle=shuffle)
     rb.sample()
-    rb.sampler._bound[1].progress = (5, ranks, 4, 0)
+    rb.sampler._bound[1].core.state = (5, ranks, 4, 0)
     assert rb.sampler.ran_out
     assert sorted(rb.sample().tolist()) == list(range(10))

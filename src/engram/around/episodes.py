@@ -400,8 +400,11 @@ def fragments_table(
     fields, episodes = memory.schema.fields, rules.episodes(memory, "sample")
     boundaries = episodes.boundaries._replace(ids=())
     which = _Fields(numbers[id_key], numbers[step_key], boundaries)
-    for number, argument in ((which.trajectory, "traj_key"), (which.step, "step_key")):
-        _check_integer(fields[number], argument)
+    for field, argument in ((fields[which.trajectory], "traj_key"), (fields[which.step], "step_key")):
+        if "int" not in field.dtype or field.row_bytes != DTYPES[field.dtype]:
+            raise TypeError(
+                f"sample: fragmented: {argument}={field.name!r}: expected one integer per row, got {field.dtype} {list(field.shape)}."
+            )
 
     def make() -> native.Fragments:
         counted = memory.indexes.windows.setdefault(settings.index, window)
@@ -424,10 +427,3 @@ def _described(memory: Store, number: int, field: Tensor) -> tuple[int, int, int
     """Address of a field, bytes of an integer, bytes from row to row, and whether it is signed."""
     signed = memory.schema.fields[number].dtype.startswith("int")
     return field.data_ptr(), field[:1].nbytes, row_stride(field), signed
-
-
-def _check_integer(field: Field, argument: str) -> None:
-    if "int" not in field.dtype or field.row_bytes != DTYPES[field.dtype]:
-        raise TypeError(
-            f"sample: fragmented: {argument}={field.name!r}: expected one integer per row, got {field.dtype} {list(field.shape)}."
-        )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from engram import samplers
 from engram._support import fork
-from engram._support.checks import check_count, check_number
+from engram._support.checks import check_count
 from engram._support.field_paths import FieldPath, public
 from engram.around.episodes import TrajectoryKeys
 from engram.around.reading import MARK, Expansion, Reading
@@ -16,7 +16,7 @@ from engram.format.schema import Field
 from engram.samplers._base import DeclaredSampler, SamplerAround
 from engram.store import Key as DrawKey
 from engram.store import Masses, Store
-from engram.types import Commit, Draw, Extent, NativeBatch, Sampler, Shown, Traits
+from engram.types import Draw, Extent, NativeBatch, Sampler, Shown, Traits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -212,19 +212,10 @@ class Expander(SamplerAround):
 
     # ---- the sampler inside ------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, object]:
-        """That of :attr:`sampler`."""
-        return self._source.state_dict()
-
     @property
     def traits(self) -> Traits:  # type: ignore[override]
         """Those of :attr:`sampler`, but rows are read with what is around them."""
         return self._source.traits._replace(draws_uniformly=False, reads_natively=True)
-
-    @property
-    def own_indexes(self) -> tuple[tuple[str, str], ...]:
-        """Those of :attr:`sampler`."""
-        return self._source.own_indexes
 
     def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
         """Asked of :attr:`sampler`. Of rows whose next observations are read from following ones, one is drawn to see."""
@@ -248,10 +239,6 @@ class Expander(SamplerAround):
     def masses(self, storage: SampledStorage) -> Masses | None:
         """Those of :attr:`sampler`; None where next observations are read from following rows, which some rows have not yet."""
         return None if self._followed else self._source.masses(storage)
-
-    def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
-        """Calls that of :attr:`sampler`."""
-        return self._source.prepare_load(state_dict, capacity)
 
     def moved(self) -> None:
         """The storage's rows lie elsewhere now, with their indexes."""
@@ -417,8 +404,3 @@ def check_steps(what: str, value: object) -> int:
     if steps >= 1 << 31:
         raise ValueError(f"{what}: expected less than 2 ** 31, got {steps}.")
     return steps
-
-
-def check_discount(what: str, value: object) -> float:
-    """A discount, or a share. Raises ``TypeError``: it is no number. ``ValueError``: it is outside [0, 1]."""
-    return check_number(what, value, least=0, most=1)

@@ -303,8 +303,8 @@ class FinalObservations(Stateful):
                 f"FinalObservations: expected one of the end flags {[public(key) for key in self.end_keys]}, got none of them. Name the "
                 "flags of your rows with end_keys=."
             )
-        flags = [find(data, key) for key in keys]
-        ended = torch.stack([(flag != 0).flatten(1).any(1) for flag in map(_column, flags)]).any(0)
+        flags = [torch.as_tensor(find(data, key)).unsqueeze(-1).flatten(1) for key in keys]
+        ended = torch.stack([(flag != 0).any(1) for flag in flags]).any(0)
         last = {}
         for key in self.keys:
             here, there = find(data, key), find(data, ("next", *key))
@@ -736,11 +736,6 @@ def finals_of(sampler: object) -> FinalObservations | None:
     """Those that a sampler reads. None: it reads none."""
     chain = sampler.chain if isinstance(sampler, Expander) else ()
     return next((one.finals for one in chain if isinstance(one, NextFromFollowing) and one.marks), None)
-
-
-def _column(flag: object) -> Tensor:
-    column: Tensor = torch.as_tensor(flag)
-    return column.unsqueeze(-1) if column.ndim == 1 else column
 
 
 #: What comes after a step where it is no step of its trajectory, as the native core numbers it: another trajectory, without an end flag.

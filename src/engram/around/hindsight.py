@@ -140,10 +140,9 @@ class Hindsight(Expander):
     ) -> None:
         for name, function in {"reward_fn": reward_fn, "end_fn": bool if end_fn is None else end_fn}.items():
             check_callable(f"Hindsight: {name}", function, "a function of the relabelled rows")
-        ratio = check_number("Hindsight: her_ratio", her_ratio, least=0, most=1)
+        self.her_ratio = check_number("Hindsight: her_ratio", her_ratio, least=0, most=1)
         check_choice("Hindsight: strategy", strategy, list(HindsightStrategy))
         self.reward_fn, self.end_fn = reward_fn, end_fn
-        self.her_ratio = ratio
         self.strategy = HindsightStrategy(strategy)
         self.goal_key = checked_path(goal_key, "Hindsight: goal_key")
         self.achieved_goal_key = as_path(achieved_goal_key, "Hindsight: achieved_goal_key")

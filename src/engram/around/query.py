@@ -276,30 +276,24 @@ class Stored:
         track, place = runs[:, 0][each], runs[:, 1][each] + step
         return track // width * self._memory.lane_length + place % steps * width + track % width
 
-    def _drop(self, steps: Tensor) -> None:
-        """Leave out the trajectories of some steps."""
-        if len(steps):
-            kept = torch.ones(len(self._lengths), dtype=torch.bool, device="cpu")
-            kept[self._of()[steps]] = False
-            self.keep(kept)
+    def _drop(self, steps: Tensor | list[int]) -> Tensor:
+        """Leave out the trajectories of some steps. As :meth:`keep`."""
+        kept = torch.ones(len(self._lengths), dtype=torch.bool, device="cpu")
+        kept[torch.repeat_interleave(torch.arange(len(kept), device="cpu"), self._lengths)[steps]] = False
+        return self.keep(kept)
 
-    def _of(self) -> Tensor:
-        return torch.repeat_interleave(torch.arange(len(self._lengths), device="cpu"), self._lengths)
-
-    def keep(self, which: Tensor) -> None:
-        """Go on with some trajectories: bool ``[K]``."""
+    def keep(self, which: Tensor) -> Tensor:
+        """Go on with some trajectories: bool ``[K]``. Which steps those have: bool ``[N]``."""
         steps = torch.repeat_interleave(which, self._lengths)
         self._lengths, self._rows, self._tickets = self._lengths[which], self._rows[steps], self._tickets[steps]
+        return steps
 
     def _columns(self, which: list[int] | None) -> list[Tensor]:
         """Fields of all steps; trajectories of which a row has moved are left out."""
         columns, moved = self._memory.read(self._rows, expected=self._tickets, which=which)
         if moved:
-            whole = torch.ones(len(self._lengths), dtype=torch.bool, device="cpu")
-            whole[self._of()[moved]] = False
-            steps = torch.repeat_interleave(whole, self._lengths)
+            steps = self._drop(moved)
             columns = [column[steps] for column in columns]
-            self.keep(whole)
         return columns
 
     def segments(self, keys: frozenset[object]) -> Segments:

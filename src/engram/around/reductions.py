@@ -9,7 +9,7 @@ import torch
 from engram._support.checks import check_choice, check_count, check_number
 from engram._support.field_paths import WINDOW_ENDS, FieldPath, as_path, as_paths, public
 from engram._support.nested import is_tensordict
-from engram.around.expander import Expander, TrajectoryArguments, check_discount, check_steps
+from engram.around.expander import Expander, TrajectoryArguments, check_steps
 from engram.around.reading import TO_THE_END, Column, Reading, is_of_next_step, observed_before
 from engram.samplers import RandomSampler
 from engram.transforms import Compose, ExcludeTransform, Transform
@@ -306,16 +306,12 @@ class FrameStack(Expander):
         **trajectories: Unpack[TrajectoryArguments],
     ) -> None:
         self.n = check_steps("FrameStack: n", n)
-        dim = None if dim is None else checked_dim("FrameStack: dim", dim)
-        value = _checked_padding("FrameStack", padding, padding_value)
+        self.dim = None if dim is None else checked_dim("FrameStack: dim", dim)
+        self.padding_value = _checked_padding("FrameStack", padding, padding_value)
         keys = as_paths(in_keys, "FrameStack: in_keys")
         if keys is None:
             raise TypeError("FrameStack: in_keys: expected a list of keys, got None.")
-        self.dim = dim
-        self.in_keys = keys
-        self.padding = padding
-        self.padding_value = value
-        self.whole = whole
+        self.in_keys, self.padding, self.whole = keys, padding, whole
         super().__init__(sampler, **trajectories)
 
     @property
@@ -437,7 +433,7 @@ class NStep(Expander):
         **trajectories: Unpack[TrajectoryArguments],
     ) -> None:
         self.n = check_steps("NStep: n", n)
-        self.gamma = check_discount("NStep: gamma", gamma)
+        self.gamma = check_number("NStep: gamma", gamma, least=0, most=1)
         self.reward_key = as_path(reward_key, "NStep: reward_key") or ("next", "reward")
         self.next_keys = as_paths(next_keys, "NStep: next_keys") or ()
         if isinstance(sampler, Expander) and any(isinstance(inner, NStep) for inner in sampler.chain):
@@ -521,7 +517,7 @@ class RewardToGo(Expander):
         steps_key: object = None,
         **trajectories: Unpack[TrajectoryArguments],
     ) -> None:
-        self.gamma = check_discount("RewardToGo: gamma", gamma)
+        self.gamma = check_number("RewardToGo: gamma", gamma, least=0, most=1)
         self.reward_key = as_path(reward_key, "RewardToGo: reward_key") or ("next", "reward")
         self.out_key = as_path(out_key, "RewardToGo: out_key") or ("reward_to_go",)
         self.steps_key = as_path(steps_key, "RewardToGo: steps_key")

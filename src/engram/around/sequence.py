@@ -563,7 +563,9 @@ class Sequence(SampleUnit):
         self.dilation = check_count("Sequence: dilation", dilation, "steps", most=_MAX_STEPS)
         if self.reach > _MAX_STEPS:
             raise ValueError(f"Sequence: expected windows over at most {_MAX_STEPS} steps, got {self.reach}.")
-        self.priority_eta = None if priority_eta is None else checked_eta("Sequence: priority_eta", priority_eta)
+        self.priority_eta = priority_eta
+        if priority_eta is not None:
+            self.priority_eta = check_number("Sequence: priority_eta", priority_eta, least=0, most=1)
         self.init_key = as_path(init_key, "Sequence: init_key")
         self.rules = TrajectoryKeys.of("Sequence", traj_key, end_keys, None, end_when)
         if self.rules.end_keys is not None and self.done_key != END_KEYS[0]:
@@ -730,11 +732,6 @@ class AnchorPriorities(NamedTuple):
     """int64 ``[k]``; None: the batch says none, and every anchor that is live is updated."""
 
 
-def checked_eta(what: str, eta: object) -> float:
-    """The weight of the largest error. Raises ``TypeError``, ``ValueError``: it is no number in [0, 1]."""
-    return check_number(what, eta, least=0, most=1)
-
-
 def r2d2_priority(td_error: Tensor, mask: Tensor | None = None, *, eta: float = 0.9) -> Tensor:
     """The priority of sequences by R2D2: ``eta * max + (1 - eta) * mean`` of the absolute errors in each.
 
@@ -756,7 +753,7 @@ def r2d2_priority(td_error: Tensor, mask: Tensor | None = None, *, eta: float = 
     >>> r2d2_priority(torch.tensor([[1.0, -3.0], [0.0, 2.0]]), eta=0.5)
     tensor([2.5000, 1.5000])
     """
-    eta = checked_eta("r2d2_priority: eta", eta)
+    eta = check_number("r2d2_priority: eta", eta, least=0, most=1)
     if not td_error.is_floating_point():
         raise TypeError(f"r2d2_priority: td_error: expected floats, got {td_error.dtype}.")
     if td_error.ndim < 2:

@@ -580,6 +580,19 @@ class SamplerAround(DeclaredSampler):
     def drop_last(self, value: bool) -> None:
         self.sampler.drop_last = value
 
+    @property
+    def own_indexes(self) -> tuple[tuple[str, str], ...]:
+        """Those of :attr:`sampler`."""
+        return self._source.own_indexes
+
+    def state_dict(self) -> dict[str, object]:
+        """That of :attr:`sampler`."""
+        return self._source.state_dict()
+
+    def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
+        """Calls that of :attr:`sampler`."""
+        return self._source.prepare_load(state_dict, capacity)
+
     def epoch(self, storage: SampledStorage) -> tuple[int, int]:
         return self._source.epoch(storage)
 

@@ -476,12 +476,12 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler[ConsumptionIn
         >>> sampler.state_dict()
         {'filter': {'uses': tensor([1, 1], dtype=torch.int32)}}
         """
-        return {**self._source.state_dict(), "filter": super().state_dict()}
+        return {**self._source.state_dict(), "filter": RuledSampler.state_dict(self)}
 
     def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
         own = typed({"filter": None, **state_dict}, "filter", dict, "FilteredSampler")
         inner = {name: value for name, value in state_dict.items() if name != "filter"}
-        return Loads((self._source.prepare_load(inner, capacity), super().prepare_load(own, capacity)))
+        return Loads((super().prepare_load(inner, capacity), RuledSampler.prepare_load(self, own, capacity)))
 
     def config(self) -> dict[str, object]:
         return {**self._inner_config(), **self._rules_config(), "index": self.index_name}

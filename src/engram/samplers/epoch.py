@@ -95,10 +95,10 @@ class SamplerWithoutReplacement(NativeSampler):
         if store is not bound:
             if store is None or store.directory is None:
                 if bound is not None and epoch is self._own:  # that was of other rows
-                    self._own.progress = NONE
+                    self._own.core.state = NONE
                 epoch = self._own
             else:
-                epoch = EpochIndex.of_store(store, self.index_name, self._own.progress)
+                epoch = EpochIndex.of_store(store, self.index_name, self._own.core.state)
             self._bound = (store, epoch)
         return epoch
 
@@ -142,7 +142,7 @@ class SamplerWithoutReplacement(NativeSampler):
         3
         """
         if write is None:
-            self._own.progress = NONE
+            self._own.core.state = NONE
 
     @property
     def ran_out(self) -> bool:
@@ -246,13 +246,13 @@ class SamplerWithoutReplacement(NativeSampler):
 
     def _listed_over(self, storage: SampledStorage, order: int) -> bool:
         """Whether too few rows are left of the epoch of this order."""
-        key, ranks, visited, begun = self._own.progress
+        key, ranks, visited, begun = self._own.core.state
         found = 0
         while key == order and visited < ranks and found < self._needed:
             some = self._ranks(order, ranks, visited, min(_SOME, ranks - visited))
             found, visited = found + len(self._still(storage, begun, some)), visited + len(some)
         if key == order and found < self._needed:
-            self._own.progress = (key, ranks, ranks, begun)
+            self._own.core.state = (key, ranks, ranks, begun)
         return found < self._needed
 
     def sample_natively(
@@ -299,7 +299,7 @@ class SamplerWithoutReplacement(NativeSampler):
 
     def epoch(self, storage: SampledStorage) -> tuple[int, int]:
         store, epoch = storage.memory, self._epoch_of(storage.memory)
-        key, rows, visited, _ = epoch.progress
+        key, rows, visited, _ = epoch.core.state
         if store is not None and visited < rows and epoch.core.over(store.core, key, 1, self.shuffle):
             return key, 0
         return key, rows - visited
@@ -336,11 +336,11 @@ class SamplerWithoutReplacement(NativeSampler):
 
     def __getstate__(self) -> dict[str, object]:
         state = {k: v for k, v in self.__dict__.items() if k not in ("_own", "_bound", "_storage")}
-        return state | {"walk": self._own.progress}
+        return state | {"walk": self._own.core.state}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         walk = state.pop("walk")
         self.__dict__.update({"_storage": None, "_needed": 1, **state})
         self._own = EpochIndex.alone(native.epoch_bytes)
-        self._own.progress = (*walk, 0)[:4]  # earlier versions pickled three
+        self._own.core.state = (*walk, 0)[:4]  # earlier versions pickled three
         self._bound = (None, self._own)

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from engram._support.field_paths import FieldPath
     from engram.store import Masses
     from engram.store.sampled import SampledStorage
-    from engram.types import Commit
 
 #: Which bucket of a pool is handed out is drawn by this and the key, independently of the pool.
 _BUCKET = 0x2E0B4482A8F53C19
@@ -154,23 +153,6 @@ class LengthBucketSampler(SamplerAround):
     def max_size(self) -> int:
         """That of :attr:`sampler`."""
         return self._source.max_size
-
-    @property
-    def own_indexes(self) -> tuple[tuple[str, str], ...]:
-        """Those of :attr:`sampler`."""
-        return self._source.own_indexes
-
-    def state_dict(self) -> dict[str, object]:
-        """That of :attr:`sampler`.
-
-        >>> from engram import LengthBucketSampler, RandomSampler
-        >>> LengthBucketSampler(RandomSampler()).state_dict()
-        {}
-        """
-        return self._source.state_dict()
-
-    def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
-        return self._source.prepare_load(state_dict, capacity)
 
     def config(self) -> dict[str, object]:
         return {**self._inner_config(), "field": self.field and [*self.field], "pool": self.pool}

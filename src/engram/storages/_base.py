@@ -24,7 +24,7 @@ from engram.storages.ragged import NO_RAGGED, RaggedOptions
 from engram.storages.tensor_state import KeptRows, unwritten
 from engram.store.keys import StoredKeys, no_index
 from engram.store.open_rows import OpenRowIndex
-from engram.store.row_indexes import ALL_ROWS, ConsumptionIndex, GroupRules, Groups, StoredGroups
+from engram.store.row_indexes import ALL_ROWS, ConsumptionIndex, GroupRules, Groups
 from engram.store.sampled import SampledStorage
 from engram.types import Declared, Form, ItemsSource, Listener, RowsSource, StorageLoad, Traits, Write, WritePlan
 
@@ -925,7 +925,7 @@ class Storage(Declared, Dumpable, Port):
     def groups(
         self, name: str, key: FieldPath, reward: FieldPath | None, rules: GroupRules = ALL_ROWS
     ) -> Groups | None:
-        return None if self.memory is None else StoredGroups(self.memory, name, key, reward, rules)
+        return None if self.memory is None else Groups(self.memory, name, key, reward, rules)
 
     def some(self, columns: list[Tensor], which: slice | list[int]) -> list[Tensor]:
         """Some rows of what :meth:`read` returned or :meth:`prepare` made.

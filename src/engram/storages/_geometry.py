@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
 
-from engram._support.checks import check_count
+from engram._support.checks import check_count, check_number
 from engram._support.field_paths import public
 from engram._support.unsupported import Later, TracingArguments, carriers, reject_unsupported, take_compilable
 from engram.errors import CorruptStore, IncompatibleCheckpoint, IncompatibleStore
@@ -101,7 +101,9 @@ class Geometry(NamedTuple):
         options = ragged_fields.RaggedOptions({}, not elsewhere, None, self.max_size, self.lanes, where)
         if {"ragged", "ragged_bytes", "layout", "open_rows"} & arguments.keys():
             fields = ragged_fields.checked_ragged(arguments.pop("ragged", None) or {}, where)
-            nbytes = ragged_fields.checked_bytes(arguments.pop("ragged_bytes", None), where)
+            size = arguments.pop("ragged_bytes", None)
+            most = ragged_fields.MAX_BYTES
+            nbytes = None if size is None else int(check_number(f"{where}: ragged_bytes", size, least=1, most=most))
             slots = arguments.pop("open_rows", 0)
             slots = check_count(f"{where}: open_rows", slots, "row", least=0, most=ragged_fields.MAX_OPEN_ROWS)
             if elsewhere and (fields or nbytes is not None or slots):

@@ -18,7 +18,7 @@ from engram.format.layout import SINGLE
 from engram.format.schema import NO_SPAN, SPAN, Field, Node, RaggedItems, Schema, name_of
 from engram.storages._ragged_intake import comes_later, count_rows, found_in, row_in, rows_in, same_lengths
 from engram.storages._structure import Structure, _Builder, renumbered
-from engram.storages._types import NO_DTYPES, NOTHING_ADDED, Added, Dtypes, as_tensor, check_stored, find_types
+from engram.storages._types import NO_DTYPES, NOTHING_ADDED, Added, Dtypes, as_tensor
 from engram.storages.ragged import MAX_ITEMS_OF_ROW, NO_RAGGED, Group, ItemField, Ragged, likely_length
 from engram.store.memory import dlpack_specs
 from engram.store.ragged_rows import Items
@@ -364,14 +364,9 @@ def structure_of(
 
 def structure_in(schema: Schema, dtypes: Dtypes = NO_DTYPES, ragged: RaggedOptions = NO_RAGGED) -> Structure:
     """The structure of a stored schema. Raises as :meth:`Structure.from_schema`."""
-    if not schema.ragged:
-        return Structure.from_schema(schema, dtypes)
-    types: dict[str, type[object]] = {}
-    find_types(schema.structure, types)
-    if dtypes:
-        check_stored(schema.fields, dtypes)
-    structure = RaggedStructure(schema.fields, schema.structure, types, dtypes, Added.of(schema))
-    structure.options = ragged
+    structure = (RaggedStructure if schema.ragged else Structure).from_schema(schema, dtypes)
+    if isinstance(structure, RaggedStructure):
+        structure.options = ragged
     return structure
 
 

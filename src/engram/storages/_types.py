@@ -56,6 +56,17 @@ def cast(value: Tensor, dtype: torch.dtype) -> Tensor | None:
     return torch.from_numpy(whole).to(value.device) if same else None
 
 
+def dtype_name(given: object) -> str:
+    """The name of a dtype of torch or NumPy; empty: it is none that can be stored."""
+    try:
+        name = DTYPE_NAMES[given] if isinstance(given, torch.dtype) else str(given)
+        # NumPy does not know all of ours, and takes None for float64.
+        name = name if name in DTYPES or given is None else np.dtype(given).name  # type: ignore[call-overload] # that is the question
+    except (KeyError, TypeError):
+        return ""
+    return name if name in DTYPES else ""
+
+
 def checked_dtypes(dtypes: object, where: str) -> Dtypes:
     """The dtypes of fields by their paths.
 
@@ -66,12 +77,8 @@ def checked_dtypes(dtypes: object, where: str) -> Dtypes:
         raise TypeError(f'{where}: dtypes: expected a dict such as {{"reward": torch.float32}}, got {dtypes!r:.80}.')
     checked = {}
     for key, dtype in dtypes.items():
-        try:
-            name = DTYPE_NAMES[dtype] if isinstance(dtype, torch.dtype) else str(dtype)
-            name = name if name in DTYPES else np.dtype(dtype).name  # NumPy does not know all of ours
-        except (KeyError, TypeError):
-            name = ""
-        if name not in DTYPES or dtype is None:
+        name = dtype_name(dtype)
+        if not name:
             nested = f" Name nested fields by tuples, ({key!r}, …)." if isinstance(dtype, Mapping) else ""
             raise TypeError(
                 f"{where}: dtypes: {key!r}: expected a dtype, one of {', '.join(DTYPES)}, got {dtype!r:.80}.{nested}"

@@ -26,7 +26,7 @@ from engram._support.tensordicts import (
 from engram.format.schema import DTYPES, Field, Node, Schema
 from engram.store import Store
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
-from engram.store.row_indexes import GroupDraw, GroupRules, StoredGroups, not_known
+from engram.store.row_indexes import GroupDraw, GroupRules, Groups, not_known
 from engram.types import WritePlan
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ _KEY, _REWARD, _READY, _VERSION = ("key",), ("reward",), ("ready",), ("version",
 _NUMBERS_OF = ("_reward_of", "_ready_of", "_version_of")
 
 
-class ItemGroups:
+class ItemGroups(Groups):
     """The groups of a list's items. The list tells it of every change, with its lock held.
 
     Args:
@@ -61,14 +61,14 @@ class ItemGroups:
         numbers = {key[0]: Field(key, "float64", ()) for key in (_REWARD, _READY, _VERSION)}
         fields = {"key": Field(_KEY, "uint8", (_DIGEST,)), **numbers}
         structure = Node("dict", children={key: Node("leaf", field=i) for i, key in enumerate(fields)})
-        self._store = Store.private(Schema(storage.max_size, 1, (), tuple(fields.values()), structure))
-        self._storage, self._key, self._reward, self._rules = storage, key, reward, rules
+        store = Store.private(Schema(storage.max_size, 1, (), tuple(fields.values()), structure))
+        self._storage, self._key, self._reward_key, self._rules = storage, key, reward, rules
         own = rules._replace(
             ready=(_READY,) if rules.ready else (),
             version=None if rules.version is None else _VERSION,
             reward=None if rules.reward is None else _REWARD,
         )
-        self._stored = StoredGroups(self._store, "main", _KEY, _REWARD, own)
+        super().__init__(store, "main", _KEY, _REWARD, own)
         #: Of each check that a draw repeats, the rows whose items have failed it.
         self._without: dict[str, set[int]] = {name: set() for name in ("_key_of", *_NUMBERS_OF)}
 
@@ -102,21 +102,13 @@ class ItemGroups:
         for failed in self._without.values():
             failed.clear()
 
-    @property
-    def count(self) -> int:
-        return self._stored.count
-
-    def of_size(self, least: int, floor: float = math.nan) -> int:
-        """As :meth:`engram.store.row_indexes.Groups.of_size`."""
-        return self._stored.of_size(least, floor)
-
     def draw(self, key: int, draw: GroupDraw, without: Tensor) -> Drawn:
         """As :meth:`engram.store.row_indexes.Groups.draw`."""
         with self._storage.paused:  # so that the tickets are those of what was drawn
             for name, failed in self._without.items():
                 for row in failed:
                     getattr(self, name)(self._item(row))  # raises
-            found = self._stored.draw(key, draw, without)
+            found = super().draw(key, draw, without)
             if found is None or isinstance(found, int):
                 return found
             return found[0], self._storage.tickets_of(found[0]), found[2]
@@ -125,16 +117,12 @@ class ItemGroups:
         """As :meth:`engram.store.row_indexes.Groups.take_back`."""
         with self._storage.paused:
             rows = rows[self._storage.tickets_of(rows) == tickets]
-            self._stored.take_back(rows, self._store.tickets_of(rows))
-
-    def uses(self) -> Tensor:
-        """As :meth:`engram.store.row_indexes.Groups.uses`."""
-        return self._stored.uses()
+            super().take_back(rows, self._store.tickets_of(rows))
 
     def restore_uses(self, uses: Tensor) -> None:
         """As :meth:`engram.store.row_indexes.Groups.restore_uses`."""
         with self._storage.paused:
-            self._stored.restore_uses(uses)
+            super().restore_uses(uses)
 
     def _item(self, row: int) -> object:
         return self._storage.read(torch.tensor([row], device="cpu"))[0][0]
@@ -165,12 +153,12 @@ class ItemGroups:
 
     def _reward_of(self, item: object) -> float:
         """The mean of the rewards of an item. Raises ``KeyError``: it has none. ``TypeError``: they are no real numbers."""
-        if self._reward is None:
+        if self._reward_key is None:
             return 0.0
-        value = _entry(item, self._reward)
+        value = _entry(item, self._reward_key)
         if value is None:
-            raise not_known("reward_key", self._reward, _keys_of(item))
-        return float(_numbers(value, f"{public(self._reward)!r}: expected rewards that are real numbers").mean())
+            raise not_known("reward_key", self._reward_key, _keys_of(item))
+        return float(_numbers(value, f"{public(self._reward_key)!r}: expected rewards that are real numbers").mean())
 
     def _ready_of(self, item: object) -> float:
         """NaN: it is not ready: an entry that says so is not there, is None, or has a NaN. Raises ``TypeError``: it is no number."""

@@ -34,7 +34,7 @@ from engram.storages.tensor_state import RowsLoad, SnapshotPreparation
 from engram.store import DeviceStore, ForeignStore, Mirror, Store, copy_rows, holds_store, open_store, skip_numbers
 from engram.store.keys import key_field, key_of
 from engram.store.limits import Rules
-from engram.store.ragged import private_store
+from engram.store.ragged import store_class
 from engram.types import Extent, Form, RowsSource, RowStorage, StorageLoad, Traits
 
 if TYPE_CHECKING:
@@ -510,7 +510,9 @@ class LazyTensorStorage(TensorStorage):
 
     def _allocate_here(self, schema: Schema) -> Store:
         """In memory of this process alone."""
-        return private_store(schema) if self._device.type == "cpu" else DeviceStore.on(schema, self._device)
+        return (
+            store_class(schema).private(schema) if self._device.type == "cpu" else DeviceStore.on(schema, self._device)
+        )
 
     def _begin_mirror(self, folder: Path) -> None:
         """Note where rows are copied to; if there are some, begin with them."""

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from engram._support import nested
-from engram._support.checks import check_count, check_number
+from engram._support.checks import check_count
 from engram._support.field_paths import checked_path, public
 from engram._support.words import format_size
 from engram.format.schema import DTYPES, MAX_DIMS, ItemsKind, RaggedItems
-from engram.storages._types import at
+from engram.storages._types import at, dtype_name
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
 from engram.store.ragged_rows import Items
 
@@ -31,7 +31,7 @@ _HEADROOM, _LEAST_LENGTH = 4, 64
 #: Without ``ragged_bytes`` there is room for all rows if they have this share of ``max_length``, on average.
 _USUAL_SHARE = 4
 #: Above the size of any file.
-_MAX_BYTES = 1 << 60
+MAX_BYTES = 1 << 60
 MAX_OPEN_ROWS = 1 << 20
 
 
@@ -128,12 +128,8 @@ class Ragged:
 
 def _dtype_name(given: object) -> str:
     """The name of a dtype. Raises ``TypeError``: it is none that can be stored."""
-    try:
-        name = DTYPE_NAMES[given] if isinstance(given, torch.dtype) else str(given)
-        name = name if name in DTYPES else np.dtype(given).name  # type: ignore[call-overload] # that is the question
-    except (KeyError, TypeError):
-        name = ""
-    if name not in DTYPES or given is None:
+    name = dtype_name(given)
+    if not name:
         kinds = ", ".join(map(repr, TEXT))
         raise TypeError(f"Ragged: expected a dtype, one of {', '.join(DTYPES)}, or {kinds}, got {given!r:.80}.")
     return name
@@ -247,11 +243,6 @@ def checked_ragged(given: object, where: str) -> dict[Path, Ragged]:
                 f"{public(field.like)!r}."
             )
     return fields
-
-
-def checked_bytes(given: object, where: str) -> int | None:
-    """``ragged_bytes``. Raises ``TypeError``, ``ValueError``: it is no size."""
-    return None if given is None else int(check_number(f"{where}: ragged_bytes", given, least=1, most=_MAX_BYTES))
 
 
 def likely_length(longest: int) -> int:

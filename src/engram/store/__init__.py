@@ -21,7 +21,6 @@ from engram.store.elsewhere import ForeignStore as ForeignStore
 from engram.store.indexes import INDEX_KINDS as INDEX_KINDS
 from engram.store.indexes import Host as Host
 from engram.store.indexes import Index as Index
-from engram.store.indexes import LockedIndex as LockedIndex
 from engram.store.indexes import TicketIndex as TicketIndex
 from engram.store.indexes import check_index_name as check_index_name
 from engram.store.lifetime import Process as Process
@@ -37,7 +36,6 @@ from engram.store.memory import Block as Block
 from engram.store.memory import Copied as Copied
 from engram.store.memory import as_rows as as_rows
 from engram.store.memory import dlpack_specs as dlpack_specs
-from engram.store.memory import private_block as private_block
 from engram.store.memory import read_block as read_block
 from engram.store.memory import torch_dtype as torch_dtype
 from engram.store.opening import create_store as create_store
@@ -50,7 +48,6 @@ from engram.store.opening import reattach as reattach
 from engram.store.opening import skip_numbers as skip_numbers
 from engram.store.requests import OutOfOrder as OutOfOrder
 from engram.store.requests import Requests as Requests
-from engram.store.requests import Written as Written
 from engram.store.store import Repair as Repair
 from engram.store.store import Saved as Saved
 from engram.store.store import Store as Store

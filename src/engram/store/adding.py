@@ -102,14 +102,7 @@ def _add_in(directory: Path, store: Growing, field: Field, fill: bytes) -> None:
         schema = _grown(store.schema, field, fill)
         if schema is None:
             return
-        raw, number = schemas.encode_store(schema), len(schema.fields) - 1
-        if len(raw) > schemas.MAX_BYTES:
-            raise ValueError(
-                f"the description of the store would need {len(raw)} bytes, at most {schemas.MAX_BYTES} are possible"
-            )
-        clash = layout.clash(schema.fields)
-        if clash is not None:
-            raise ValueError(f"two keys need {clash!r}, once as a file and once as a folder")
+        raw, number = encoded(schema), len(schema.fields) - 1
         path = layout.field_path(directory, field.key)
         if os.path.lexists(path):
             raise FileExistsError(17, "a file of that name is there already", str(path))
@@ -131,6 +124,23 @@ def _add_in(directory: Path, store: Growing, field: Field, fill: bytes) -> None:
             raise
         with contextlib.suppress(OSError):  # the field is there: the next process that opens the store names its file
             name_columns(directory, schema)
+
+
+def encoded(schema: Schema) -> bytes:
+    """The description of a store in a folder. Raises ``ValueError``: it is too long, or two fields need the same path."""
+    raw, clash = schemas.encode_store(schema), layout.clash(schema.fields)
+    if len(raw) > schemas.MAX_BYTES:
+        raise ValueError(f"store: its description needs {len(raw)} bytes, at most {schemas.MAX_BYTES} are possible.")
+    if clash is not None:
+        raise ValueError(f"store: two keys need {clash!r}, once as a file and once as a folder. Rename one of them.")
+    return raw
+
+
+def changed_description(folder: Path) -> CorruptStore:
+    """The error of a store whose description is not the one that it was made with."""
+    return CorruptStore(
+        f"{folder / layout.STORE}: expected the description this store was made with, got a changed one."
+    )
 
 
 def _grown(schema: Schema, field: Field, fill: bytes) -> Schema | None:
@@ -161,9 +171,7 @@ def adopt_fields(store: Growing) -> None:
         epoch, schema = store.core.fields_epoch, schema_in(directory)
         known = len(store.schema.fields)
         if schema.fields[:known] != store.schema.fields or schema.first_fields != store.schema.first_fields:
-            raise CorruptStore(
-                f"{directory / layout.FOLDER / layout.STORE}: expected the description this store was made with, got a changed one."
-            )
+            raise changed_description(directory / layout.FOLDER)
         if len(schema.fields) > known:
             if not store.readonly:
                 with contextlib.suppress(OSError):

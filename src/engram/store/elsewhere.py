@@ -21,13 +21,9 @@ if TYPE_CHECKING:
     class Columns(Protocol):
         """The rows of such an object, field by field."""
 
-        @property
-        def name(self) -> str:
-            """Its class, for messages."""
-
-        @property
-        def in_order(self) -> bool:
-            """Whether its rows are a ring in the order of writing."""
+        #: Its class, for messages; and whether its rows are a ring in the order of writing.
+        name: str
+        in_order: bool
 
         def extent(self) -> Extent:
             """What it says is live."""
@@ -60,16 +56,12 @@ class ForeignStore(HostedStore):
 
     def __init__(self, schema: Schema, columns: Columns) -> None:
         refuse_ragged(schema, columns.name, "Use LazyTensorStorage or LazyMemmapStorage")
-        self._columns = columns
+        self._columns, self.in_order = columns, columns.in_order
         super().__init__(schema, (), *new_control_memory(schema))
 
     @property
     def place(self) -> str:
         return self._columns.name
-
-    @property
-    def in_order(self) -> bool:
-        return self._columns.in_order
 
     def take_extent(self, extent: Extent) -> None:
         """Make the rows live that the object holds. They get tickets in the order in which a ring would have written them."""

@@ -83,8 +83,8 @@ class LockedIndex(Generic[C]):
     make_core: Callable[..., C]
     #: Formats memory of an address and a size; what follows are the index's own arguments.
     format_memory: Callable[..., None]
-    #: Frees the lock in memory of an address and a size. Raises ``ValueError``: it is no such memory.
-    reset_mutex: Callable[[int, int], None]
+    #: Frees the lock in memory of an address and a size. Raises ``ValueError``: it is no such memory. None: there is no lock.
+    reset_mutex: Callable[[int, int], None] | None = None
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -126,8 +126,9 @@ class LockedIndex(Generic[C]):
 
         Raises ``IncompatibleStore``: no such memory.
         """
-        with _of_memory():
-            cls.reset_mutex(block.address, block.nbytes)
+        if cls.reset_mutex is not None:
+            with _of_memory():
+                cls.reset_mutex(block.address, block.nbytes)
 
     @classmethod
     def copied(cls, memory: Tensor) -> Block:
@@ -241,7 +242,8 @@ class Indexes(Mapping[IndexKey, Any]):
         self._lasting: dict[IndexKey, Any] = {}
         self._lock = fork.lock()
         self._copied: dict[IndexKey, Block] = {}
-        self._tables: dict[IndexKey, tuple[object, Any]] = {}
+        #: Those that this process builds: with what, and the table.
+        self.tables: dict[IndexKey, tuple[object, Any]] = {}
         self._tables_lock = fork.rlock()
 
     def __getitem__(self, key: IndexKey) -> Any:
@@ -260,11 +262,6 @@ class Indexes(Mapping[IndexKey, Any]):
             index.core = core
         for drain in list(self.drains):
             drain.stop()
-
-    @property
-    def tables(self) -> int:
-        """How many tables there are."""
-        return len(self._tables)
 
     def keep(self, key: IndexKey, index: object) -> None:
         """Have an index that the core does not tell of writes; None: forget the one of that key."""
@@ -448,9 +445,9 @@ class Indexes(Mapping[IndexKey, Any]):
             IncompatibleStore: the table of that name was made for something else.
         """
         with self._tables_lock:
-            if (name, kind) not in self._tables:
-                self._tables[name, kind] = (config, make())
-            known, table = self._tables[name, kind]
+            if (name, kind) not in self.tables:
+                self.tables[name, kind] = (config, make())
+            known, table = self.tables[name, kind]
         if known != config:
             raise IncompatibleStore(
                 f"index {name!r}: expected the {kind} of {known}, as it was made, got {config}. Give another index=… name."
@@ -461,5 +458,5 @@ class Indexes(Mapping[IndexKey, Any]):
         """Let tables of trajectories, existing and future ones, count windows of these lengths."""
         with self._tables_lock:
             self.windows = {**self.windows, **windows}
-            for (name, _), (_, table) in self._tables.items():
+            for (name, _), (_, table) in self.tables.items():
                 table.count(self.windows[name])

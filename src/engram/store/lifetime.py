@@ -82,9 +82,6 @@ class AliveFile:
             return True
         return False
 
-    def release(self) -> None:
-        self.fd.close()
-
 
 def others_have_open(directory: Path) -> bool:
     """Whether another process has a store open that this process has not."""
@@ -95,7 +92,7 @@ def others_have_open(directory: Path) -> bool:
     try:
         return alive.locked_by_others()
     finally:
-        alive.release()
+        alive.fd.close()
 
 
 def others_attached(participants: native.Participants, directory: Path) -> bool:
@@ -289,7 +286,7 @@ class Attachment:
             pass  # the folder was removed; or the next process finds that this one has left
         finally:
             participants.leave()
-            self._alive.release()  # last: another file may get the descriptor's number at once
+            self._alive.fd.close()  # last: another file may get the descriptor's number at once
 
 
 # ---- temporary stores ------------------------------------------------------------------------------------------------
@@ -373,9 +370,9 @@ def check_store(directory: Path) -> None:
         )
 
 
-def schema_in(directory: Path) -> Schema:
-    """What the rows of the store in a folder are."""
-    path = directory / layout.FOLDER / layout.STORE
+def schema_in(directory: Path, folder: str = layout.FOLDER) -> Schema:
+    """What the rows of the store in a folder are. ``folder``: the one in it that has the description."""
+    path = directory / folder / layout.STORE
     return schemas.decode_store(files.read_small(path, schemas.MAX_BYTES), str(path))
 
 
@@ -421,10 +418,7 @@ def remove_unfinished(directory: Path) -> None:
     for hidden in directory.glob(f"{layout.FOLDER}-*"):
         gone = True
         with contextlib.suppress(CorruptStore, IncompatibleStore):  # then its description was not complete yet
-            path = hidden / layout.STORE
-            gone = _erase_fields(
-                directory, schemas.decode_store(files.read_small(path, schemas.MAX_BYTES), str(path)), hidden
-            )
+            gone = _erase_fields(directory, schema_in(directory, hidden.name), hidden)
         if gone:
             shutil.rmtree(hidden, ignore_errors=True)
 

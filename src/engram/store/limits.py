@@ -411,12 +411,7 @@ def _wake(store: Store | None) -> None:
 
 def _refuse(store: Store, rows: int, *, samples: bool) -> NoReturn:
     """Raise ``RateLimited``: what was asked for, the limits and counts, and what would let it go on."""
-    rules, live = Rules(*store.core.limit), store.core.size()
-    raise RateLimited(_refusal(rules, store.core.limit_counts(), live, rows, samples=samples))
-
-
-def _refusal(rules: Rules, counts: dict[str, float], live: int, rows: int, *, samples: bool) -> str:
-    """The text of ``RateLimited``."""
+    rules, live, counts = Rules(*store.core.limit), store.core.size(), store.core.limit_counts()
     in_flight, centre = int(counts["limit_in_flight"]), rules.ratio * rules.min_size
     by = rows * (1 if samples else rules.ratio)
     band = max(rules.tolerance * centre, by)
@@ -441,7 +436,7 @@ def _refusal(rules: Rules, counts: dict[str, float], live: int, rows: int, *, sa
     if unknown := int(counts.get("limit_stores_unknown", 0)):
         facts.append(f"{count(unknown, 'store')} of the fleet never answered this buffer")
     since = f"{counts['limit_inserts']:.0f} rows were inserted and {counts['limit_samples']:.0f} sampled since"
-    return (
+    raise RateLimited(
         f"{'sample' if samples else 'extend'}: {rows} rows were not admitted in time by {_named(rules)}: {', '.join(facts)}; {since}. "
         f"{advice}, change the limit (rb.limit), or wait longer (timeout=…)."
     )

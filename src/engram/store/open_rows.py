@@ -12,7 +12,7 @@ from engram.errors import CorruptStore, IncompatibleStore, RateLimited
 from engram.store.adding import adopt_fields
 from engram.store.blocks import aligned
 from engram.store.indexes import LockedIndex
-from engram.store.memory import Block, torch_dtype
+from engram.store.memory import torch_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,10 +34,6 @@ class OpenRowIndex(LockedIndex["native.OpenRows"]):
     kind = "open"
     make_core = native.OpenRows
     format_memory = staticmethod(native.format_open_rows)
-
-    @classmethod
-    def free_lock(cls, block: Block) -> None:
-        """It has none: a slot changes hands in one step."""
 
     @classmethod
     def of_store(cls, store: Store, slots: int) -> OpenRows:

@@ -23,10 +23,10 @@ from engram.format import files as controls
 from engram.format import schema as schemas
 from engram.format.sizes import resident_bytes
 from engram.store import lifetime, memory
-from engram.store.adding import put_in_order
+from engram.store.adding import changed_description, encoded, put_in_order
 from engram.store.device import DeviceStore
 from engram.store.indexes import INDEX_KINDS, Host, Indexes
-from engram.store.ragged import RaggedStore
+from engram.store.ragged import RaggedStore, store_class
 from engram.store.rings import make_rings, private_rings, rings_in
 from engram.store.store import Repair, Saved, Store
 
@@ -62,6 +62,7 @@ class ReaderStore(Store):
     """
 
     readonly = True
+    folder: Path
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class ReaderStore(Store):
         *,
         abandoned: bool,
     ) -> None:
-        self._folder = folder
+        self.folder = folder
         self._segments = segments
         columns, rings = self._mapped(schema, control, private=False), rings_in(folder, schema, memory.read_block)
         super().__init__(schema, columns, control, tickets, abandoned=abandoned, rings=rings)
@@ -83,7 +84,7 @@ class ReaderStore(Store):
     @property
     def in_use(self) -> bool:
         """Whether a process other than this one has the store open for writing."""
-        return anyone_has_open(self._folder, self._control, self._tickets)
+        return anyone_has_open(self.folder, self._control, self._tickets)
 
     @property
     def participant(self) -> int:
@@ -94,26 +95,22 @@ class ReaderStore(Store):
         """The fields. ``private``: what is written to them is not seen elsewhere."""
         if self._segments is None:
             return memory.fields_in(
-                self._folder,
+                self.folder,
                 schema,
                 partial(memory.read_field, private=private),
                 lambda path, nbytes: memory.read_block(path, nbytes, private=private).tensor,
             )
-        inside = self._folder / layout.FOLDER
+        inside = self.folder / layout.FOLDER
         return memory.segment_fields(inside, schema, self._segments, control, readonly=not private, private=private)
 
     def map_column(self, schema: Schema, number: int) -> Tensor:
         return memory.read_field(
-            layout.column_path(self._folder, schema, number), schema.fields[number], schema.capacity
+            layout.column_path(self.folder, schema, number), schema.fields[number], schema.capacity
         )
 
     @property
-    def folder(self) -> Path:
-        return self._folder
-
-    @property
     def place(self) -> str:
-        return f"{self._folder} (read-only)"
+        return f"{self.folder} (read-only)"
 
     @property
     def has_files(self) -> bool:
@@ -131,17 +128,17 @@ class ReaderStore(Store):
 
     def check_writable(self) -> None:
         raise ReadOnlyStore(
-            f"expected a store that may be written to, got the one in {str(self._folder)!r}, which was opened with readonly=True: its rows "
+            f"expected a store that may be written to, got the one in {str(self.folder)!r}, which was opened with readonly=True: its rows "
             "and all that belongs to them stay as they are. Open it without readonly=True."
         )
 
     def remove(self) -> bool:
         raise ReadOnlyStore(
-            f"cleanup: the store in {str(self._folder)!r} was opened with readonly=True: its files stay. Open it without readonly=True."
+            f"cleanup: the store in {str(self.folder)!r} was opened with readonly=True: its files stay. Open it without readonly=True."
         )
 
     def detached(self) -> Saved:
-        return Saved(None, self._folder, None, {}, readonly=True)
+        return Saved(None, self.folder, None, {}, readonly=True)
 
     def after_fork(self) -> None:
         """In a child: the maps are its own, and it has nothing to recover."""
@@ -149,10 +146,6 @@ class ReaderStore(Store):
 
 class RaggedReaderStore(RaggedStore, ReaderStore):
     """As :class:`ReaderStore`, of rows with ragged fields."""
-
-
-def _kind_of(schema: Schema) -> type[Store]:
-    return RaggedStore if schema.ragged else Store
 
 
 def anyone_has_open(directory: Path, control: memory.Block, tickets: memory.Block) -> bool:
@@ -199,12 +192,7 @@ def create_store(
     """
     if adopted is not None:
         memory.refuse_ragged(schema, "rows that exist already", "Write them to a new storage")
-    raw = schemas.encode_store(schema)
-    if len(raw) > schemas.MAX_BYTES:
-        raise ValueError(f"store: its description needs {len(raw)} bytes, at most {schemas.MAX_BYTES} are possible.")
-    clash = layout.clash(schema.fields)
-    if clash is not None:
-        raise ValueError(f"store: two keys need {clash!r}, once as a file and once as a folder. Rename one of them.")
+    raw = encoded(schema)
     hidden = directory / f"{layout.FOLDER}-{os.getpid()}-{threading.get_ident()}"
     rows = layout.row_files(directory, schema, hidden.name).values()
     paths = {path: row_bytes * schema.capacity for path, row_bytes in rows}
@@ -347,7 +335,7 @@ def reattach(saved: Saved) -> Store:
         for field, column in zip(fields, columns, strict=True):
             field.copy_(column)
         rings = private_rings(schema).copy_from([part.tensor for part in saved.rings])
-        store = _kind_of(schema)(schema, fields, *memory.new_control_memory(schema), rings=rings)
+        store = store_class(schema)(schema, fields, *memory.new_control_memory(schema), rings=rings)
     else:
         store = DeviceStore.on(schema, columns[0].device, columns)
     store.take_over(control, tickets)
@@ -457,9 +445,7 @@ def _upgraded(directory: Path, schema: Schema, fingerprints: Sequence[int]) -> I
         in_use = anyone_has_open(directory, control, tickets)
         header = controls.parse_control(bytes(control.tensor[: controls.FIXED_BYTES].numpy()))
     if header.schema_sum not in fingerprints:
-        raise CorruptStore(
-            f"{folder / layout.STORE}: expected the description this store was made with, got a changed one."
-        )
+        raise changed_description(folder)
     if in_use:
         raise StoreInUse(
             f"open: a process of an earlier engram has the store in {str(directory)!r} open, and this one would change its format. "
@@ -491,9 +477,7 @@ def _check_description(store: Store, folder: Path, fingerprints: Sequence[int]) 
     """Raise ``CorruptStore`` unless control memory belongs to the description."""
     core, schema = store.core, store.schema
     if (core.capacity, core.lanes) != (schema.capacity, schema.lanes) or core.schema_sum not in fingerprints:
-        raise CorruptStore(
-            f"{folder / layout.STORE}: expected the description this store was made with, got a changed one."
-        )
+        raise changed_description(folder)
 
 
 def _attach(schema: Schema, directory: Path, fingerprints: Sequence[int], *, unclean: str) -> Store:
@@ -514,7 +498,7 @@ def _attach(schema: Schema, directory: Path, fingerprints: Sequence[int], *, unc
         attachment = lifetime.Attachment(directory, alive, control, tickets, has_files=segments is None)
         with _naming(folder):
             rings = rings_in(directory, schema, memory.file_block)
-            store = _kind_of(schema)(schema, tensors, control, tickets, attachment, rings=rings)
+            store = store_class(schema)(schema, tensors, control, tickets, attachment, rings=rings)
             attachment.begin(store, store.core)  # from here on closing it releases all that was taken
         _check_description(store, folder, fingerprints)
         if segments is None:
@@ -530,7 +514,7 @@ def _attach(schema: Schema, directory: Path, fingerprints: Sequence[int], *, unc
     except BaseException:
         if store is not None:
             store.close()
-        alive.release()
+        alive.fd.close()
         raise
     return store
 

@@ -28,11 +28,6 @@ if TYPE_CHECKING:
     ItemsRead: TypeAlias = Sequence[tuple[list[int], int, int, Tensor, Tensor, Tensor, list[Tensor]]]
 
 
-def private_store(schema: Schema) -> Store:
-    """A store in private memory. Pages are taken when rows are first written."""
-    return (RaggedStore if schema.ragged else Store).private(schema)
-
-
 def counted_groups(schema: Schema, field: FieldPath | None, call: str) -> list[int]:
     """The groups of fields of which the longest is the length of a row: that of a field, or those of all that are no texts, if any.
 
@@ -261,6 +256,11 @@ class RaggedStore(Store):
     def _item_layout(self) -> native.ItemLayout:
         specs = dict(zip(self.schema.ragged, dlpack_specs([*self.schema.ragged.values()]), strict=True))
         return native.ItemLayout(tuple(tuple((n, specs[n]) for n in it.members) for it in self.schema.ragged_groups))
+
+
+def store_class(schema: Schema) -> type[Store]:
+    """The class of a store on the CPU for such rows."""
+    return RaggedStore if schema.ragged else Store
 
 
 def _put(groups: ItemsRead, columns: list[Tensor], rows: Tensor, at: Mapping[int, int] | None = None) -> None:

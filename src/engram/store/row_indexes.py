@@ -152,10 +152,6 @@ class UsageIndex(LockedIndex[native.Usage]):
     format_memory = staticmethod(native.format_usage)
 
     @classmethod
-    def free_lock(cls, block: Block) -> None:
-        """There is none."""
-
-    @classmethod
     def of_store(cls, store: Store) -> UsageIndex:
         """The index, made if there is none: then no row counts as sampled. Raises ``OSError``: no space for its file."""
         index, made = cls.of_name(store.indexes, cls.NAME, native.usage_bytes(store.capacity), store.capacity)
@@ -218,24 +214,15 @@ class EpochIndex(LockedIndex[native.Epoch]):
         """
         return cls.of_name(store.indexes, name, native.epoch_bytes, begun)[0]
 
-    @property
-    def progress(self) -> Progress:
-        """See :data:`Progress`. Rows that were written after it began are not in it."""
-        return self.core.state
-
-    @progress.setter
-    def progress(self, progress: Progress) -> None:
-        self.core.state = progress
-
     def state(self, clock: int) -> dict[str, int]:
-        """The :attr:`progress`, under ``key, rows, visited``; ``begun`` if writes came since. ``clock``: the next one's number."""
-        key, rows, visited, begun = self.progress
+        """The :data:`Progress`, under ``key, rows, visited``; ``begun`` if writes came since. ``clock``: the next one's number."""
+        key, rows, visited, begun = self.core.state
         return {"key": key, "rows": rows, "visited": visited, **({"begun": begun} if 0 < begun < clock else {})}
 
     def go_on(self, saved: Progress, clock: int) -> None:
         """From a :meth:`state` on, in which the last number is that of the first write that came later; 0: there was none."""
         key, rows, visited, begun = saved
-        self.progress = key, rows, visited, min(begun or clock, clock)
+        self.core.state = key, rows, visited, min(begun or clock, clock)
 
 
 def checked_progress(state: dict[str, object], where: str, *others: str) -> Progress:
@@ -374,7 +361,13 @@ class GroupIndex(RuledIndex[native.Groups]):
     def said(store: Store | None, policy: object) -> str:
         """As :meth:`RuledIndex.said`."""
         assert store is not None  # its rows are in groups
-        return _said(store, cast("GroupPolicy", policy))
+        number, _, ready, most, version, staleness, order, least, reward = cast("GroupPolicy", policy)
+        fields = store.schema.fields
+        said = f"groups by {public(fields[number].key)!r}{_rules_said(store, ready, version, most, staleness)}"
+        if order:
+            by = "their age" if reward is None else f"the variance of {public(fields[reward].key)!r}"
+            said += f", those of {least} rows in the order of {by}"
+        return said
 
     def count(self, stats: dict[str, float]) -> None:
         """As :meth:`Index.count`: what is counted of groups. Of used, expired and evicted rows where the rules are such."""
@@ -391,20 +384,15 @@ def _policy_of(store: Store, key: FieldPath, rules: GroupRules) -> Any:
     """The rules as the core takes them, which knows fields by their numbers. Raises ``KeyError``, ``TypeError``."""
     number = _key_field(store, key)
     ready, version = _fields_of(store, rules)
-    reward = None if rules.reward is None else _with_dtype(store, _reward_field(store, rules.reward))
+    reward = None if rules.reward is None else _specified(store, "reward_key", rules.reward)
     key_bytes, most = key_bytes_of(store.schema.fields[number]), rules.max_uses or 0
     return number, key_bytes, ready, most, version, rules.max_staleness, rules.order, rules.least, reward
 
 
 def _fields_of(store: Store, rules: GroupRules) -> tuple[tuple[Specified, ...], Specified | None]:
     """The fields that are to be ready, and the version. Raises ``KeyError``, ``TypeError``."""
-    ready = tuple(_with_dtype(store, _ready_field(store, path)) for path in rules.ready)
-    return ready, None if rules.version is None else _with_dtype(store, _version_field(store, rules.version))
-
-
-def _with_dtype(store: Store, field: int) -> Specified:
-    """The number of a field, and what its values are."""
-    return field, dlpack_specs([store.schema.fields[field]])[0]
+    ready = tuple(_specified(store, "ready", path) for path in rules.ready)
+    return ready, None if rules.version is None else _specified(store, "policy_version", rules.version)
 
 
 def _numbers_of(policy: Any) -> GroupPolicy:
@@ -412,17 +400,6 @@ def _numbers_of(policy: Any) -> GroupPolicy:
     number, key_bytes, ready, most, version, staleness, order, least, reward = policy
     version, reward = (None if field is None else field[0] for field in (version, reward))
     return number, key_bytes, tuple(field for field, _ in ready), most, version, staleness, order, least, reward
-
-
-def _said(store: Store, policy: GroupPolicy) -> str:
-    """The rules of groups, in words."""
-    number, _, ready, most, version, staleness, order, least, reward = policy
-    fields = store.schema.fields
-    said = f"groups by {public(fields[number].key)!r}{_rules_said(store, ready, version, most, staleness)}"
-    if order:
-        by = "their age" if reward is None else f"the variance of {public(fields[reward].key)!r}"
-        said += f", those of {least} rows in the order of {by}"
-    return said
 
 
 def _rules_said(
@@ -446,39 +423,7 @@ def check_native(store: Store, who: str) -> None:
         )
 
 
-class Groups(Protocol):
-    """The groups of the rows of a storage."""
-
-    @property
-    def count(self) -> int:
-        """How many there are."""
-
-    def of_size(self, least: int, floor: float = ...) -> int:
-        """How many there are of at least so many rows. ``floor``: as :attr:`GroupDraw.floor`."""
-
-    def draw(self, key: int, draw: GroupDraw, without: Tensor) -> Drawn:
-        """Rows of some groups.
-
-        Raises:
-            KeyError: a row has no key, or no reward. TypeError: what it has there is none. ValueError: a reward is not finite.
-
-        Args:
-            key: of the draw.
-            draw: what is drawn.
-            without: int64, contiguous: rows whose groups are left out, if there are enough others.
-        """
-
-    def take_back(self, rows: Tensor, tickets: Tensor) -> None:
-        """Rows that were drawn were not read: they are used once less."""
-
-    def uses(self) -> Tensor:
-        """int32 ``[n]``: how often each row was used. A copy."""
-
-    def restore_uses(self, uses: Tensor) -> None:
-        """Take over :meth:`uses`. Rows that it says nothing of were not used."""
-
-
-class StoredGroups:
+class Groups:
     """The groups of a store's rows.
 
     Args:
@@ -504,36 +449,41 @@ class StoredGroups:
             self._index.core.catch_up()
         return self._index
 
-    @property
-    def count(self) -> int:
-        return self.of_size(1)
-
     def of_size(self, least: int, floor: float = math.nan) -> int:
-        """As :meth:`Groups.of_size`."""
+        """How many there are of at least so many rows. ``floor``: as :attr:`GroupDraw.floor`."""
         return self._current().core.groups(least, floor)
 
     def draw(self, key: int, draw: GroupDraw, without: Tensor) -> Drawn:
-        """As :meth:`Groups.draw`."""
+        """Rows of some groups.
+
+        Raises:
+            KeyError: a row has no key, or no reward. TypeError: what it has there is none. ValueError: a reward is not finite.
+
+        Args:
+            key: of the draw.
+            draw: what is drawn.
+            without: int64, contiguous: rows whose groups are left out, if there are enough others.
+        """
         core, store = self._current().core, self._store
         _, groups, each, complete, floor, which = draw
         if draw.strategy in ("random", "recency"):
             return core.draw(key, groups, each, draw.strategy == "recency", without, complete, floor, which)
         assert self._reward is not None  # the strategy asks for it
-        reward, spread = _with_dtype(store, _reward_field(store, self._reward)), draw.strategy == "variance"
+        reward, spread = _specified(store, "reward_key", self._reward), draw.strategy == "variance"
         return core.draw_best(store.core, reward, key, groups, each, spread, without, complete, floor, which)
 
     def take_back(self, rows: Tensor, tickets: Tensor) -> None:
-        """As :meth:`Groups.take_back`."""
+        """Rows that were drawn were not read: they are used once less."""
         self._index.core.take_back(rows.contiguous(), tickets.contiguous())
 
     def uses(self) -> Tensor:
-        """As :meth:`Groups.uses`."""
+        """int32 ``[n]``: how often each row was used. A copy."""
         out = torch.empty(self._index.core.rows, dtype=torch.int32, device="cpu")
         self._index.core.uses(out)
         return out
 
     def restore_uses(self, uses: Tensor) -> None:
-        """As :meth:`Groups.restore_uses`."""
+        """Take over :meth:`uses`. Rows that it says nothing of were not used."""
         self._index.core.restore_uses(uses)
 
 
@@ -567,14 +517,20 @@ def _stored(store: Store, argument: str, key: FieldPath) -> tuple[int, Field]:
     raise not_known(argument, key, sorted(field.key for field in store.schema.fields))
 
 
-def _reward_field(store: Store, key: FieldPath) -> int:
-    """The number of the field with the rewards. Raises ``KeyError``: there is none. ``TypeError``: its rows are no real numbers."""
-    number, field = _stored(store, "reward_key", key)
-    if field.dtype.startswith("complex") or not field.row_bytes:
+def _specified(store: Store, argument: str, key: FieldPath) -> Specified:
+    """The number of a field that an argument names, and what its values are. Raises ``KeyError``; ``TypeError``: it is no such field."""
+    number, field = _stored(store, argument, key)
+    is_real, got = not field.dtype.startswith("complex"), f"{field.dtype} {list(field.shape)}"
+    if argument == "reward_key" and not (is_real and field.row_bytes):
+        raise TypeError(f"sample: {public(key)!r}: expected rewards that are real numbers, got {got}.")
+    if argument == "policy_version" and not (is_real and field.row_bytes == DTYPES[field.dtype]):
+        raise TypeError(f"sample: policy_version: {public(key)!r}: expected one real number per row, got {got}.")
+    if argument == "ready" and not (field.dtype in READY_DTYPES and field.row_bytes):
         raise TypeError(
-            f"sample: {public(key)!r}: expected rewards that are real numbers, got {field.dtype} {list(field.shape)}."
+            f"sample: ready: {public(key)!r}: expected floating numbers, which are NaN until they are ready, got {got}. No value of it "
+            "says that it is not ready: store it as float32, or leave it out."
         )
-    return number
+    return number, dlpack_specs([field])[0]
 
 
 def _key_field(store: Store, key: FieldPath) -> int:
@@ -607,24 +563,3 @@ def key_bytes_of(field: Field) -> int:
 def content_of(field: Field) -> str:
     """What rows of a field hold, for messages."""
     return f"{field.dtype} {list(field.shape)}" if field.ragged is None else items_of(field.ragged)
-
-
-def _ready_field(store: Store, key: FieldPath) -> int:
-    """The number of a field that holds NaN until it is ready. Raises ``KeyError``; ``TypeError``: it never does."""
-    number, field = _stored(store, "ready", key)
-    if field.dtype not in READY_DTYPES or not field.row_bytes:
-        raise TypeError(
-            f"sample: ready: {public(key)!r}: expected floating numbers, which are NaN until they are ready, got {field.dtype} "
-            f"{list(field.shape)}. No value of it says that it is not ready: store it as float32, or leave it out."
-        )
-    return number
-
-
-def _version_field(store: Store, key: FieldPath) -> int:
-    """The number of the field with the version of a row. Raises ``KeyError``; ``TypeError``: it is no number, or there are several."""
-    number, field = _stored(store, "policy_version", key)
-    if field.dtype.startswith("complex") or field.row_bytes != DTYPES[field.dtype]:
-        raise TypeError(
-            f"sample: policy_version: {public(key)!r}: expected one real number per row, got {field.dtype} {list(field.shape)}."
-        )
-    return number

@@ -197,6 +197,6 @@ class SampledStorage(Protocol):
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(100))
         >>> _ = rb.extend({"prompt": torch.tensor([7, 7, 9])})
         >>> groups = rb.storage.groups("main", ("prompt",), None)
-        >>> groups.count, groups.of_size(2)
+        >>> groups.of_size(1), groups.of_size(2)
         (2, 1)
         """

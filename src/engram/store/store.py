@@ -124,6 +124,10 @@ class Store:
     readonly, reads_apart = False, False
     #: Its name, once it was asked for.
     origin = ""
+    #: Whether the rows of a lane are in the order of writing, where no writer places them otherwise.
+    in_order = True
+    #: Where the rows lie; None: in private memory.
+    folder: Path | None = None
 
     def __init__(
         self,
@@ -137,6 +141,8 @@ class Store:
         rings: RaggedMemory = NO_RINGS,
     ) -> None:
         self.schema = schema
+        #: Rows; rings that they are divided into; rows of each.
+        self.capacity, self.lanes, self.lane_length = schema.capacity, schema.lanes, schema.capacity // schema.lanes
         self.tensors = tuple(tensors)
         self.rings = rings
         """The memory of ragged fields."""
@@ -146,6 +152,7 @@ class Store:
         """This process's place among those that have the store open; None for private memory."""
         self.directory = None if attachment is None else attachment.directory
         """The folder that other processes write to, too; None for private memory, and for one that is only read."""
+        self.folder = self.folder or self.directory
         self.repair: Repair | None = None
         """What opening recovered; None if the store was closed in order."""
         self._control = control
@@ -521,34 +528,9 @@ class Store:
         return self._control.tensor, self._tickets.tensor
 
     @property
-    def folder(self) -> Path | None:
-        """Where the rows lie; None: in private memory."""
-        return self.directory
-
-    @property
     def place(self) -> str:
         """Where the rows lie, as users read it."""
         return str(self.folder or ("RAM" if self.device.type == "cpu" else self.device))
-
-    @property
-    def in_order(self) -> bool:
-        """Whether the rows of a lane are in the order of writing, where no writer places them otherwise."""
-        return True
-
-    @property
-    def capacity(self) -> int:
-        """Rows."""
-        return self.schema.capacity
-
-    @property
-    def lanes(self) -> int:
-        """Rings that the rows are divided into."""
-        return self.schema.lanes
-
-    @property
-    def lane_length(self) -> int:
-        """Rows of a lane."""
-        return self.schema.capacity // self.schema.lanes
 
     @property
     def nbytes(self) -> int:

@@ -259,8 +259,8 @@ Kind: TypeAlias = Literal["uniform", "prioritized", "permuted"]
 Launcher: TypeAlias = "Callable[..., None]"
 KINDS: tuple[Kind, ...] = ("uniform", "prioritized", "permuted")
 
-#: Bytes that a program of the gather copies, with how many warps.
-_CHUNKS = {256: 1, 2048: 4, 16384: 8}
+#: Bytes that a program copies at once, with how many warps.
+CHUNKS = {256: 1, 2048: 4, 16384: 8}
 _LANES_AT_ONCE = 1024
 _ENTRY_WORDS = 8
 #: Where counters and places begin in the state of a chain: as in kernels.py.
@@ -301,6 +301,12 @@ def chunk_table(columns: Columns, layout: Layout, chunk: int, resident: Sequence
             place = (field.address + begin, field.stride, offset + begin, field.row_bytes)
             entries.append([*place, nbytes, aligned & -aligned, at + begin, 0])
     return entries
+
+
+def chunk_for(row_bytes: Sequence[int]) -> int:
+    """Bytes that a program copies at once, of rows whose fields are that large."""
+    longest = max(row_bytes, default=0)
+    return 256 if longest <= 256 else 2048 if longest <= 4096 else 16384
 
 
 def signed(key: int) -> int:
@@ -373,8 +379,7 @@ class Chain:
         self._kernels, self._launcher = kernels_of(self.device), launcher
         self.seed = seed
         """It may be set until the first batch."""
-        longest = max((field.row_bytes for field in columns.fields), default=0)
-        self._chunk = 256 if longest <= 256 else 2048 if longest <= 4096 else 16384
+        self._chunk = chunk_for([field.row_bytes for field in columns.fields])
         self._rows_per_program = rows_per_program
         steps = 0 if full else -1 if columns.lanes == 1 else columns.lanes.bit_length()
         self._looks_at_lanes = steps > 0 and kind != "prioritized"
@@ -416,8 +421,8 @@ class Chain:
         chosen = {**self._chosen, **self._in_all}
         self._launch("draw", -(-self.batch_size // per), 1, *given, beside, BLOCK=per, **chosen)
         if self._chunks:
-            self._launch("gather", self._programs, _CHUNKS[self._chunk], *given, CHUNK=self._chunk, **self._in_all)
-        self._launch("repair", self.batch_size, _CHUNKS[self._chunk], *given, beside, CHUNK=self._chunk, **chosen)
+            self._launch("gather", self._programs, CHUNKS[self._chunk], *given, CHUNK=self._chunk, **self._in_all)
+        self._launch("repair", self.batch_size, CHUNKS[self._chunk], *given, beside, CHUNK=self._chunk, **chosen)
 
     def replace(self, columns: Columns, commands: int = 0) -> None:
         """Take over new addresses of the same rows, and of the ring, after their memory was registered again. Graphs follow.

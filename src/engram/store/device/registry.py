@@ -28,7 +28,6 @@ from engram.store.device.accelerator import ALREADY_REGISTERED, Accelerator, Dri
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from contextlib import AbstractContextManager
 
     import torch
     from torch import Tensor
@@ -115,17 +114,14 @@ class Registered:
         self, registry: Registry, accelerator: Accelerator, extents: Sequence[tuple[int, int]], spans: Sequence[_Span]
     ) -> None:
         self._registry, self._accelerator = registry, accelerator
+        #: Hold it from :meth:`use` until the work is queued: other threads register nothing again meanwhile.
+        self.turn = registry.turn
         self._extents, self._spans = extents, spans
         self._streams = set[object]()
         self._forks = min([span.forks for span in spans if span.private], default=registry.forks)
         #: Where the device sees the first byte of each tensor; 0 for one without bytes.
         self.addresses: tuple[int, ...] = ()
         self._finalizer = weakref.finalize(self, registry.end, spans)
-
-    @property
-    def turn(self) -> AbstractContextManager[object]:
-        """Hold it from :meth:`use` until the work is queued: other threads register nothing again meanwhile."""
-        return self._registry.turn
 
     @property
     def closed(self) -> bool:

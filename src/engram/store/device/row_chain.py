@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
-from engram.store.device.chain import Launcher, call, kernels_of, signed
+from engram.store.device.chain import CHUNKS, Launcher, call, chunk_for, kernels_of, signed
 from engram.store.device.row_operations import Drawing, Followed, Ring, RowOperations
 
 if TYPE_CHECKING:
@@ -106,8 +106,6 @@ _Part: TypeAlias = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
 #: dtypes of priorities that updates take.
 _PRIORITIES = (torch.float32, torch.float64)
 
-#: Bytes that a program copies at once, with how many warps.
-_CHUNKS = {256: 1, 2048: 4, 16384: 8}
 #: Programs that share the chunks of a row, at most.
 _PARTS = 16
 #: Sizes of batches whose parts are known.
@@ -143,8 +141,7 @@ class RowKernels(RowOperations):
         self.launches = 0
         """Kernels launched so far."""
         widths = [column[0].nbytes for column in rows.whole]
-        longest = max(widths, default=0)
-        self._chunk = 256 if longest <= 256 else 2048 if longest <= 4096 else 16384
+        self._chunk = chunk_for(widths)
         table, self._first_chunk, before = list[int](), [0], 0
         for column, nbytes in zip(rows.whole, widths, strict=True):
             table += self._entries(column, before, len(self._first_chunk) - 1)
@@ -158,7 +155,7 @@ class RowKernels(RowOperations):
         words += [0] * (_TABLE - len(words)) + table
         self._state = torch.tensor(words, dtype=torch.int64, device="cpu").to(rows.device)
         self._parts = 1 if self._interpreted else min(_PARTS, max(self._chunks, 1))
-        self._warps = _CHUNKS[self._chunk]
+        self._warps = CHUNKS[self._chunk]
         #: Of each field dtype, shape and strides of a row's values, and its bytes.
         self._fields = [(column.dtype, column.shape[1:], column.stride(), column[0].nbytes) for column in rows.whole]
         self._length, self._device = rows.lane_length, rows.device

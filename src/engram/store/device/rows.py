@@ -58,7 +58,8 @@ class DeviceRows:
         #: By row the position of an entry that names it, as :meth:`last_of` and the kernels compare them.
         self.last = torch.full((schema.capacity + 1,), -1, dtype=torch.int64, device=device)
         self._checked = [0, 0, 0]
-        self._stream = self.accelerator.after(None)
+        #: The one of the last call outside of a graph.
+        self.stream = self.accelerator.after(None)
         #: Held around every call by what enters these rows, so that the operations of two threads do not mix.
         self.lock = fork.rlock()
         # What the host knows of it, in one place for all stores around these rows.
@@ -80,11 +81,6 @@ class DeviceRows:
         self.work = work_on(self)
 
     @property
-    def stream(self) -> torch.Stream | None:
-        """That of the last call outside of a graph."""
-        return self._stream
-
-    @property
     def capturing(self) -> bool:
         """Whether what is done now goes into a CUDA graph."""
         return self.accelerator.capturing()
@@ -101,7 +97,7 @@ class DeviceRows:
     def follow_stream(self) -> None:
         """Let what is done on the current stream come after what was done before on another one."""
         if not self.capturing:
-            self._stream = self.accelerator.after(self._stream)
+            self.stream = self.accelerator.after(self.stream)
 
     def sent(self, tensor: Tensor, call: str) -> Tensor:
         """A tensor on the device. Raises ``RuntimeError``: it is of the host, and a graph is captured."""
