@@ -20,7 +20,6 @@ from engram.buffer.recipe import kind_of, noted_settings, noted_unit
 from engram.buffer.row_access import RowAccess
 from engram.buffer.services import Facade, Service
 from engram.errors import NoSampleable
-from engram.remote.fleet import check_missing
 from engram.saved.checkpoints import replacing
 from engram.store import Key
 
@@ -83,7 +82,7 @@ class _Way(NamedTuple):
                 f"connect: a name in a Ray cluster takes {', '.join((*taken, *READING_ARGUMENTS))}, as Ray says how its servers are "
                 f"reached; got {given}."
             )
-        check_missing(self.missing)
+        check_choice("connect: missing", self.missing, ("skip", "wait"))
 
 
 def connect_buffer(asked: type[Facade], address: object, arguments: ConnectArguments) -> Facade:
@@ -129,7 +128,7 @@ def connect_buffer(asked: type[Facade], address: object, arguments: ConnectArgum
                 "Use ReplayBuffer.connect."
             )
         settings = {**noted_settings(noted), **{name: value for name, value in reading.items() if value is not None}}
-        rb: Facade = kind(
+        return kind(
             storage=storage,
             sampler=sampler,
             writer=RemoteWriter(served),
@@ -137,7 +136,6 @@ def connect_buffer(asked: type[Facade], address: object, arguments: ConnectArgum
             **settings,
             **kind.open_arguments(noted),
         )
-        return rb
     except BaseException:
         storage.close()
         raise
@@ -451,8 +449,7 @@ class ConnectedRowAccess(RowAccess):
     def end_trajectories(self, lanes: Tensor, roles: Roles | None, *, terminated: bool) -> Tensor:
         if self._prefetching is not None:
             self._prefetching.materialize()
-        newest: Tensor = self._wiring.storage.end_trajectories(lanes, roles, terminated=terminated)
-        return newest
+        return cast("Tensor", self._wiring.storage.end_trajectories(lanes, roles, terminated=terminated))
 
 
 class ConnectedSaving:

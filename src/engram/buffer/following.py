@@ -18,6 +18,7 @@ from engram._support.checks import check_count
 from engram._support.state import real
 from engram._support.words import warn
 from engram.buffer.recipe import kind_of
+from engram.buffer.saving import OwnLoad
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.reshard.driver import reshard
 from engram.reshard.plan import Policy, Target, checked_incomplete
@@ -349,8 +350,8 @@ class Following(NotFollowing):
                 plan = reshard(open_saved(checkpoint, stack), targets, Policy(_KEPT))
                 load = saving.prepare_placed(checkpoint, plan, 0, env_offset=0, default_rng=False, convert=True)
             wished = cast("int | None", self._options.arguments.get("batch_size"))
-            rng = load.rng._replace(own=None, default=None)
-            load._replace(rng=rng, iterating=False, batch_size=wished or load.batch_size).commit()
+            rng = load.own.rng._replace(own=None, default=None)
+            load._replace(own=OwnLoad(wished or load.own.batch_size, False, rng)).commit()
         return rb
 
 

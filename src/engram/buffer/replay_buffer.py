@@ -28,7 +28,7 @@ from engram.buffer.read_path import ReadPath
 from engram.buffer.recipe import Recipe, open_buffer, open_or_create, register
 from engram.buffer.row_access import RowAccess
 from engram.buffer.saving import Saving
-from engram.buffer.services import Service, as_remote, deployed, makes_client, makes_clients, service_in
+from engram.buffer.services import Service, as_remote, client, clients, deployed, service_in
 from engram.buffer.window_marks import of_batch
 from engram.buffer.wiring import component
 from engram.buffer.write_path import Appender, WritePath, rows_of
@@ -1291,8 +1291,7 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
         left = {name: value for name, value in arguments.items() if name not in given}
         reject_unsupported("open", left, conf.NOT_YET, [*conf.OPEN_ARGUMENTS, "directory", "unclean", "readonly", "io"])
         asked = cls.__name__ if cls._prioritized else None
-        rb: ReplayBuffer = open_buffer(directory, unclean, io, given, readonly=readonly, prioritized=asked)
-        return rb
+        return cast("ReplayBuffer", open_buffer(directory, unclean, io, given, readonly=readonly, prioritized=asked))
 
     @classmethod
     def open_or_create(
@@ -1513,8 +1512,7 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
     )
     start = conf.returns_itself("Returns the buffer: it runs already.")
     as_remote: ClassVar[Any] = classmethod(as_remote)
-    client = makes_client("Returns the buffer itself; on Ray one of its own for the same rows, which cannot end them.")
-    clients = makes_clients("So many clients, in a list. Raises ``TypeError``, ``ValueError``: no number from 1 on.")
+    client, clients = client, clients
 
     # ---- seeing it -----------------------------------------------------------------------------------------------------
 

@@ -303,16 +303,7 @@ def plan(
 @click.option("--tls-clients", type=click.Path(dir_okay=False), help="Certificate that signs those of clients, PEM.")
 @click.option("--insecure", is_flag=True, help="Listen on TCP without a token, or beyond this machine without TLS.")
 @click.option("--metrics", metavar="HOST:PORT", help="Also answer http://HOST:PORT/metrics, for Prometheus.")
-def serve(
-    directory: Path,
-    listen: str,
-    token: str | None,
-    tls_cert: str | None,
-    tls_key: str | None,
-    tls_clients: str | None,
-    insecure: bool,
-    metrics: str | None,
-) -> None:
+def serve(directory: Path, listen: str, insecure: bool, metrics: str | None, **secrets: str | None) -> None:
     """Serve the store in DIRECTORY to other processes and machines, which use ReplayBuffer.connect(ADDRESS).
 
     Prints the address when clients may come. On SIGTERM or Ctrl-C it finishes what is under way, and tells clients that it leaves.
@@ -326,7 +317,7 @@ def serve(
     with refusing("serve" if metrics is None else "serve,metrics", oserror=Refusal):
         from engram.serving.server import listening, run
 
-        at = listening(listen, token, tls_cert, tls_key, tls_clients, insecure=insecure)
+        at = listening(listen, **secrets, insecure=insecure)
         also = None if metrics is None else _showing(directory.resolve().name, metrics, insecure=insecure)
         run(directory, at, lambda address: click.echo(str(address)), also)
 
@@ -462,8 +453,7 @@ def top(store: str, every: float, count: int | None, as_json: bool, **how: Unpac
     with refusing("serve", oserror=Refusal), _by_options():
         from engram.cli.top import show
 
-        secrets = {name: how.get(name) for name in ("token", "tls_root", "tls_cert", "tls_key")}
-        show(store, every=every, count=count, out=sys.stdout, as_json=as_json, **secrets)  # type: ignore[arg-type] # as options say
+        show(store, every, count, sys.stdout, as_json=as_json, **how)
 
 
 def _showing(name: str, address: str, *, insecure: bool) -> Callable[[HasStats], None]:

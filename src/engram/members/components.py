@@ -512,8 +512,7 @@ class Choice:
     def _numbers(self, key: int, below: int) -> list[int]:
         numbers = native.empty_rows(self.parts)
         native.uniform(plans.key_of(key, _CHOICE, 0), below, numbers)
-        found: list[int] = numbers.tolist()
-        return found
+        return numbers.tolist()
 
     def ready(self, sources: Sources, batch_size: int) -> bool:
         """Whether a batch could be drawn now from these samplers and storages of the members."""

@@ -95,14 +95,12 @@ class Member:
     @property
     def saving(self) -> Saving:
         """What saves it."""
-        saving: Saving = self.buffer._saving  # noqa: SLF001 - of the facade
-        return saving
+        return self.buffer._saving  # noqa: SLF001 - of the facade
 
     @property
     def ignored(self) -> tuple[str, ...]:
         """Entries of what is written that it drops."""
-        ignored: tuple[str, ...] = self.buffer._settings.ignored  # noqa: SLF001 - of the facade
-        return ignored
+        return self.buffer._settings.ignored  # noqa: SLF001 - of the facade
 
     def checking(self) -> AbstractContextManager[None]:
         """Errors of checks say which member they are of."""
@@ -225,8 +223,7 @@ class Member:
     @property
     def memory(self) -> Store | None:
         """Where its fields are; None: of a list, or before the first write."""
-        memory: Store | None = self.wiring.storage.memory
-        return memory
+        return cast("Store | None", self.wiring.storage.memory)
 
 
 def check_alike(members: Sequence[Member]) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar, cast
 
 import numpy as np
 import torch
@@ -192,8 +192,7 @@ def described_state(writer: PartWriter, state: dict[str, object], where: str) ->
         return {"$array": writer.array(DTYPE_NAMES[value.dtype], tuple(plain.shape), raw)}
 
     _check_entries(state, where)
-    described: dict[str, object] = mapped(_without_tails(state), written, where)
-    return described
+    return cast("dict[str, object]", mapped(_without_tails(state), written, where))
 
 
 def _without_tails(state: object) -> object:
@@ -471,8 +470,7 @@ def index_state(storage: PartReader, sampler: Mapping[str, object]) -> dict[str,
         raise corrupt(storage.folder, f"expected the priorities {name!r:.100} of the sampler, found none")
     states = read_state(storage)["priorities"]
     assert isinstance(states, dict)  # as the part says it
-    state: dict[str, object] = states[name]
-    return state
+    return cast("dict[str, object]", states[name])
 
 
 def open_storage(checkpoint: Checkpoint, rank: int) -> PartReader:

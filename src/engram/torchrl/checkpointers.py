@@ -369,8 +369,7 @@ def _of_torchrl(name: str) -> ModuleType:
             f"{name}: it is TorchRL's, which needs h5py: pip install torchrl 'engram-replay[hdf5]'. FlatStorageCheckpointer needs neither."
         ) from error
     assert h5py
-    module: ModuleType = found
-    return module
+    return cast("ModuleType", found)
 
 
 def H5Split() -> SaveHook:  # noqa: N802 - a class of TorchRL's
@@ -382,8 +381,7 @@ def H5Split() -> SaveHook:  # noqa: N802 - a class of TorchRL's
     >>> type(H5Split()).__module__.partition(".")[0]  # doctest: +SKIP
     'torchrl'
     """
-    made: SaveHook = _of_torchrl("H5Split").H5Split()
-    return made
+    return cast("SaveHook", _of_torchrl("H5Split").H5Split())
 
 
 def H5Combine() -> LoadHook:  # noqa: N802 - a class of TorchRL's
@@ -395,8 +393,7 @@ def H5Combine() -> LoadHook:  # noqa: N802 - a class of TorchRL's
     >>> type(H5Combine()).__module__.partition(".")[0]  # doctest: +SKIP
     'torchrl'
     """
-    made: LoadHook = _of_torchrl("H5Combine").H5Combine()
-    return made
+    return cast("LoadHook", _of_torchrl("H5Combine").H5Combine())
 
 
 class _Slots:

@@ -156,19 +156,16 @@ class FolderLeaves:
     Args:
         folder: what lies around it.
         parts: names of the folders that it lies in, below that.
-        names: of what says that it is full, and the shift.
+        keys: of what says that it is full, and the shift.
 
     Raises:
         CorruptCheckpoint: it is damaged. IncompatibleCheckpoint: it is no such layout, or holds something else than tensors.
     """
 
-    def __init__(
-        self, folder: Folder, parts: tuple[str, ...], names: tuple[str, str] = (layouts.FULL, layouts.SHIFT)
-    ) -> None:
+    def __init__(self, folder: Folder, parts: tuple[str, ...], keys: layouts.Keys) -> None:
         self._folder, self._parts = folder, parts
         self.name = folder.name(parts)
-        full, shift = names
-        self._reserved = {full, shift, layouts.SHAPE}
+        self._reserved, full, shift = keys.reserved, keys.full, keys.shift
         description: _Description = folder.described(_Description, (*parts, METADATA))
         self.length = description.len
         shape: int | tuple[int, ...] = convert(*self._noted(layouts.SHAPE, int | layouts.Shape))
@@ -324,7 +321,7 @@ def open_layout(folder: Folder, parts: tuple[str, ...], keys: layouts.Keys) -> l
         CorruptCheckpoint: damaged. IncompatibleCheckpoint: not of steps, or an HDF5 file.
     """
     if FolderLeaves.recognised(folder, parts):
-        return layouts.LayoutDump(FolderLeaves(folder, parts, (keys.full, keys.shift)), keys)
+        return layouts.LayoutDump(FolderLeaves(folder, parts, keys), keys)
     if any(name.endswith(".h5") for name in folder.names(parts)):
         raise _hdf5(folder.name(parts))
     return None
