@@ -107,8 +107,7 @@ def connect_buffer(asked: type[Facade], address: object, arguments: ConnectArgum
     try:
         if isinstance(address, str) and address.startswith(_ON_RAY):
             way.check_on_ray()
-            name, patience = address.removeprefix(_ON_RAY), float(way.patience)
-            return attached_by_name(asked, name, patience, way.missing, way.stratum, reading)
+            return attached_by_name(asked, address.removeprefix(_ON_RAY), way, reading)
         from engram.remote.fleet.storage import storage_at
         from engram.remote.served import RemoteSampler, RemoteWriter
     except ModuleNotFoundError as error:
@@ -280,9 +279,7 @@ def name_of(name: str, number: int, shards: int) -> str:
     return name if number == 0 else f"{name}/{number}-of-{shards}"
 
 
-def attached_by_name(
-    asked: type[Facade], name: str, patience: float, missing: Missing, stratum: int | None, arguments: dict[str, object]
-) -> Facade:
+def attached_by_name(asked: type[Facade], name: str, way: _Way, arguments: dict[str, object]) -> Facade:
     """A buffer of the shards of this name. Raises as ``ReplayBuffer.connect``."""
     import ray
 
@@ -298,7 +295,7 @@ def attached_by_name(
         actors = [ray.get_actor(one, NAMESPACE) for one in names]
     except ValueError as error:
         raise ConnectionError(f"connect: no RayReplayBuffer(name={name!r}) is known in this Ray cluster.") from error
-    shards = Shards(tuple(Shard(actor, patience) for actor in actors), "auto", missing, stratum)
+    shards = Shards(tuple(Shard(actor, float(way.patience)) for actor in actors), "auto", way.missing, way.stratum)
     described = first_described(shards.each)
     if asked._prioritized and "prioritized" not in described.served.traits_of_sampler:  # noqa: SLF001 - of the facade
         raise TypeError(

@@ -18,7 +18,7 @@ from engram._support.checks import check_count
 from engram._support.state import real
 from engram._support.words import warn
 from engram.buffer.recipe import kind_of
-from engram.buffer.saving import OwnLoad
+from engram.buffer.saving import OwnLoad, Saving
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.reshard.driver import reshard
 from engram.reshard.plan import Policy, Target, checked_incomplete
@@ -29,7 +29,6 @@ from engram.types import Form, Sampler
 from engram.writers._base import FollowingWriter
 
 if TYPE_CHECKING:
-    from engram.buffer.saving import Saving
     from engram.buffer.services import Facade
     from engram.saved.checkpoints import Checkpoint
     from engram.saved.parts import SavedPart

@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from engram.buffer.configuration import BufferArguments
     from engram.buffer.lanes import Lane, Layout
     from engram.buffer.ragged_batches import SampleArguments
-    from engram.types import Told
 
     M = TypeVar("M", bound=Callable[..., object])
 
+    from engram.types import Told
 
 __all__ = [
     "HERReplayBuffer",
@@ -358,9 +358,7 @@ def _to_store(data: Any, call: str) -> object:
     return data
 
 
-_PRIORITIZED_SAMPLER = shows(
-    lambda self: self.sampler, "The sampler with the priorities: :attr:`sampler`. TorchRL's name."
-)
+_PRIORITIZED_SAMPLER = shows(lambda self: self.sampler, "TorchRL's name of :attr:`sampler`, which has the priorities.")
 #: A keyword of TorchRL's whose values change nothing here: all processes draw and update in one tree.
 _OF_THE_TREE = {"sync": Later("nothing", (True,))}
 

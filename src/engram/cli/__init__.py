@@ -18,6 +18,7 @@ import click
 
 from engram._support.version import __version__
 from engram._support.words import format_number
+from engram.cli import show as shown
 from engram.cli.show import Commands, Misuse, Refusal, echo, print_json, problem, refusing, stat_lines
 
 if TYPE_CHECKING:
@@ -68,7 +69,6 @@ def doctor(directory: Path | None, load: bool, as_json: bool) -> None:
     """
     with refusing():
         from engram.cli.doctor import disk_speed, findings
-        from engram.cli.show import show_findings
 
         found = findings(None if directory is None else _folder(directory), load=load)
         if directory is not None:
@@ -79,7 +79,7 @@ def doctor(directory: Path | None, load: bool, as_json: bool) -> None:
         problems = [problem(f"{it.name}: {it.value}. {it.advice}".strip()) for it in bad]
         print_json({"good": not bad, "checks": checks, "problems": problems})
     else:
-        show_findings(found)
+        shown.show_findings(found)
     sys.exit(1 if bad else 0)
 
 
@@ -102,13 +102,9 @@ def inspect(path: Path, everything: bool, as_json: bool) -> None:
     if as_json:
         print_json(found)
     elif everything:
-        from engram.cli.show import show_description
-
-        show_description(found)
+        shown.show_description(found)
     else:
-        from engram.cli.show import show_short
-
-        show_short(found)
+        shown.show_short(found)
     sys.exit(1 if found["problems"] else 0)
 
 
@@ -187,9 +183,7 @@ def verify(path: Path, level: Literal["meta", "read", "full"], as_json: bool) ->
         }
         print_json(found)
     else:
-        from engram.cli.show import show_report
-
-        show_report(report)
+        shown.show_report(report)
     sys.exit(0 if report.good else 1)
 
 

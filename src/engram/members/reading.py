@@ -243,7 +243,8 @@ def check_alike(members: Sequence[Member]) -> None:
         if (before.fields, before.structure) == (then.fields, then.structure):
             continue
         names = f"of member {first.number}", f"of member {other.number}"
-        some = [one.finished(_none_of(one)) for one in (first, other)]
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
+        some = [one.finished(Drawn(one.wiring.storage.read(none)[0], none, {})) for one in (first, other)]
         items.join(some, names, lambda batches: batches[0])
         shapes = [f"{field.name} {list(field.shape)}" for field in own.fields]
         others = [f"{field.name} {list(field.shape)}" for field in other_schema.fields]
@@ -251,11 +252,6 @@ def check_alike(members: Sequence[Member]) -> None:
             f"sample: expected members with the same rows, got {shapes} in a {own.structure.kind} {names[0]} and {others} in a "
             f"{other_schema.structure.kind} {names[1]}. Give them transforms that leave the same fields, or the ensemble a collate_fn."
         )
-
-
-def _none_of(member: Member) -> Drawn:
-    rows = torch.empty(0, dtype=torch.int64, device="cpu")
-    return Drawn(member.wiring.storage.read(rows)[0], rows, {})
 
 
 #: What a batch is said to be, beside which rows it has.

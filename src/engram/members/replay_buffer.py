@@ -610,7 +610,7 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
     # ---- components ----------------------------------------------------------------------------------------------------
 
     storage: StorageEnsemble = _shows(
-        lambda self: self._wiring.storage, "The storages of the members: a :class:`StorageEnsemble`."
+        lambda self: self._wiring.storage, "Members' storages: a :class:`StorageEnsemble`."
     )
     sampler: SamplerEnsemble = _shows(
         lambda self: self._wiring.sampler, "Their samplers, and how likely each is: a :class:`SamplerEnsemble`."

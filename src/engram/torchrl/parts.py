@@ -179,11 +179,6 @@ class FolderLeaves:
         self._files: dict[Key, tuple[tuple[str, ...], int]] = {}
         self._read_node(parts, ())
 
-    @staticmethod
-    def recognised(folder: Folder, parts: tuple[str, ...]) -> bool:
-        """Whether a folder looks like such a layout."""
-        return folder.is_folder((*parts, layouts.SHAPE)) and "meta.json" in folder.names((*parts, layouts.SHAPE))
-
     def read(self, key: Key, first: int, n: int) -> Tensor:
         leaf, (parts, nbytes) = self.leaves[key], self._files[key]
         values = torch.empty((n, *leaf.shape), dtype=DTYPE_OF[leaf.dtype], device="cpu")
@@ -320,7 +315,8 @@ def open_layout(folder: Folder, parts: tuple[str, ...], keys: layouts.Keys) -> l
     Raises:
         CorruptCheckpoint: damaged. IncompatibleCheckpoint: not of steps, or an HDF5 file.
     """
-    if FolderLeaves.recognised(folder, parts):
+    shape = (*parts, layouts.SHAPE)
+    if folder.is_folder(shape) and "meta.json" in folder.names(shape):
         return layouts.LayoutDump(FolderLeaves(folder, parts, keys), keys)
     if any(name.endswith(".h5") for name in folder.names(parts)):
         raise _hdf5(folder.name(parts))
