@@ -452,9 +452,8 @@ class ConnectedRowAccess(RowAccess):
 class ConnectedSaving:
     """Saves what a server sends. Everything else about states is refused."""
 
-    def __init__(self, wiring: Wiring, *others: object) -> None:
+    def __init__(self, wiring: Wiring, *others: object) -> None:  # noqa: ARG002 - others are of a buffer here
         """``others``: what :class:`Saving` takes besides, and a server needs none of."""
-        del others
         self._wiring = wiring
 
     def dumps(self, path: str | os.PathLike[str], prefetch: str, progress: OnProgress | None) -> None:

@@ -80,9 +80,8 @@ class NotFollowing:
     def stats(self) -> dict[str, float]:
         return {}
 
-    def refresh(self, timeout: float = 60.0) -> bool:
+    def refresh(self, timeout: float = 60.0) -> bool:  # noqa: ARG002 - as of one that follows
         """Raise ``RuntimeError``."""
-        del timeout
         raise RuntimeError(
             "refresh: this buffer follows no checkpoints: ReplayBuffer.follow makes one that does. Rows of other processes that "
             "share a store are seen at once."

@@ -70,8 +70,7 @@ class _MemberReadPath(ReadPath):
             )
         return drawn
 
-    def finish(self, columns: object, rows: Tensor | None, info: dict[object, object], return_info: bool) -> Drawn:
-        del return_info
+    def finish(self, columns: object, rows: Tensor | None, info: dict[object, object], return_info: bool) -> Drawn:  # noqa: ARG002 - the keys tell
         assert rows is not None  # info is asked for
         entries = {
             key: value for key, value in info.items() if isinstance(value, Tensor) and value.shape[:1] == rows.shape[:1]
@@ -315,9 +314,8 @@ class EnsembleReadPath(ReadPath):
         raw = self._drawn(key.value, batch_size, WAIT_S if timeout is None else timeout)
         return self._finished(*raw, return_info=return_info)
 
-    def read(self, key: Key, n: int, shown: Shown = "beside") -> _Raw:  # type: ignore[override] # parts in place of columns
+    def read(self, key: Key, n: int, shown: Shown = "beside") -> _Raw:  # type: ignore[override]  # noqa: ARG002 - it joins parts, not columns
         """As of a buffer; for batches ahead, which do not wait for the limits of members."""
-        del shown
         return self._drawn(key.value, n, 0.0)
 
     # ---- drawing -------------------------------------------------------------------------------------------------------

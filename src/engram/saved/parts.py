@@ -306,7 +306,7 @@ class Component(Noted, Declared, Dumpable):
         """
         return {}
 
-    def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
+    def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:  # noqa: ARG002 - an empty state fits all
         """Check a state. ``capacity``: rows that the storage will have when it is committed; None: as now.
 
         Returns:
@@ -327,7 +327,6 @@ class Component(Noted, Declared, Dumpable):
         >>> len(list(rb))  # again the whole epoch: batches of 3, 3, 3 and 1
         4
         """
-        del capacity  # an empty state fits all
         check_keys(state_dict, (), type(self).__name__)
         return Loads()
 

@@ -424,9 +424,8 @@ class ListBuffer:
     def client(self) -> ListBuffer:
         return self.clients(1)[0]
 
-    def close(self, timeout: float | None = None) -> None:
+    def close(self, timeout: float | None = None) -> None:  # noqa: ARG002 - it ends at once
         """End the actor, and with it its rows, where the buffer was made. Repeatable."""
-        del timeout
         if self._owns and not self.closed and ray.is_initialized():
             ray.kill(self._actor)
         vars(self)["closed"] = True

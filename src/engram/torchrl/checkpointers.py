@@ -404,8 +404,7 @@ class _Slots:
         self.initialized, self._len = data is not None, length
         self._is_full, self._last_cursor = full, shift - 1
 
-    def _init(self, first: TensorDict) -> None:
-        del first  # says what a slot is; all of them follow
+    def _init(self, first: TensorDict) -> None:  # noqa: ARG002 - says what a slot is; all of them follow
         self._storage = self
 
     def update_(self, data: TensorDict) -> None:
@@ -439,8 +438,7 @@ class H5StorageCheckpointer(checkpointers.StorageCheckpointerBase):
         self._names = cast("_ShiftHook", back).shift_key, cast("_ShiftHook", back).is_full_key
         self._theirs._load_hooks = [combine, self._note, back]  # noqa: SLF001
 
-    def _note(self, data: TensorDict, out: TensorDict | None = None) -> TensorDict:
-        del out
+    def _note(self, data: TensorDict, out: TensorDict | None = None) -> TensorDict:  # noqa: ARG002 - as of a hook
         shift, full = (data.get_non_tensor(name) for name in self._names)
         self._moment = int(shift), bool(full)
         return data

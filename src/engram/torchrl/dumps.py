@@ -72,9 +72,8 @@ class EmptyMember(NamedTuple):
     rng_state: Tensor | None = None
     nbytes: int = 0
 
-    def prepare(self, storage: SavedStorage, without: Collection[str]) -> StorageLoad:
+    def prepare(self, storage: SavedStorage, without: Collection[str]) -> StorageLoad:  # noqa: ARG002 - there are no rows
         """What empties a storage."""
-        del without
         return storage.prepare_unwritten()
 
 
@@ -425,9 +424,8 @@ class ListedItems:
         ]
         return list(dict.fromkeys(found))
 
-    def read(self, decompress: Decompress | None, *, whole: bool, without: Collection[str] = ()) -> Iterator[object]:
+    def read(self, decompress: Decompress | None, *, whole: bool, without: Collection[str] = ()) -> Iterator[object]:  # noqa: ARG002 - as of items on disk
         """The items in the order of their rows, one by one. Raises ``IncompatibleCheckpoint``, ``ValueError``: no such items."""
-        del decompress, whole
         for number, (item, said) in enumerate(zip(self._items, self._said, strict=True)):
             if said is None:
                 yield map_with_paths(item, _copied, keep=True)
