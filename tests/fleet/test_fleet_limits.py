@@ -303,6 +303,6 @@ def test_metrics_and_a_terminal_show_a_fleet(connect, fleets):
     assert (shown("imbalance"), shown("requests_total"), shown("limit_sampled_rows_total")) == (3, 1, 10)
     assert shown("request_wait_seconds_total") > 0
     out = io.StringIO()
-    show(",".join(fleets["uniform"][1]), None, None, 0.01, 1, out)
+    show(",".join(fleets["uniform"][1]), 0.01, 1, out)
     assert "3 of 3 answer\n" in out.getvalue()
     assert "20 of 1,200" in out.getvalue()

@@ -17,7 +17,7 @@ from pyarrow import flight
 from engram import LazyMemmapStorage, ReplayBuffer
 from engram.cli import main
 from engram.remote import connection
-from engram.serving import doors
+from engram.serving import server as doors
 from tests import fresh
 from tests.serving.servers import SERVER, Served, serving, token_file
 from tests.waiting import until
@@ -26,8 +26,8 @@ from tests.waiting import until
 FEW = """
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-from engram.serving import doors, server
-doors.SILENT_S, doors._INTERVAL_S, server.MAX_STREAMS = silent, 0.05, streams
+from engram.serving import server
+server.SILENT_S, server._INTERVAL_S, server.MAX_STREAMS = silent, 0.05, streams
 """
 
 
@@ -176,7 +176,7 @@ def test_the_soft_limit_of_files_is_raised(store, tmp_path):
     with few(store, token_file(tmp_path), soft=256, hard=hard) as server:
         limits = Path(f"/proc/{server.program.pid}/limits").read_text()
         line = next(line for line in limits.splitlines() if line.startswith("Max open files"))
-        assert int(line.split()[3]) == min(hard, doors._FILES)
+        assert int(line.split()[3]) == min(hard, doors._OPEN_FILES)
 
 
 def test_too_many_silent_ones_go_before_their_time():

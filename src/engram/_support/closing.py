@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import NoReturn, Self
+from typing import NoReturn, Self, cast
 
 #: Special methods of a closed object that are those of every object. All others of its class refuse.
 _OF_ALL_OBJECTS = frozenset(
@@ -89,8 +89,7 @@ def _attribute(self: object, name: str) -> object:
 
 
 def _text(self: object) -> str:
-    text: str = object.__getattribute__(self, "_ended")[1]
-    return text
+    return cast("str", object.__getattribute__(self, "_ended")[1])
 
 
 @cache

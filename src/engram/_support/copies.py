@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import zlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -78,8 +78,7 @@ def deflated(data: bytes, level: int) -> bytes:
     if module is None:
         return zlib.compress(data, min(max(level or 6, 1), 9))
     kind = module.CompressionParameter
-    stream: bytes = module.compress(data, options={kind.compression_level: level, kind.checksum_flag: 1})
-    return stream
+    return cast("bytes", module.compress(data, options={kind.compression_level: level, kind.checksum_flag: 1}))
 
 
 def is_stream(data: bytes) -> bool:

@@ -38,21 +38,16 @@ def existing_device(device: torch.device | str | int, name: str) -> torch.device
     return torch.device(made.type, torch.accelerator.current_device_index() if index is None else index)
 
 
-def foreseen_device(device: torch.device | str | int, name: str) -> torch.device:
-    """An accelerator by name, of this machine if it has any.
+def foreseen(device: torch.device | str | int) -> tuple[str, int | None]:
+    """Name and :func:`free_bytes` of an accelerator that ``plan`` is asked for: of this machine, if it has any.
 
     Raises:
         RuntimeError: it has others only, or that is no device. ValueError: the device is none with memory of its own.
     """
-    found = named_device(device, name)
+    found = named_device(device, "plan: device")
     if found.type in ("cpu", "meta"):
-        raise ValueError(f"{name}: expected an accelerator such as 'cuda', got {str(found)!r}. Leave it out.")
-    return existing_device(found, name) if torch.accelerator.is_available() else found
-
-
-def foreseen(device: torch.device | str | int) -> tuple[str, int | None]:
-    """Name and :func:`free_bytes` of a device that ``plan`` is asked for. Raises as :func:`foreseen_device`."""
-    found = foreseen_device(device, "plan: device")
+        raise ValueError(f"plan: device: expected an accelerator such as 'cuda', got {str(found)!r}. Leave it out.")
+    found = existing_device(found, "plan: device") if torch.accelerator.is_available() else found
     return str(found), free_bytes(found)
 
 

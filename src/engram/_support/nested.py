@@ -8,7 +8,7 @@ import functools
 import keyword
 import operator
 from collections import namedtuple
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import numpy as np
 from torch import Tensor
@@ -80,8 +80,7 @@ def fields_of(cls: type[object]) -> tuple[str, ...]:
     """The names of a dataclass's or a named tuple's fields."""
     if dataclasses.is_dataclass(cls):
         return tuple([field.name for field in dataclasses.fields(cls)])
-    names: tuple[str, ...] = operator.attrgetter("_fields")(cls)
-    return names
+    return cast("tuple[str, ...]", operator.attrgetter("_fields")(cls))
 
 
 def attributes(data: object) -> dict[str, object]:

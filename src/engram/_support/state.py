@@ -136,8 +136,7 @@ def saved(component: object, where: str) -> dict[str, Any]:
     state = component.state_dict()
     if not isinstance(state, dict):
         raise TypeError(f"{where}: expected a dict from state_dict, got a {type(state).__name__}.")
-    copy: dict[str, Any] = state if isinstance(component, Stateful) else copied(state, where)
-    return copy
+    return state if isinstance(component, Stateful) else copied(state, where)
 
 
 def prepare_load(component: Any, state: object, where: str) -> Commit:

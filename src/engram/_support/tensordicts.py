@@ -31,8 +31,7 @@ def tensordict_type() -> type[TensorDict]:
     """The class TensorDict. Imports tensordict."""
     from tensordict import TensorDict
 
-    kind: type[TensorDict] = TensorDict
-    return kind
+    return cast("type[TensorDict]", TensorDict)
 
 
 # ---- questions, which import nothing -----------------------------------------------------------------------------------
@@ -260,8 +259,7 @@ def _object_type() -> type[NonTensorData] | None:
         and insides["_non_tensordict"] == _OBJECT_VALUES
         and is_bare(insides["_tensordict"])
     ):
-        kind: type[NonTensorData] = NonTensorData
-        return kind
+        return cast("type[NonTensorData]", NonTensorData)
     return None
 
 

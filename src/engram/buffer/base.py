@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from html import escape
-from typing import TYPE_CHECKING, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, Self, TypeVar, cast
 
 import torch
 
@@ -22,7 +22,6 @@ from engram.store.limits import limit_stats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from typing import Self
 
     from rich.tree import Tree
 
@@ -58,12 +57,8 @@ class BufferBase(Closes):
     batch_size: int | None = _shows(lambda self: self._settings.batch_size, "Default batch size: an int, or None.")
     prefetch: int = _shows(lambda self: self._settings.prefetch, "Batches asked for ahead: an int.")
     shared: bool = _shows(lambda self: self._wiring.storage.shared, "Whether several processes may use all rows.")
-    is_alive: bool = _shows(
-        lambda self: self._wiring.gate.samples, "Whether sampling is possible: false after :meth:`shutdown`."
-    )
-    initialized: bool = _shows(
-        lambda self: self._settings.unmade is None, "Whether the components are made: see ``delayed_init``."
-    )
+    is_alive: bool = _shows(lambda self: self._wiring.gate.samples, "Whether it samples: false after :meth:`shutdown`.")
+    initialized: bool = _shows(lambda self: self._settings.unmade is None, "Whether all is made: see ``delayed_init``.")
     register_save_hook = _shows(lambda self: self._wiring.storage.register_save_hook, "As of the storage.")
     register_load_hook = _shows(lambda self: self._wiring.storage.register_load_hook, "As of the storage.")
     _storage = _shows(lambda self: self._wiring.storage, "As ``storage``.", lambda self, value: self.set_storage(value))

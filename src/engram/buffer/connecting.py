@@ -20,7 +20,6 @@ from engram.buffer.recipe import kind_of, noted_settings, noted_unit
 from engram.buffer.row_access import RowAccess
 from engram.buffer.services import Facade, Service
 from engram.errors import NoSampleable
-from engram.remote.fleet import check_missing
 from engram.saved.checkpoints import replacing
 from engram.store import Key
 
@@ -85,7 +84,7 @@ class _Way(NamedTuple):
                 f"connect: a name in a Ray cluster takes {', '.join((*taken, *READING_ARGUMENTS))}, as Ray says how its servers are "
                 f"reached; got {given}."
             )
-        check_missing(self.missing)
+        check_choice("connect: missing", self.missing, ("skip", "wait"))
 
 
 def connect_buffer(asked: type[Facade], address: object, arguments: ConnectArguments) -> Facade:
@@ -111,8 +110,7 @@ def connect_buffer(asked: type[Facade], address: object, arguments: ConnectArgum
     try:
         if isinstance(address, str) and address.startswith(_ON_RAY):
             way.check_on_ray()
-            name, patience = address.removeprefix(_ON_RAY), float(way.patience)
-            return attached_by_name(asked, name, patience, way.missing, way.stratum, reading)
+            return attached_by_name(asked, address.removeprefix(_ON_RAY), way, reading)
         from engram.remote.fleet.storage import storage_at
         from engram.remote.served import RemoteSampler, RemoteWriter
     except ModuleNotFoundError as error:
@@ -132,7 +130,7 @@ def connect_buffer(asked: type[Facade], address: object, arguments: ConnectArgum
                 "Use ReplayBuffer.connect."
             )
         settings = {**noted_settings(noted), **{name: value for name, value in reading.items() if value is not None}}
-        rb: Facade = kind(
+        return kind(
             storage=storage,
             sampler=sampler,
             writer=RemoteWriter(served),
@@ -140,7 +138,6 @@ def connect_buffer(asked: type[Facade], address: object, arguments: ConnectArgum
             **settings,
             **kind.open_arguments(noted),
         )
-        return rb
     except BaseException:
         storage.close()
         raise
@@ -286,9 +283,7 @@ def name_of(name: str, number: int, shards: int) -> str:
     return name if number == 0 else f"{name}/{number}-of-{shards}"
 
 
-def attached_by_name(
-    asked: type[Facade], name: str, patience: float, missing: Missing, stratum: int | None, arguments: dict[str, object]
-) -> Facade:
+def attached_by_name(asked: type[Facade], name: str, way: _Way, arguments: dict[str, object]) -> Facade:
     """A buffer of the shards of this name. Raises as ``ReplayBuffer.connect``."""
     import ray
 
@@ -304,7 +299,7 @@ def attached_by_name(
         actors = [ray.get_actor(one, NAMESPACE) for one in names]
     except ValueError as error:
         raise ConnectionError(f"connect: no RayReplayBuffer(name={name!r}) is known in this Ray cluster.") from error
-    shards = Shards(tuple(Shard(actor, patience) for actor in actors), "auto", missing, stratum)
+    shards = Shards(tuple(Shard(actor, float(way.patience)) for actor in actors), "auto", way.missing, way.stratum)
     described = first_described(shards.each)
     if asked._prioritized and "prioritized" not in described.served.traits_of_sampler:  # noqa: SLF001 - of the facade
         raise TypeError(
@@ -455,16 +450,14 @@ class ConnectedRowAccess(RowAccess):
     def end_trajectories(self, lanes: Tensor, roles: Roles | None, *, terminated: bool) -> Tensor:
         if self._prefetching is not None:
             self._prefetching.materialize()
-        newest: Tensor = self._wiring.storage.end_trajectories(lanes, roles, terminated=terminated)
-        return newest
+        return cast("Tensor", self._wiring.storage.end_trajectories(lanes, roles, terminated=terminated))
 
 
 class ConnectedSaving:
     """Saves what a server sends. Everything else about states is refused."""
 
-    def __init__(self, wiring: Wiring, *others: object) -> None:
+    def __init__(self, wiring: Wiring, *others: object) -> None:  # noqa: ARG002 - others are of a buffer here
         """``others``: what :class:`Saving` takes besides, and a server needs none of."""
-        del others
         self._wiring = wiring
 
     def dumps(self, path: str | os.PathLike[str], prefetch: str, progress: OnProgress | None) -> None:

@@ -18,6 +18,7 @@ from engram._support.checks import check_count
 from engram._support.state import real
 from engram._support.words import warn
 from engram.buffer.recipe import kind_of
+from engram.buffer.saving import OwnLoad, Saving
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.reshard.driver import reshard
 from engram.reshard.plan import Policy, Target, checked_incomplete
@@ -28,7 +29,6 @@ from engram.types import Form, Sampler
 from engram.writers._base import FollowingWriter
 
 if TYPE_CHECKING:
-    from engram.buffer.saving import Saving
     from engram.buffer.services import Facade
     from engram.saved.checkpoints import Checkpoint
     from engram.saved.parts import SavedPart
@@ -80,9 +80,8 @@ class NotFollowing:
     def stats(self) -> dict[str, float]:
         return {}
 
-    def refresh(self, timeout: float = 60.0) -> bool:
+    def refresh(self, timeout: float = 60.0) -> bool:  # noqa: ARG002 - as of one that follows
         """Raise ``RuntimeError``."""
-        del timeout
         raise RuntimeError(
             "refresh: this buffer follows no checkpoints: ReplayBuffer.follow makes one that does. Rows of other processes that "
             "share a store are seen at once."
@@ -349,8 +348,8 @@ class Following(NotFollowing):
                 plan = reshard(open_saved(checkpoint, stack), targets, Policy(_KEPT))
                 load = saving.prepare_placed(checkpoint, plan, 0, env_offset=0, default_rng=False, convert=True)
             wished = cast("int | None", self._options.arguments.get("batch_size"))
-            rng = load.rng._replace(own=None, default=None)
-            load._replace(rng=rng, iterating=False, batch_size=wished or load.batch_size).commit()
+            rng = load.own.rng._replace(own=None, default=None)
+            load._replace(own=OwnLoad(wished or load.own.batch_size, False, rng)).commit()
         return rb
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -89,11 +89,9 @@ class Lanes:
         if lane is None and not self._wiring.appends:  # the writer names them, or hands these back
             return storage.one_in_each_lane("")[0], None
         if lane is None:
-            unnamed: tuple[int | Tensor, Count | None] = storage.unnamed_lanes(call, batched=batched)
-            return unnamed
+            return cast("tuple[int | Tensor, Count | None]", storage.unnamed_lanes(call, batched=batched))
         if isinstance(lane, str) and lane == "each" and batched:
-            each: tuple[Tensor, Count] = storage.one_in_each_lane('one for each lane, as lane="each" says')
-            return each
+            return cast("tuple[Tensor, Count]", storage.one_in_each_lane('one for each lane, as lane="each" says'))
         lane = self.checked(lane, call)
         return lane, storages.Count(len(lane)) if isinstance(lane, Tensor) else None
 

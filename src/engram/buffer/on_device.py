@@ -35,8 +35,7 @@ class OnDevice:
     @property
     def store(self) -> Store | None:
         """The rows; None: nothing was ever written."""
-        found: Store | None = self._wiring.storage.memory
-        return found
+        return cast("Store | None", self._wiring.storage.memory)
 
     @property
     def on_disk(self) -> bool:

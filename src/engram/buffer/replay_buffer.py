@@ -28,11 +28,11 @@ from engram.buffer.read_path import ReadPath
 from engram.buffer.recipe import Recipe, open_buffer, open_or_create, register
 from engram.buffer.row_access import RowAccess
 from engram.buffer.saving import Saving
-from engram.buffer.services import Service, as_remote, deployed, makes_client, makes_clients, service_in
+from engram.buffer.services import Service, as_remote, client, clients, deployed, service_in
 from engram.buffer.window_marks import of_batch
 from engram.buffer.wiring import component
 from engram.buffer.write_path import Appender, WritePath, rows_of
-from engram.env import Notes, record
+from engram.env import Examples, Notes, record
 from engram.inspect.plots import Plots
 from engram.samplers._base import DeclaredSampler, refuse_batch
 from engram.store.limits import WAIT_S, Limit, checked_timeout
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from engram._support.progress import OnProgress
-    from engram.env import Examples
     from engram.env.recording import Names
     from engram.remote.shards import ShardSavers
     from engram.saved.rows import Roles
@@ -320,9 +319,7 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
         self._lanes.default = self._lanes.checked(lane, "on_lane")
         return self
 
-    lanes: int = shows(
-        lambda self: self._wiring.storage.lanes, "Rings of consecutive rows that the storage is divided into: an int."
-    )
+    lanes: int = shows(lambda self: self._wiring.storage.lanes, "Rings of consecutive rows in the storage: an int.")
 
     def observe(self, write: Write | None, data: object) -> None:
         """Called by the storage after a write through any buffer or writer; tells the sampler if it listens.
@@ -1219,9 +1216,7 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
     snapshot = shows(
         lambda self: self._saving.snapshot, "All that a checkpoint saves, as it is now: as ``Checkpointable`` has it."
     )
-    prepare_load = shows(
-        lambda self: self._saving.prepare_load, "Check a rank's shard of a checkpoint: as ``Checkpointable`` has it."
-    )
+    prepare_load = shows(lambda self: self._saving.prepare_load, "Check a rank's shard: as ``Checkpointable`` has it.")
     prepare_placed = shows(
         lambda self: self._saving.prepare_placed, "Check what a plan gives to a rank: as ``Checkpointable`` has it."
     )
@@ -1291,8 +1286,7 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
         left = {name: value for name, value in arguments.items() if name not in given}
         reject_unsupported("open", left, conf.NOT_YET, [*conf.OPEN_ARGUMENTS, "directory", "unclean", "readonly", "io"])
         asked = cls.__name__ if cls._prioritized else None
-        rb: ReplayBuffer = open_buffer(directory, unclean, io, given, readonly=readonly, prioritized=asked)
-        return rb
+        return cast("ReplayBuffer", open_buffer(directory, unclean, io, given, readonly=readonly, prioritized=asked))
 
     @classmethod
     def open_or_create(
@@ -1350,12 +1344,8 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
 
     follow = classmethod(follow_buffer)
 
-    refresh = shows(
-        lambda self: self._following.refresh, "Of a buffer that :meth:`follow` made: take a newer checkpoint now."
-    )
-    followed = shows(
-        lambda self: self._following.followed, "The checkpoint that :meth:`follow` holds; None: nothing is followed."
-    )
+    refresh = shows(lambda self: self._following.refresh, "Of a buffer of :meth:`follow`: take a newer checkpoint now.")
+    followed = shows(lambda self: self._following.followed, "The checkpoint that :meth:`follow` holds, or None.")
 
     @classmethod
     def connect(cls, address: str | Sequence[str], **arguments: Unpack[conf.ConnectArguments]) -> ReplayBuffer[Batch]:
@@ -1516,8 +1506,7 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
     )
     start = conf.returns_itself("Returns the buffer: it runs already.")
     as_remote: ClassVar[Any] = classmethod(as_remote)
-    client = makes_client("Returns the buffer itself; on Ray one of its own for the same rows, which cannot end them.")
-    clients = makes_clients("So many clients, in a list. Raises ``TypeError``, ``ValueError``: no number from 1 on.")
+    client, clients = client, clients
 
     # ---- seeing it -----------------------------------------------------------------------------------------------------
 

@@ -96,8 +96,7 @@ class RowAccess:
         storage = self._wiring.storage
         if not storage.initialized:
             storage.store  # noqa: B018 - raises: nothing was written
-        where: Rows = storage.locate(index)
-        return where
+        return cast("Rows", storage.locate(index))
 
     def _read(self, where: Rows) -> object:
         storage = self._wiring.storage
@@ -188,8 +187,7 @@ class RowAccess:
         if keys is None:
             return remove_rows(self._wiring, rows, generation)
         found = self._wiring.storage.keyed(REMOVE)
-        removed: int = 0 if found is None else self._wiring.storage.remove(*found.all(keys, REMOVE))
-        return removed
+        return 0 if found is None else self._wiring.storage.remove(*found.all(keys, REMOVE))
 
     # ---- keys ------------------------------------------------------------------------------------------------------------
 
@@ -465,8 +463,7 @@ REMOVE = "remove"
 
 def remove_rows(wiring: Wiring, index: object, generation: object) -> int:
     """What ``ReplayBuffer.remove`` does, once the buffer may be edited."""
-    removed: int = wiring.storage.remove(*checked_removal(wiring, index, generation))
-    return removed
+    return cast("int", wiring.storage.remove(*checked_removal(wiring, index, generation)))
 
 
 def checked_removal(wiring: Wiring, index: object, generation: object) -> tuple[Tensor, Tensor | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -48,19 +49,8 @@ State = dict[str, Any]
 #: Entries of a state that lie in the part of a checkpoint that is the buffer's own.
 _IN_BUFFER = ("batch_size", "lane", "iterating", "consume_after_n_samples")
 #: Entries of a state.
-_ENTRIES = (
-    "_storage",
-    "_sampler",
-    "_writer",
-    "_transforms",
-    "_batch_size",
-    "_lane",
-    "_iterating",
-    "_consume_after_n_samples",
-    "_rng",
-    "_default_rng",
-    "_prefetch_state",
-)
+_COMPONENTS = ("_storage", "_sampler", "_writer", "_transforms")
+_ENTRIES = (*_COMPONENTS, *(f"_{name}" for name in _IN_BUFFER), "_rng", "_default_rng", "_prefetch_state")
 
 
 class Saving:
@@ -114,14 +104,8 @@ class Saving:
         """Begin what :meth:`dumps` does. Raises ``ValueError``: ``prefetch`` is neither ``"save"`` nor ``"drop"``."""
         check_choice("dumps: prefetch", prefetch, ("save", "drop"))
         self._settle()
-
-        def prepare() -> StoragePreparation:
-            return checkpointers.prepared_snapshot(self._wiring.storage, self._own_indexes())  # type: ignore[return-value] # or a layout
-
-        def parts() -> Parts:
-            return self._parts((), drop_prefetched=prefetch == "drop")
-
-        return DumpPreparation(self._wiring.storage, prepare, parts)
+        parts = partial(self._parts, (), drop_prefetched=prefetch == "drop")
+        return DumpPreparation(self._wiring.storage, self._own_indexes, parts)
 
     def snapshot(self, *, prefetched: Literal["save", "drop"] = "save") -> Snapshot:
         """As :meth:`~engram.checkpoint.save.Checkpointable.snapshot`."""
@@ -437,22 +421,12 @@ class Saving:
         self, state: State, rows: StorageLoad, made: other_sampler.Conversion | None = None, *, default_rng: bool
     ) -> PreparedLoad:
         """Check all but the storage's state, which ``rows`` loads. ``made``: what the state of the sampler is."""
-        wiring, settings, kind = self._wiring, self._settings, self._settings.kind
-        batch_size = typed(state, "_batch_size", (int, type(None)), kind)
-        if batch_size is not None:
-            check_count("batch_size", batch_size)
-        elif wiring.source.drop_last:
+        wiring, kind = self._wiring, self._settings.kind
+        if state["_batch_size"] is None and wiring.source.drop_last:
             raise IncompatibleCheckpoint(f"{kind}: _batch_size: expected an int, as drop_last needs one, got None.")
-        elif settings.prefetch:
-            raise IncompatibleCheckpoint(
-                f"{kind}: _batch_size: expected an int, as prefetch={settings.prefetch} needs one, got None. Load it without prefetch."
-            )
+        own = OwnLoad.checked(state, self._settings, default_rng=default_rng)
         lane = self._lanes.checked_saved(state, kind)
-        iterating = typed(state, "_iterating", bool, kind)
-        draws = state["_consume_after_n_samples"]
-        if not isinstance(draws, int | None):  # the sampler says how many, too
-            raise TypeError(f"{kind}: _consume_after_n_samples: expected an int or None, got a {type(draws).__name__}.")
-        rng = RngLoad.checked(state, kind, default_rng=default_rng)
+        typed(state, "_consume_after_n_samples", (int, type(None)), kind)  # the sampler says how many, too
         batches = prepare_batches(state["_prefetch_state"], self._prefetching, f"{kind}: _prefetch_state")
         sampler = self._sampler()
         try:
@@ -463,32 +437,38 @@ class Saving:
         writer = prepare_load(wiring.writer, state["_writer"], f"{kind}: _writer")
         transforms = prepare_load(wiring.transform, state["_transforms"], f"{kind}: _transforms")
         components = Loads([*loads, writer, transforms, batches])
-        return PreparedLoad(
-            self._wiring,
-            self._settings,
-            self._lanes,
-            self._prefetching,
-            self._recipe,
-            rows,
-            components,
-            batch_size,
-            lane,
-            iterating,
-            rng,
-            "" if made is None else made.converted,
-        )
+        return PreparedLoad(self._take, rows, components, own, lane, "" if made is None else made.converted)
+
+    def _take(self, load: PreparedLoad) -> None:
+        storage = self._wiring.storage
+        storage.begin_change()
+        if self._prefetching is not None:
+            self._prefetching.discard("load", keys=False)
+        load.rows.allocate()
+        # A write in between would be of rows that the sampler's state does not know.
+        with storage.placing, storage.paused:  # a writer that has placed rows is about to write them
+            load.rows.commit()
+            storage.notify(None, None)
+            self._wiring.bound_sampler()  # to what was allocated just now
+            load.components.commit()
+            load.own.take(self._wiring, self._settings)
+            self._lanes.take(load.lane)
+        if not self._recipe.noted:
+            self._recipe.note_if_possible()
 
 
 class DumpPreparation:
     """A dump of a buffer, prepared before writers wait for it."""
 
-    def __init__(self, storage: Storage, rows: Callable[[], StoragePreparation], parts: Callable[[], Parts]) -> None:
-        self._storage, self._rows, self._parts = storage, rows, parts
+    def __init__(
+        self, storage: Storage, own: Callable[[], Collection[tuple[str, str]]], parts: Callable[[], Parts]
+    ) -> None:
+        self._storage, self._own, self._parts = storage, own, parts
         self._prepared: StoragePreparation | None = None
 
     def prepare(self) -> None:
         """Gather what writers need not wait for."""
-        self._prepared = self._rows()
+        self._prepared = checkpointers.prepared_snapshot(self._storage, self._own())  # type: ignore[assignment] # or a layout
 
     @property
     def paused(self) -> AbstractContextManager[object]:
@@ -519,37 +499,43 @@ class Dump(NamedTuple):
 class PreparedLoad(NamedTuple):
     """A state that was checked, for a buffer."""
 
-    wiring: Wiring
-    settings: Settings
-    lanes: Lanes
-    prefetching: Prefetching | None
-    recipe: Recipe
+    take: Callable[[PreparedLoad], None]
     rows: StorageLoad
     components: Commit
     """Sampler, writer, transforms and prefetched batches."""
-    batch_size: int | None
+    own: OwnLoad
     lane: int | None
-    iterating: bool
-    rng: RngLoad
     converted: str
 
     def commit(self) -> None:
-        storage = self.wiring.storage
-        storage.begin_change()
-        if self.prefetching is not None:
-            self.prefetching.discard("load", keys=False)
-        self.rows.allocate()
-        # A write in between would be of rows that the sampler's state does not know.
-        with storage.placing, storage.paused:  # a writer that has placed rows is about to write them
-            self.rows.commit()
-            storage.notify(None, None)
-            self.wiring.bound_sampler()  # to what was allocated just now
-            self.components.commit()
-            self.settings.batch_size, self.settings.iterating = self.batch_size, self.iterating
-            self.lanes.take(self.lane)
-            self.rng.commit(self.wiring)
-        if not self.recipe.noted:
-            self.recipe.note_if_possible()
+        self.take(self)
+
+
+class OwnLoad(NamedTuple):
+    """Of the checked state of a buffer or ensemble, what belongs to no component."""
+
+    batch_size: int | None
+    iterating: bool
+    rng: RngLoad
+
+    @classmethod
+    def checked(cls, state: State, settings: Settings, *, default_rng: bool) -> OwnLoad:
+        """Raises ``TypeError``, ``ValueError``; ``IncompatibleCheckpoint``: prefetching needs a batch size."""
+        kind = settings.kind
+        batch_size = typed(state, "_batch_size", (int, type(None)), kind)
+        if batch_size is not None:
+            check_count("batch_size", batch_size)
+        elif settings.prefetch:
+            raise IncompatibleCheckpoint(
+                f"{kind}: _batch_size: expected an int, as prefetch={settings.prefetch} needs one, got None. Load it without prefetch."
+            )
+        iterating = typed(state, "_iterating", bool, kind)
+        return cls(batch_size, iterating, RngLoad.checked(state, kind, default_rng=default_rng))
+
+    def take(self, wiring: Wiring, settings: Settings) -> None:
+        """Take it over."""
+        settings.batch_size, settings.iterating = self.batch_size, self.iterating
+        self.rng.commit(wiring)
 
 
 def most_bytes() -> int:

@@ -78,24 +78,14 @@ class Service:
         """The buffer was closed."""
 
 
-def makes_client(doc: str) -> Callable[[B], B]:
-    """A method that makes a client of the buffer."""
-
-    def client(self: B) -> B:
-        return cast("B", self._service.client(self))
-
-    client.__doc__ = doc
-    return client
+def client(self: B) -> B:
+    """Returns the buffer itself; on Ray one of its own for the same rows, which cannot end them."""
+    return cast("B", self._service.client(self))
 
 
-def makes_clients(doc: str) -> Callable[[B, int], list[B]]:
-    """A method that makes several."""
-
-    def clients(self: B, num_clients: int) -> list[B]:
-        return [cast("B", self._service.client(self)) for _ in range(check_count("clients", num_clients))]
-
-    clients.__doc__ = doc
-    return clients
+def clients(self: B, num_clients: int) -> list[B]:
+    """So many clients, in a list. Raises ``TypeError``, ``ValueError``: no number from 1 on."""
+    return [client(self) for _ in range(check_count("clients", num_clients))]
 
 
 def as_remote(cls: type[object], remote_config: Mapping[str, object] | None = None) -> Any:
@@ -147,8 +137,7 @@ def deployed(
         raise TypeError(
             f"{call}: service_backend: expected a storage that processes share, got a list. Call RayReplayBuffer(…, replay_buffer_cls=…)."
         )
-    state: dict[str, Any] = rb.__getstate__()
-    return state
+    return rb.__getstate__()
 
 
 def imported_ray(call: str, *also: str) -> Any:

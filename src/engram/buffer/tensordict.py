@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from engram.buffer.configuration import BufferArguments
     from engram.buffer.lanes import Lane, Layout
     from engram.buffer.ragged_batches import SampleArguments
-    from engram.types import Told
 
     M = TypeVar("M", bound=Callable[..., object])
 
+    from engram.types import Told
 
 __all__ = [
     "HERReplayBuffer",
@@ -358,17 +358,9 @@ def _to_store(data: Any, call: str) -> object:
     return data
 
 
-_PRIORITIZED_SAMPLER = shows(
-    lambda self: self.sampler, "The sampler with the priorities: :attr:`sampler`. TorchRL's name."
-)
+_PRIORITIZED_SAMPLER = shows(lambda self: self.sampler, "TorchRL's name of :attr:`sampler`, which has the priorities.")
 #: A keyword of TorchRL's whose values change nothing here: all processes draw and update in one tree.
 _OF_THE_TREE = {"sync": Later("nothing", (True,))}
-
-
-def _check_tree(name: str, sync: object, device: torch.device | str | None) -> torch.device | None:
-    """Where the tree is to be. Raises ``TypeError``; ``RuntimeError``: there is no such device on this machine."""
-    reject_unsupported(name, {"sync": sync}, _OF_THE_TREE)
-    return None if device is None else existing_device(device, f"{name}: sampler_device")
 
 
 @register
@@ -410,11 +402,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         normalize: Literal["store", "batch"] = "store",
         **kwargs: Unpack[BufferArguments],
     ) -> None:
-        name = type(self).__name__
-        device = _check_tree(name, sync, sampler_device)
-        kwargs["sampler"] = _sampler(
-            name, size, kwargs, alpha, beta, device=device, eps=eps, dtype=dtype, normalize=normalize
-        )
+        tree = alpha, beta, sync, sampler_device
+        kwargs["sampler"] = _sampler(self, size, kwargs, *tree, eps=eps, dtype=dtype, normalize=normalize)
         super().__init__(size, **kwargs)
 
 
@@ -457,26 +446,31 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
         normalize: Literal["store", "batch"] = "store",
         **kwargs: Unpack[BufferArguments],
     ) -> None:
-        name = type(self).__name__
-        device = _check_tree(name, sync, sampler_device)
-        kwargs["sampler"] = _sampler(
-            name, size, kwargs, alpha, beta, device=device, eps=eps, reduction=reduction, normalize=normalize
-        )
+        tree = alpha, beta, sync, sampler_device
+        kwargs["sampler"] = _sampler(self, size, kwargs, *tree, eps=eps, reduction=reduction, normalize=normalize)
         super().__init__(size, priority_key=priority_key, **kwargs)
 
 
 def _sampler(
-    name: str, size: int | None, kwargs: BufferArguments, alpha: float | None, beta: float | None, **settings: Any
+    buffer: ReplayBuffer,
+    size: int | None,
+    kwargs: BufferArguments,
+    alpha: float | None,
+    beta: float | None,
+    sync: bool,
+    sampler_device: torch.device | str | None,
+    **settings: Any,
 ) -> samplers.PrioritizedSampler:
     """The buffer's sampler. ``ReplayBuffer.open`` hands over the one that the store noted."""
-    given: Any = kwargs.get("sampler")
+    name, given = type(buffer).__name__, cast("Any", kwargs.get("sampler"))
+    reject_unsupported(name, {"sync": sync}, _OF_THE_TREE)
+    device = None if sampler_device is None else existing_device(sampler_device, f"{name}: sampler_device")
     if given is not None:
         if not draws_by_priority(given) or alpha is not None or beta is not None:
             raise TypeError(
                 f"{name}: sampler: its sampler is a PrioritizedSampler made of alpha and beta. Use a ReplayBuffer."
             )
-        made: samplers.PrioritizedSampler = given
-        return made
+        return cast("samplers.PrioritizedSampler", given)
     if alpha is None or beta is None:
         asked = "".join(meant(key, ("alpha", "beta")) for key in kwargs) or " Write alpha=0.6, beta=0.4, for instance."
         raise TypeError(f"{name}: expected alpha and beta, got alpha={alpha}, beta={beta}.{asked}")
@@ -486,7 +480,7 @@ def _sampler(
     capacity = size or 1000 if storage is None else storage.max_size
     if capacity > 1 << 40:  # a list without bounds
         capacity = size or 1 << 20
-    return samplers.PrioritizedSampler(capacity, alpha, beta, **settings)
+    return samplers.PrioritizedSampler(capacity, alpha, beta, device=device, **settings)
 
 
 _END = ("next", "done")
@@ -635,8 +629,7 @@ class RemoteTensorDictReplayBuffer(TensorDictReplayBuffer):
         >>> batch["obs"].shape, info["index"].shape
         (torch.Size([4, 3]), torch.Size([4]))
         """
-        sampled: TensorDictBase = super().sample(batch_size, return_info, include_info, **more)
-        return sampled
+        return super().sample(batch_size, return_info, include_info, **more)
 
     add = _by_reference(TensorDictReplayBuffer.add)
     extend = _by_reference(TensorDictReplayBuffer.extend)

@@ -73,27 +73,17 @@ class Options(NamedTuple):
 
     def check(self) -> None:
         """Raise ``ValueError``, ``TypeError`` unless all can be."""
-        _check_choices(
-            "Checkpointer",
-            ("on_failure", self.on_failure, ("raise", "warn")),
-            ("prefetch", self.prefetch, ("save", "drop")),
-        )
+        check_choice("Checkpointer: on_failure", self.on_failure, ("raise", "warn"))
+        check_choice("Checkpointer: prefetch", self.prefetch, ("save", "drop"))
         if self.every_minutes is not None and not self.every_minutes > 0:
             raise ValueError(f"Checkpointer: every_minutes: expected minutes above 0, got {self.every_minutes!r}.")
         if not self.timeout > 0:
             raise ValueError(f"Checkpointer: timeout: expected seconds above 0, got {self.timeout!r}.")
         for name in ("keep", "full_every", "every_steps", "poll_every"):
             value = self._asdict()[name]
-            if value is None and name in ("full_every", "every_steps"):
-                continue
-            check_count(f"Checkpointer: {name}", value)
+            if value is not None or name in ("keep", "poll_every"):
+                check_count(f"Checkpointer: {name}", value)
         check_roles(self.roles)
-
-
-def _check_choices(call: str, *given: tuple[str, object, tuple[str, ...]]) -> None:
-    """Raise ``ValueError`` for an argument whose value is not allowed. ``given``: name, value and those that are."""
-    for argument, value, allowed in given:
-        check_choice(f"{call}: {argument}", value, allowed)
 
 
 class SaveRequest(NamedTuple):
@@ -151,13 +141,10 @@ class RestoreOptions(NamedTuple):
 
     def check(self) -> None:
         """Raise ``ValueError``: one is out of its range."""
-        _check_choices(
-            "restore",
-            ("resume", self.resume, ("env_reset", "exact")),
-            ("verify", self.verify, ("read", "full")),
-            ("overflow", self.overflow, ("cut", "fill")),
-            ("env_id", self.env_id, ("lane", "global")),
-        )
+        check_choice("restore: resume", self.resume, ("env_reset", "exact"))
+        check_choice("restore: verify", self.verify, ("read", "full"))
+        check_choice("restore: overflow", self.overflow, ("cut", "fill"))
+        check_choice("restore: env_id", self.env_id, ("lane", "global"))
         if not 0.0 <= self.max_drop_fraction <= 1.0:
             raise ValueError(
                 f"restore: max_drop_fraction: expected a number from 0 to 1, got {self.max_drop_fraction!r}."

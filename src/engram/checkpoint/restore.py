@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from engram._support.words import warn
 from engram.checkpoint.reports import LatestStep, RestoreOptions, RestoreReport, Wanted, lost_with
@@ -77,8 +77,7 @@ class Restore:
         kind, said = json.loads(given[0])
         if kind:
             raise (FileNotFoundError if kind == FileNotFoundError.__name__ else CorruptCheckpoint)(said)
-        path: Path = self._job.root / said
-        return path
+        return cast("Path", self._job.root / said)
 
     def _find(self) -> tuple[list[Problem], bytes]:
         self._options.check()

@@ -12,12 +12,13 @@ import stat
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from engram._support.version import __version__
 from engram._support.words import format_number
+from engram.cli import show as shown
 from engram.cli.show import Commands, Misuse, Refusal, echo, print_json, problem, refusing, stat_lines
 
 if TYPE_CHECKING:
@@ -38,15 +39,6 @@ _IMPORTED = ("hdf5", "minari", "numpy", "parquet", "sb3", "torchrl")
 _EXPORTED = ("hdf5", "minari", "parquet", "torchrl")
 _PATH = click.Path(path_type=Path)
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
-
-
-class Making(TypedDict):
-    """Options of a store that is made, and of its buffer."""
-
-    lanes: int
-    batch_size: int | None
-    priorities: tuple[float, float] | None
-    tensordicts: bool
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
@@ -77,7 +69,6 @@ def doctor(directory: Path | None, load: bool, as_json: bool) -> None:
     """
     with refusing():
         from engram.cli.doctor import disk_speed, findings
-        from engram.cli.show import show_findings
 
         found = findings(None if directory is None else _folder(directory), load=load)
         if directory is not None:
@@ -88,7 +79,7 @@ def doctor(directory: Path | None, load: bool, as_json: bool) -> None:
         problems = [problem(f"{it.name}: {it.value}. {it.advice}".strip()) for it in bad]
         print_json({"good": not bad, "checks": checks, "problems": problems})
     else:
-        show_findings(found)
+        shown.show_findings(found)
     sys.exit(1 if bad else 0)
 
 
@@ -111,13 +102,9 @@ def inspect(path: Path, everything: bool, as_json: bool) -> None:
     if as_json:
         print_json(found)
     elif everything:
-        from engram.cli.show import show_description
-
-        show_description(found)
+        shown.show_description(found)
     else:
-        from engram.cli.show import show_short
-
-        show_short(found)
+        shown.show_short(found)
     sys.exit(1 if found["problems"] else 0)
 
 
@@ -196,9 +183,7 @@ def verify(path: Path, level: Literal["meta", "read", "full"], as_json: bool) ->
         }
         print_json(found)
     else:
-        from engram.cli.show import show_report
-
-        show_report(report)
+        shown.show_report(report)
     sys.exit(0 if report.good else 1)
 
 
@@ -324,16 +309,16 @@ def plan(
 def serve(
     directory: Path,
     listen: str,
-    token: str | None,
-    tls_cert: str | None,
-    tls_key: str | None,
-    tls_clients: str | None,
     insecure: bool,
     metrics: str | None,
     capacity: int | None,
     schema: Path | None,
     like: Path | None,
-    **how: Unpack[Making],
+    lanes: int,
+    batch_size: int | None,
+    priorities: tuple[float, float] | None,
+    tensordicts: bool,
+    **secrets: str | None,
 ) -> None:
     """Serve the store in DIRECTORY to other processes and machines, which use ReplayBuffer.connect(ADDRESS).
 
@@ -354,14 +339,15 @@ def serve(
     with refusing("serve" if metrics is None else "serve,metrics", oserror=Refusal):
         from engram.serving.server import listening, run
 
-        at = listening(listen, token, tls_cert, tls_key, tls_clients, insecure=insecure)
+        at = listening(listen, **secrets, insecure=insecure)
         also = None if metrics is None else _showing(directory.resolve().name, metrics, insecure=insecure)
         made = None
         if capacity is not None:
             from engram.cli.plan import fields_of_row
             from engram.serving.awaiting import awaiting
 
-            made = partial(awaiting, directory, capacity, fields=fields_of_row(like, schema), **how)
+            rows = fields_of_row(like, schema)
+            made = partial(awaiting, directory, capacity, lanes, batch_size, priorities, rows, tensordicts=tensordicts)
         run(directory, at, lambda address: click.echo(str(address)), also, made)
 
 
@@ -496,8 +482,7 @@ def top(store: str, every: float, count: int | None, as_json: bool, **how: Unpac
     with refusing("serve", oserror=Refusal), _by_options():
         from engram.cli.top import show
 
-        secrets = {name: how.get(name) for name in ("token", "tls_root", "tls_cert", "tls_key")}
-        show(store, every=every, count=count, out=sys.stdout, as_json=as_json, **secrets)  # type: ignore[arg-type] # as options say
+        show(store, every, count, sys.stdout, as_json=as_json, **how)
 
 
 def _showing(name: str, address: str, *, insecure: bool) -> Callable[[HasStats], None]:

@@ -77,7 +77,9 @@ class Command(click.Command):
             try:
                 return super().invoke(ctx)
             finally:
-                _flush()
+                for stream in (sys.stdout, sys.stderr):
+                    if stream is not None and not stream.closed:
+                        stream.flush()
 
 
 class Commands(click.Group):
@@ -181,12 +183,6 @@ def _columns() -> int:
 
 def _text(name: object) -> str:
     return os.fsdecode(name) if isinstance(name, str | bytes | os.PathLike) else str(name)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None and not stream.closed:
-            stream.flush()
 
 
 @contextlib.contextmanager

@@ -12,12 +12,16 @@ from typing import IO, TYPE_CHECKING
 from engram._support.words import format_share, format_size
 from engram.buffer.tensordict import ReplayBuffer
 from engram.cli.show import fitted, stat_lines
-from engram.inspect import effective_size
+from engram.inspect.advice import effective_size
 from engram.samplers import RandomSampler
 from engram.store.opening import ReaderStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
+
+    from typing_extensions import Unpack
+
+    from engram.buffer.connecting import Reaching
 
 
 #: Of the last seconds, which say nothing of a store that no process uses.
@@ -64,23 +68,13 @@ _AGAIN = "\x1b[H\x1b[J"
 
 
 def show(
-    store: str,
-    token: str | None,
-    tls_root: str | tuple[str, ...] | None,
-    every: float,
-    count: int | None,
-    out: IO[str],
-    *,
-    as_json: bool = False,
-    tls_cert: str | None = None,
-    tls_key: str | None = None,
+    store: str, every: float, count: int | None, out: IO[str], *, as_json: bool = False, **secrets: Unpack[Reaching]
 ) -> None:
     """Look again and again, ``count`` times or for ever. Raises what opening the store or asking the server raises."""
     if Path(store).is_dir():
         rb = ReplayBuffer.open(store, readonly=True, sampler=RandomSampler())  # priorities would be copied
     else:
-        secrets = {"token": token, "tls_root": tls_root, "tls_cert": tls_cert, "tls_key": tls_key}
-        rb = ReplayBuffer.connect(store, patience=0.0, **secrets)  # type: ignore[arg-type] # as they are there
+        rb = ReplayBuffer.connect(store, patience=0.0, **secrets)
     screen = out.isatty()
     with rb:
         before, began, looks = _look(rb), time.monotonic(), 0

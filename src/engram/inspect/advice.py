@@ -88,8 +88,7 @@ def priorities_of(storage: Storage, sampler: object) -> Priorities | None:
     if name is None:
         return None
     if storage.memory is not None:
-        index: Priorities | None = storage.memory.indexes.get((name, PriorityIndex.kind))
-        return index
+        return storage.memory.indexes.get((name, PriorityIndex.kind))
     return sampler.priorities() if isinstance(sampler, PrioritizedSampler) and len(storage) else None  # of a list
 
 

@@ -69,8 +69,7 @@ class Priorities(NamedTuple):
     @property
     def weights(self) -> Floats:
         """Importance weights, of rows that can be drawn."""
-        weights: Floats = (self.leaves[self.leaves > 0] / self.smallest) ** -self.beta
-        return weights
+        return (self.leaves[self.leaves > 0] / self.smallest) ** -self.beta
 
 
 def values_of(leaves: Floats, parameters: Priorities | PriorityConfig) -> Floats:
@@ -156,8 +155,7 @@ class Scan:
         return np.where(live.numpy(), self._ages(tickets), np.nan)
 
     def _ages(self, tickets: Tensor) -> Ints:
-        ages: Ints = (self._storage.next_number() - 1 - tickets).clamp(min=0).numpy()
-        return ages
+        return (self._storage.next_number() - 1 - tickets).clamp(min=0).numpy()
 
     @property
     def has_priorities(self) -> bool:
@@ -290,8 +288,7 @@ class Ends(NamedTuple):
         """Whether each step is the last one of its trajectory. ``columns``: sums of the fields, ``[n]`` each."""
         ends = [columns[key] != 0 for key in self.flags] + [columns[key] == _LAST_STEP for key in self.types]
         ends += [np.append(np.diff(columns[key]) != 0, False) for key in self.ids]
-        found: Bools = np.logical_or.reduce(ends)
-        return found
+        return cast("Bools", np.logical_or.reduce(ends))
 
 
 def _shown(fields: Sequence[Field]) -> list[str | FieldPath]:
@@ -509,7 +506,7 @@ class Plots:
         now = self._buffer.stats()
         moments = [stats for _, stats in history] if history is not None else [now]
         if not moments or not all(stats.get("limit_ratio") for stats in moments):
-            return self._path([stats for _, stats in history or curve_of(self._buffer)] or [now], ax)
+            return self._unlimited([stats for _, stats in history or curve_of(self._buffer)] or [now], ax)
         inserts, samples = (np.array([stats[f"limit_{name}"] for stats in moments]) for name in ("inserts", "samples"))
         last = moments[-1]
         ratio = last["limit_ratio"]
@@ -521,14 +518,9 @@ class Plots:
         low, high = (np.maximum(middle + start - last[f"limit_{side}"], 0) for side in ("highest", "lowest"))
         axes.fill_between(reach, low, high, color=_DRAWS, alpha=0.15, label="allowed")
         axes.plot(reach, middle, ":", color=_DRAWS, label=f"{ratio:g} samples per insert")
-        axes.plot(inserts, samples, color="0.3")
-        axes.plot(inserts[-1:], samples[-1:], "o", color=_LIMIT, clip_on=False, label="now")
-        axes.set(xlabel="rows inserted", ylabel="rows sampled", xlim=reach, ylim=(0, None))
-        axes.set_title(f"{samples[-1] / max(inserts[-1], 1):.3g} samples per insert, {ratio:g} asked for")
-        axes.legend()
-        return axes
+        return _path(axes, inserts, samples, f"{ratio:g} asked for", tuple(reach.tolist()))
 
-    def _path(self, moments: list[dict[str, float]], ax: Axes | None) -> Axes:
+    def _unlimited(self, moments: list[dict[str, float]], ax: Axes | None) -> Axes:
         """The ratio without a limit."""
         if not all("sample_count" in stats for stats in moments):
             raise RuntimeError(
@@ -540,13 +532,7 @@ class Plots:
             raise RuntimeError(
                 "plot.ratio: no row was sampled since the buffer was emptied or loaded. Sample before drawing it."
             )
-        axes = _axes(ax)
-        axes.plot(inserts, samples, color="0.3")
-        axes.plot(inserts[-1:], samples[-1:], "o", color=_LIMIT, clip_on=False, label="now")
-        axes.set(xlabel="rows inserted", ylabel="rows sampled", xlim=(0, None), ylim=(0, None))
-        axes.set_title(f"{samples[-1] / max(inserts[-1], 1):.3g} samples per insert, no limit")
-        axes.legend()
-        return axes
+        return _path(_axes(ax), inserts, samples, "no limit", (0, None))
 
     def _watched(self, seconds: float) -> list[Moment]:
         if not seconds > 0:
@@ -600,6 +586,16 @@ def _histogram(axes: Axes, values: Floats | Ints, leaves: Floats | None, scale: 
         draws = np.histogram(values, edges, weights=leaves / leaves.sum() * len(values))[0] * scale
         axes.stairs(draws, edges, color=_DRAWS, linewidth=1.5, label="as many draws")
         axes.legend()
+
+
+def _path(axes: Axes, inserts: Floats, samples: Floats, limit: str, reach: tuple[float | None, ...]) -> Axes:
+    """The path that the counts took."""
+    axes.plot(inserts, samples, color="0.3")
+    axes.plot(inserts[-1:], samples[-1:], "o", color=_LIMIT, clip_on=False, label="now")
+    axes.set(xlabel="rows inserted", ylabel="rows sampled", xlim=reach, ylim=(0, None))
+    axes.set_title(f"{samples[-1] / max(inserts[-1], 1):.3g} samples per insert, {limit}")
+    axes.legend()
+    return axes
 
 
 def _count_whole(axis: Axis) -> None:

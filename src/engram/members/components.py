@@ -197,9 +197,8 @@ class OnePerMember(OfMembers[T]):
         """The state of each, by its number."""
         return {str(number): saved(one, f"{type(self).__name__}[{number}]") for number, one in enumerate(self._all)}
 
-    def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
+    def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:  # noqa: ARG002 - each knows its own
         """Check a state. Raises what one of them raises for its own; nothing is changed."""
-        del capacity  # each knows its own
         who = type(self).__name__
         check_keys(state_dict, tuple(map(str, range(len(self)))), who)
         states = enumerate(self._all)
@@ -247,8 +246,7 @@ class _Storages(OfMembers[Storage], Storage):
     def shared(self) -> bool:
         return all(one.shared for one in self._all)
 
-    def share(self, maker: str | None = None) -> None:
-        del maker  # each would take the other's place
+    def share(self, maker: str | None = None) -> None:  # noqa: ARG002 - each would take the other's place
         for one in self._all:
             one.share()
 
@@ -268,9 +266,8 @@ class _Storages(OfMembers[Storage], Storage):
 
     # ---- state ---------------------------------------------------------------------------------------------------------
 
-    def state_dict(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, object]:
+    def state_dict(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, object]:  # noqa: ARG002 - as of one storage
         """The state of each, by its number."""
-        del without
         return {str(number): one.state_dict() for number, one in enumerate(self._all)}
 
     def prepare_load(self, state_dict: dict[str, object]) -> StorageLoad:
@@ -512,8 +509,7 @@ class Choice:
     def _numbers(self, key: int, below: int) -> list[int]:
         numbers = native.empty_rows(self.parts)
         native.uniform(plans.key_of(key, _CHOICE, 0), below, numbers)
-        found: list[int] = numbers.tolist()
-        return found
+        return numbers.tolist()
 
     def ready(self, sources: Sources, batch_size: int) -> bool:
         """Whether a batch could be drawn now from these samplers and storages of the members."""
@@ -696,18 +692,15 @@ class _Writers(OnePerMember[Writer], NativeWriter):
 
     traits = Traits()
 
-    def place(self, extent: Extent, n: int, lane: int | Tensor, data: object) -> WritePlan:
-        del extent, n, lane, data
+    def place(self, extent: Extent, n: int, lane: int | Tensor, data: object) -> WritePlan:  # noqa: ARG002 - as of one writer
         raise self._refused()
 
-    def add(self, data: object = None) -> NoReturn:
+    def add(self, data: object = None) -> NoReturn:  # noqa: ARG002 - as of one writer
         """Refuses: each member writes for itself."""
-        del data
         raise self._refused()
 
-    def extend(self, data: object = None) -> NoReturn:
+    def extend(self, data: object = None) -> NoReturn:  # noqa: ARG002 - as of one writer
         """Refuses: each member writes for itself."""
-        del data
         raise self._refused()
 
     def _refused(self) -> NotImplementedError:

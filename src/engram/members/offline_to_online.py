@@ -156,8 +156,7 @@ class OfflineToOnlineReplayBuffer(Generic[Batch]):
         >>> rb.extend({"obs": torch.ones(3, 4)}).tolist()
         [0, 1, 2]
         """
-        rows: Tensor = self.online_buffer.extend(data)
-        return rows
+        return self.online_buffer.extend(data)
 
     def sample(self, batch_size: int | None = None) -> Batch:
         """A batch: rows of the dataset, then of the online buffer.
@@ -266,5 +265,4 @@ def _anonymous(batch: Batch) -> Batch:
     """A batch without the entries that say which rows it holds."""
     if not is_tensor_collection(batch):
         return batch
-    kept: Batch = batch.exclude(*_OF_ONE_BUFFER)
-    return kept
+    return cast("Batch", batch.exclude(*_OF_ONE_BUFFER))

@@ -70,8 +70,7 @@ class _MemberReadPath(ReadPath):
             )
         return drawn
 
-    def finish(self, columns: object, rows: Tensor | None, info: dict[object, object], return_info: bool) -> Drawn:
-        del return_info
+    def finish(self, columns: object, rows: Tensor | None, info: dict[object, object], return_info: bool) -> Drawn:  # noqa: ARG002 - the keys tell
         assert rows is not None  # info is asked for
         entries = {
             key: value for key, value in info.items() if isinstance(value, Tensor) and value.shape[:1] == rows.shape[:1]
@@ -95,14 +94,12 @@ class Member:
     @property
     def saving(self) -> Saving:
         """What saves it."""
-        saving: Saving = self.buffer._saving  # noqa: SLF001 - of the facade
-        return saving
+        return self.buffer._saving  # noqa: SLF001 - of the facade
 
     @property
     def ignored(self) -> tuple[str, ...]:
         """Entries of what is written that it drops."""
-        ignored: tuple[str, ...] = self.buffer._settings.ignored  # noqa: SLF001 - of the facade
-        return ignored
+        return self.buffer._settings.ignored  # noqa: SLF001 - of the facade
 
     def checking(self) -> AbstractContextManager[None]:
         """Errors of checks say which member they are of."""
@@ -225,8 +222,7 @@ class Member:
     @property
     def memory(self) -> Store | None:
         """Where its fields are; None: of a list, or before the first write."""
-        memory: Store | None = self.wiring.storage.memory
-        return memory
+        return cast("Store | None", self.wiring.storage.memory)
 
 
 def check_alike(members: Sequence[Member]) -> None:
@@ -246,7 +242,8 @@ def check_alike(members: Sequence[Member]) -> None:
         if (before.fields, before.structure) == (then.fields, then.structure):
             continue
         names = f"of member {first.number}", f"of member {other.number}"
-        some = [one.finished(_none_of(one)) for one in (first, other)]
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
+        some = [one.finished(Drawn(one.wiring.storage.read(none)[0], none, {})) for one in (first, other)]
         items.join(some, names, lambda batches: batches[0])
         shapes = [f"{field.name} {list(field.shape)}" for field in own.fields]
         others = [f"{field.name} {list(field.shape)}" for field in other_schema.fields]
@@ -254,11 +251,6 @@ def check_alike(members: Sequence[Member]) -> None:
             f"sample: expected members with the same rows, got {shapes} in a {own.structure.kind} {names[0]} and {others} in a "
             f"{other_schema.structure.kind} {names[1]}. Give them transforms that leave the same fields, or the ensemble a collate_fn."
         )
-
-
-def _none_of(member: Member) -> Drawn:
-    rows = torch.empty(0, dtype=torch.int64, device="cpu")
-    return Drawn(member.wiring.storage.read(rows)[0], rows, {})
 
 
 #: What a batch is said to be, beside which rows it has.
@@ -322,9 +314,8 @@ class EnsembleReadPath(ReadPath):
         raw = self._drawn(key.value, batch_size, WAIT_S if timeout is None else timeout)
         return self._finished(*raw, return_info=return_info)
 
-    def read(self, key: Key, n: int, shown: Shown = "beside") -> _Raw:  # type: ignore[override] # parts in place of columns
+    def read(self, key: Key, n: int, shown: Shown = "beside") -> _Raw:  # type: ignore[override]  # noqa: ARG002 - it joins parts, not columns
         """As of a buffer; for batches ahead, which do not wait for the limits of members."""
-        del shown
         return self._drawn(key.value, n, 0.0)
 
     # ---- drawing -------------------------------------------------------------------------------------------------------

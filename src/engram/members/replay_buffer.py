@@ -610,7 +610,7 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
     # ---- components ----------------------------------------------------------------------------------------------------
 
     storage: StorageEnsemble = _shows(
-        lambda self: self._wiring.storage, "The storages of the members: a :class:`StorageEnsemble`."
+        lambda self: self._wiring.storage, "Members' storages: a :class:`StorageEnsemble`."
     )
     sampler: SamplerEnsemble = _shows(
         lambda self: self._wiring.sampler, "Their samplers, and how likely each is: a :class:`SamplerEnsemble`."
@@ -908,14 +908,11 @@ def _made(
     who: str, components: tuple[object, object, object], collate_fns: Sequence[Callable[..., object] | None] | None
 ) -> tuple[ReplayBuffer[Batch], ...]:
     """The members that components are of."""
-    storages, samplers, writers = components
-    kinds = StorageEnsemble, SamplerEnsemble, WriterEnsemble
-    for name, one, kind in zip(("storages", "samplers", "writers"), components, kinds, strict=True):
-        one = check_type(f"{who}: {name}", one, kind, f"members, or a {kind.__name__}")
+    storages = check_type(f"{who}: storages", components[0], StorageEnsemble, "members, or a StorageEnsemble")
+    samplers = check_type(f"{who}: samplers", components[1], SamplerEnsemble, "members, or a SamplerEnsemble")
+    writers = check_type(f"{who}: writers", components[2], WriterEnsemble, "members, or a WriterEnsemble")
+    for one in components:
         refuse_others(one, **_OF_MEMBERS)
-    assert isinstance(storages, StorageEnsemble)
-    assert isinstance(samplers, SamplerEnsemble)
-    assert isinstance(writers, WriterEnsemble)
     n = len(storages)
     transforms = storages.transforms or (None,) * n
     collates = (None,) * n if collate_fns is None else tuple(collate_fns)

@@ -7,10 +7,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from engram._support.checks import check_count, check_path
+from engram._support.checks import check_path
 from engram._support.state import Change, Loads, check_keys, integer, prepare_load, read_from, typed
 from engram.buffer.prefetching import Prefetching, prepare_batches
-from engram.buffer.saving import RngLoad, most_bytes, saved_rng
+from engram.buffer.saving import OwnLoad, most_bytes, saved_rng
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.members.components import naming
 from engram.saved import disk
@@ -56,8 +56,7 @@ class EnsembleSaving:
 
     def state_dict(self) -> State:
         """As ``ReplayBufferEnsemble.state_dict``."""
-        own = self._own_state()
-        states = []
+        own, states = self._state_and_places(drop_prefetched=False)[0], []
         for member in self._members:
             with naming(member.number):
                 states.append(member.buffer.state_dict())
@@ -90,9 +89,6 @@ class EnsembleSaving:
             return Loads([*of_members, own])
         return Loads([Change(self._prefetching.discard, "load", keys=False), *of_members, own])
 
-    def _own_state(self) -> State:
-        return self._state_and_places(drop_prefetched=False)[0]
-
     def _state_and_places(self, *, drop_prefetched: bool) -> tuple[State, State]:
         """What is the ensemble's own; and by the number of a member the state that its sampler had before it drew batches that are
         left out.
@@ -110,17 +106,10 @@ class EnsembleSaving:
         return own, before or {}
 
     def _prepare_own(self, state: State, *, default_rng: bool) -> Commit:
-        kind = self._kind
-        batch_size = typed(state, "_batch_size", (int, type(None)), kind)
-        if batch_size is not None:
-            check_count("batch_size", batch_size)
-        elif self._settings.prefetch:
-            raise IncompatibleCheckpoint(f"{kind}: _batch_size: expected an int, as prefetch needs one, got None.")
-        iterating, rng = typed(state, "_iterating", bool, kind), RngLoad.checked(state, kind, default_rng=default_rng)
-        own = _OwnLoad(self._wiring, self._settings, batch_size, iterating, rng)
+        kind, own = self._kind, OwnLoad.checked(state, self._settings, default_rng=default_rng)
         transforms = prepare_load(self._wiring.transform, state["_transforms"], f"{kind}: _transforms")
         batches = prepare_batches(state["_prefetch_state"], self._prefetching, f"{kind}: _prefetch_state")
-        return Loads([own, transforms, batches])
+        return Loads([Change(own.take, self._wiring, self._settings), transforms, batches])
 
     # ---- as a folder ---------------------------------------------------------------------------------------------------
 
@@ -192,7 +181,7 @@ class EnsembleSaving:
             except (CorruptCheckpoint, IncompatibleCheckpoint) as error:
                 error.add_note(f"Raised by member {member.number} of the ensemble. Nothing was loaded.")
                 raise
-        state = self._own_state()
+        state = self._state_and_places(drop_prefetched=False)[0]
         state["_batch_size"] = self._settings.batch_size or dump.batch_size
         if dump.rng_state is not None and self._wiring.generator is not None:
             state["_rng"] = [dump.rng_state, "cpu"]
@@ -219,17 +208,3 @@ class _MemberLoad(NamedTuple):
                 "the ensemble again."
             )
             raise
-
-
-class _OwnLoad(NamedTuple):
-    """The checked state of an ensemble itself."""
-
-    wiring: Wiring
-    settings: Settings
-    batch_size: int | None
-    iterating: bool
-    rng: RngLoad
-
-    def commit(self) -> None:
-        self.settings.batch_size, self.settings.iterating = self.batch_size, self.iterating
-        self.rng.commit(self.wiring)

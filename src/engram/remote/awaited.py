@@ -137,9 +137,8 @@ def _of_store(method: Method, before: object = None) -> Method:
     return cast("Method", answer)
 
 
-def _empty(self: AwaitedStorage, *_: object, **__: object) -> NoReturn:
+def _empty(self: AwaitedStorage, *_: object, **__: object) -> NoReturn:  # noqa: ARG001 - of any storage
     """Raise ``NoSampleable``: nothing was written."""
-    del self
     raise NoSampleable(EMPTY)
 
 

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
 
 import msgspec
 import pyarrow as pa
@@ -337,10 +337,12 @@ class Connection:
         self, client: flight.FlightClient, stream: protocol.Stream
     ) -> tuple[flight.FlightStreamWriter, flight.FlightStreamReader]:
         """Begin a stream of a :meth:`client`: its writer and its reader."""
-        both: tuple[flight.FlightStreamWriter, flight.FlightStreamReader] = client.do_exchange(
-            flight.FlightDescriptor.for_command(wire.stream_name(stream, self.access.compression)), self._options
+        return cast(
+            "tuple[flight.FlightStreamWriter, flight.FlightStreamReader]",
+            client.do_exchange(
+                flight.FlightDescriptor.for_command(wire.stream_name(stream, self.access.compression)), self._options
+            ),
         )
-        return both
 
     def fetch_dump(self, folder: Path, progress: Callable[[int], None]) -> None:
         """Write the files of a dump that the server makes. ``progress`` is called with how many bytes came.

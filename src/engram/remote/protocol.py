@@ -432,17 +432,7 @@ class Refusal(msgspec.Struct, frozen=True):
     message: str
 
 
-_OTHERS = (
-    NotOnce,
-    KeyError,
-    IndexError,
-    ValueError,
-    TypeError,
-    NotImplementedError,
-    TimeoutError,
-    OSError,
-    RuntimeError,
-)
+_OTHERS = (NotOnce, KeyError, IndexError, ValueError, TypeError, NotImplementedError, TimeoutError, OSError)
 
 
 def refusal_of(error: Exception) -> Refusal:
@@ -458,5 +448,4 @@ def raised(refusal: Refusal) -> Exception:
     kind = getattr(errors, refusal.error, None) if refusal.error in errors.__all__ else None
     if kind is None:
         kind = next((one for one in _OTHERS if one.__name__ == refusal.error), RuntimeError)
-    made: Exception = kind(refusal.message)
-    return made
+    return kind(refusal.message)

@@ -7,7 +7,7 @@ import json
 import random
 import secrets
 import time
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
@@ -68,15 +68,10 @@ class Shard:
     replaces_lost = True
 
     def __init__(self, actor: Handle, patience: float) -> None:
-        self._actor = actor
+        self.actor = actor
         self.patience_s = patience
         #: Asked for, and not answered: while an actor is away, it is asked once.
         self._pending: dict[str | None, object] = {}
-
-    @property
-    def actor(self) -> Handle:
-        """The handle."""
-        return self._actor
 
     def _answer(self, pending: object, seconds: float | None = None) -> Any:
         """What a call of the actor returns.
@@ -87,20 +82,18 @@ class Shard:
 
     def describe(self) -> Described:
         """Raises what making its buffer raised; ``ConnectionError``."""
-        described: Described = self._answer(self._actor.describe.remote())
-        return described
+        return cast("Described", self._answer(self.actor.describe.remote()))
 
     def components(self) -> tuple[Storage, Sampler, Writer]:
         """Those of its buffer, which share its memory: for processes of its node. Raises ``ConnectionError``."""
-        parts: tuple[Storage, Sampler, Writer] = self._answer(self._actor.components.remote())
-        return parts
+        return cast("tuple[Storage, Sampler, Writer]", self._answer(self.actor.components.remote()))
 
     def serve(self, schema: str | None) -> Found | None:
         """Where its store is served, which is made of the schema if there is none. None: there is neither.
 
         Raises ``ConnectionError``; ``OSError``: no space.
         """
-        pending = self._pending.pop(schema, None) or self._actor.serve.remote(schema)
+        pending = self._pending.pop(schema, None) or self.actor.serve.remote(schema)
         try:
             found: Found | None = self._answer(pending)
         except ConnectionError as error:
@@ -119,18 +112,18 @@ class Shard:
     def turn(self) -> int:
         """A number that no other client gets, as long as the actor lives; any number where it does not answer."""
         try:
-            return int(self._answer(self._actor.turn.options(max_task_retries=0).remote(), _CLOSE_TIMEOUT_S))
+            return int(self._answer(self.actor.turn.options(max_task_retries=0).remote(), _CLOSE_TIMEOUT_S))
         except ConnectionError:
             return random.getrandbits(48)
 
     def __getstate__(self) -> tuple[Handle, float]:
-        return self._actor, self.patience_s
+        return self.actor, self.patience_s
 
     def __setstate__(self, state: tuple[Handle, float]) -> None:
         Shard.__init__(self, *state)
 
     def __str__(self) -> str:
-        return f"ray:{self._actor._ray_actor_id.hex()[:8]}"  # type: ignore[attr-defined] # noqa: SLF001 - Ray has no other name of it
+        return f"ray:{self.actor._ray_actor_id.hex()[:8]}"  # type: ignore[attr-defined] # noqa: SLF001 - Ray has no other name of it
 
 
 def answer_of(pending: object, seconds: float, who: str) -> Any:
@@ -347,5 +340,4 @@ class ShardSavers:
 
     def prune(self, keep: int | None) -> list[str]:
         self._ready()
-        removed: list[str] = self._answers("prune", self._ask("prune", keep, ranks=[0]), self._timeout)[0]
-        return removed
+        return cast("list[str]", self._answers("prune", self._ask("prune", keep, ranks=[0]), self._timeout)[0])

@@ -68,15 +68,10 @@ class WritesUnderWay:
         #: Calls that wait for what is under way: nothing more is gathered then.
         self._awaited = 0
         #: Of all that is under way.
-        self._bytes = self._count = 0
+        self._bytes = self.rows = 0
         #: Rows that were not written: there were no credits for them, or the server raised.
         self.dropped = 0
         fork.registered(self)
-
-    @property
-    def rows(self) -> int:
-        """Under way."""
-        return self._count
 
     def put(self, batch: pa.RecordBatch, lanes: frozenset[int]) -> None:
         """Send rows, which are copied, and do not wait for the answer. Raises as :meth:`gather`."""
@@ -98,13 +93,13 @@ class WritesUnderWay:
             if not (self._rows and self._rows[-1].takes(schema)):
                 self._append(wire.Rows(schema, lanes))
             self._rows[-1].gather(columns, lanes, n, nbytes)
-            self._bytes, self._count = self._bytes + nbytes, self._count + n
+            self._bytes, self.rows = self._bytes + nbytes, self.rows + n
             if not self._rows[-1].takes(schema):
                 self._changed.notify_all()
 
     def _append(self, rows: wire.Rows) -> None:
         self._rows.append(rows)
-        self._bytes, self._count = self._bytes + rows.nbytes, self._count + rows.rows
+        self._bytes, self.rows = self._bytes + rows.nbytes, self.rows + rows.rows
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="engram-writes", daemon=True)
             self._thread.start()
@@ -119,7 +114,7 @@ class WritesUnderWay:
                 return False
             if self._full == "raise":
                 raise RateLimited(
-                    f"extend: expected at most {CREDIT_ROWS} rows and {CREDIT_BYTES} bytes under way, got {self._count} and "
+                    f"extend: expected at most {CREDIT_ROWS} rows and {CREDIT_BYTES} bytes under way, got {self.rows} and "
                     f"{self._bytes} before these {n} of {nbytes} bytes. Write less often, or connect with full='block'."
                 )
             if self._refused:
@@ -157,7 +152,7 @@ class WritesUnderWay:
                 why, failed = str(error), True
             left, self._closed = self.rows, True
             self._rows.clear()
-            self._bytes = self._count = 0
+            self._bytes = self.rows = 0
             self._changed.notify_all()
         if left or failed:
             rows = f"{left} rows" if left else "rows of an earlier write"
@@ -166,14 +161,12 @@ class WritesUnderWay:
     def after_fork(self) -> None:
         """In a child: what is under way is its parent's."""
         self._rows.clear()
-        self._bytes = self._count = 0
+        self._bytes = self.rows = 0
         self._thread = None
 
     def _has_credits(self, n: int, nbytes: int) -> bool:
         refused = self._refused and sum(len(one.sizes) for one in self._rows) >= _MAX_TOGETHER
-        return not self._rows or (
-            self._count + n <= CREDIT_ROWS and self._bytes + nbytes <= CREDIT_BYTES and not refused
-        )
+        return not self._rows or (self.rows + n <= CREDIT_ROWS and self._bytes + nbytes <= CREDIT_BYTES and not refused)
 
     def _raise(self) -> None:
         error, self._error = self._error, None
@@ -226,7 +219,7 @@ class WritesUnderWay:
         with self._changed:
             for one in some[: len(self._rows)]:  # none are left of a buffer that was closed
                 self._rows.popleft()
-                self._bytes, self._count = self._bytes - one.nbytes, self._count - one.rows
+                self._bytes, self.rows = self._bytes - one.nbytes, self.rows - one.rows
                 self.dropped += 0 if error is None else one.rows
             self._error, self._refused = error or self._error, False
             self._changed.notify_all()
@@ -314,9 +307,9 @@ class RemoteStorage(ServedStorage):
     def _connect(self, connection: Connection) -> None:
         served = connection.served
         self.connection = connection
-        self._limits, self._described = ServedLimits(connection), served
+        self.limits, self._described = ServedLimits(connection), served
         self.describe(
-            decode(served.schema.encode(), "connect"), f"at {connection.access}", self._limits, served.participant
+            decode(served.schema.encode(), "connect"), f"at {connection.access}", self.limits, served.participant
         )
         #: Of messages of rows, by how many fields these have.
         self._written: dict[int, pa.Schema] = {}
@@ -331,7 +324,7 @@ class RemoteStorage(ServedStorage):
         self._rename()
         full = connection.access.full
         self._under_way = None if full is None else WritesUnderWay(full, self._sent)
-        self._limits.hurried = self._learning.hurried = self._redrawing.hurried = connection.access.hurried
+        self.limits.hurried = self._learning.hurried = self._redrawing.hurried = connection.access.hurried
         #: Bytes of priorities that were sent since all batches under way had come.
         self._unread = 0
 
@@ -340,11 +333,6 @@ class RemoteStorage(ServedStorage):
     @property
     def served(self) -> protocol.Served:
         return self.connection.served
-
-    @property
-    def limits_told(self) -> int | None:
-        """Number of the limits of several stores, as the last answer told it; None: no answer did."""
-        return self._limits.told
 
     @property
     def max_size(self) -> int:
@@ -357,7 +345,7 @@ class RemoteStorage(ServedStorage):
     def state(self) -> protocol.State:
         if self._under_way is not None:
             self._under_way.wait()
-        state = self._limits.state()
+        state = self.limits.state()
         if state.fields > len(self._schema.fields):
             self.connection.describe()
             self.adopt_fields()
@@ -373,23 +361,23 @@ class RemoteStorage(ServedStorage):
                 for stream in (self._learning, self._redrawing):
                     stream.renew()
                 assert self.memory is not None  # it is described
-                self.describe(schema, self.memory.place, self._limits, self.memory.participant)
+                self.describe(schema, self.memory.place, self.limits, self.memory.participant)
             self._described = served
 
     def gauges(self) -> dict[str, float]:
         try:
-            return self.connection.ask("gauges", protocol.Gauges(), dict[str, float], hurried=self._limits.hurried)
+            return self.connection.ask("gauges", protocol.Gauges(), dict[str, float], hurried=self.limits.hurried)
         except ValueError:  # a server of an older engram knows no such command
             return {}
 
     def consumer_version(self, at_least: int | None = None) -> int:
-        return self.connection.ask("version", protocol.Version(at_least), int, hurried=self._limits.hurried)
+        return self.connection.ask("version", protocol.Version(at_least), int, hurried=self.limits.hurried)
 
     def writers(self) -> int:
         """How many clients write. If nothing was asked before, the connection rests again: it may never be needed."""
         rests = not self.connection.is_open
         try:
-            return self._limits.state().writers
+            return self.limits.state().writers
         finally:
             if rests:
                 self.connection.rest()
@@ -454,7 +442,7 @@ class RemoteStorage(ServedStorage):
     def _batches(self, answer: Answer) -> list[Callable[[], Drawn]]:
         metadata = msgspec.json.decode(answer.metadata, type=protocol.Sampled)
         if metadata.masses:
-            self._limits.tell(metadata.limits)
+            self.limits.tell(metadata.limits)
         fields = next(k for k, it in enumerate(answer.columns) if it.name == wire.ROW_NUMBER)
         counts = [math.prod(shape) for shape in metadata.sizes]
         entries = [wire.entry_of(it.name) for it in answer.columns[fields + 1 :]]
@@ -509,7 +497,7 @@ class RemoteStorage(ServedStorage):
             return Write(native.empty_rows(n).fill_(-1), 0)
         batch = wire.record_batch(schema, columns, n)
         answer = self._sent(batch, len(lanes))
-        self._limits.tell(msgspec.json.decode(answer.metadata, type=protocol.Written).limits)
+        self.limits.tell(msgspec.json.decode(answer.metadata, type=protocol.Written).limits)
         (rows,) = wire.tensors_in(answer.rows, answer.columns)
         return Write(rows, 0)
 

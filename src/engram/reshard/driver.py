@@ -181,37 +181,26 @@ def reshard(shards: Sequence[plans.SavedShard], targets: Sequence[plans.Target],
         IncompatibleCheckpoint: no field can say that a trajectory was cut short, as the policy asks for; rows are ranked, and a
             shard lacks the field that decides, or a target has several lanes.
     """
-    planned = _in_blocks_or_trajectories if policy.ranking is None else _in_single_rows
-    made = planned(shards, targets, policy)
+    fields, lanes = plans.fields_of(shards), max((target.lanes for target in targets), default=1)
+    if policy.ranking is None:  # whole trajectories, or blocks of steps
+        if policy.incomplete.open == "truncate" and plans.has_ends(fields) and not plans.can_truncate(fields):
+            raise IncompatibleCheckpoint(
+                f"{shards[0].reader.folder}: expected a field with the role done, truncated or step_type, which can say that a "
+                'trajectory was cut short, found none. "keep" in place of "truncate" leaves open ones as they are.'
+            )
+        moved = plans.in_blocks(shards, min(target.lane_length for target in targets))
+        plan = plans.plan_by_trajectory([one.source for one in moved], targets, policy.incomplete, policy.overflow)
+    else:
+        if lanes > 1:
+            raise IncompatibleCheckpoint(
+                f"{shards[0].reader.folder}: expected targets of 1 lane, as its writer puts rows in no order, got {lanes}."
+            )
+        moved = [plans.in_rows(one) for one in shards]
+        values = [_values(one, policy.ranking) for one in moved]
+        plan = plans.plan_by_rank([one.source for one in moved], values, targets)
+    made = Reshard(moved, plan, targets)
     made.check_counts()
     return made
-
-
-def _in_blocks_or_trajectories(
-    shards: Sequence[plans.SavedShard], targets: Sequence[plans.Target], policy: plans.Policy
-) -> Reshard:
-    fields = plans.fields_of(shards)
-    if policy.incomplete.open == "truncate" and plans.has_ends(fields) and not plans.can_truncate(fields):
-        raise IncompatibleCheckpoint(
-            f"{shards[0].reader.folder}: expected a field with the role done, truncated or step_type, which can say that a "
-            'trajectory was cut short, found none. "keep" in place of "truncate" leaves open ones as they are.'
-        )
-    whole = plans.in_blocks(shards, min(target.lane_length for target in targets))
-    plan = plans.plan_by_trajectory([one.source for one in whole], targets, policy.incomplete, policy.overflow)
-    return Reshard(whole, plan, targets)
-
-
-def _in_single_rows(
-    shards: Sequence[plans.SavedShard], targets: Sequence[plans.Target], policy: plans.Policy
-) -> Reshard:
-    lanes = max((target.lanes for target in targets), default=1)
-    if lanes > 1:
-        raise IncompatibleCheckpoint(
-            f"{shards[0].reader.folder}: expected targets of 1 lane, as its writer puts rows in no order, got {lanes}."
-        )
-    rows = [plans.in_rows(one) for one in shards]
-    values = [_values(one, policy.ranking) for one in rows]
-    return Reshard(rows, plans.plan_by_rank([one.source for one in rows], values, targets), targets)
 
 
 def _values(rows: plans.SavedShard, ranking: Ranking | Literal["newest"] | None) -> NDArray[np.float64]:

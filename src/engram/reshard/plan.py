@@ -396,8 +396,7 @@ def _positions(rank: NDArray[np.int64], lane: NDArray[np.int64], room: NDArray[n
     newest = _last_of_lanes(rank, lane)
     oldest = np.zeros_like(newest)
     oldest[1:] = newest[:-1] + 1
-    begin: NDArray[np.int64] = before - before[oldest].repeat(newest + 1 - oldest)
-    return begin
+    return before - before[oldest].repeat(newest + 1 - oldest)
 
 
 def _last_of_lanes(rank: NDArray[np.int64], lane: NDArray[np.int64]) -> NDArray[np.int64]:

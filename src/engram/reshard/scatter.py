@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -508,8 +508,7 @@ class Scatter:
 
 def _kept_from(plan: ReshardPlan, at: NDArray[np.int64], source: Source) -> NDArray[np.int64]:
     """Of some of the trajectories that are kept, all of one source: the position there of the first step that is."""
-    first: NDArray[np.int64] = source.runs[plan.run[at], 1] + plan.skipped[at] * source.columns
-    return first
+    return cast("NDArray[np.int64]", source.runs[plan.run[at], 1] + plan.skipped[at] * source.columns)
 
 
 def _place_numbers(shard: SavedShard, extents: Extents, later: int, numbers: Tensor, memory: Tensor) -> None:

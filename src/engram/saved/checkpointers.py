@@ -30,7 +30,7 @@ from engram.saved.documents import Cut, ShardRows, Totals, corrupt
 from engram.saved.folder import ENTRY, OF_DUMP, OF_WRITER, Folder, damaged_files, listed_files, summed_files
 from engram.saved.part_reader import PartReader, is_part
 from engram.saved.part_writer import PartWriter
-from engram.saved.parts import Dumpable, PartSnapshot, Preparation, described_state, read_state
+from engram.saved.parts import Dumpable, PartSnapshot, Preparation, Unprepared, described_state, read_state
 from engram.saved.snapshot import SavedRows
 from engram.store.memory import DTYPE_NAMES, refuse_ragged, write_rows
 
@@ -633,18 +633,6 @@ def check_storage(storage: object, call: str) -> Dumpable:
     return check_type(call, storage, Dumpable, "a storage of engram's")
 
 
-class LayoutPreparation(NamedTuple):
-    """Takes a snapshot of a storage in the form that its checkpointer saves."""
-
-    checkpointer: TensorStorageCheckpointer
-    storage: SavedStorage
-    without: Collection[tuple[str, str]]
-
-    def take(self) -> SlotsSnapshot:
-        """The snapshot. Writers wait until it is saved."""
-        return self.checkpointer.snapshot(self.storage, self.without)
-
-
 class StorageCheckpointerBase(abc.ABC):
     """Saves the rows of a storage and loads them. Base class of all storage checkpointers.
 
@@ -716,7 +704,9 @@ class StorageCheckpointerBase(abc.ABC):
         """Whether it saves engram's own form, as a storage without a checkpointer does."""
         return False
 
-    def preparation(self, storage: SavedStorage, without: Collection[tuple[str, str]]) -> LayoutPreparation | None:
+    def preparation(
+        self, storage: SavedStorage, without: Collection[tuple[str, str]]
+    ) -> Preparation[SlotsSnapshot] | None:
         """What takes a snapshot for ``rb.dumps``; None: the storage's own.
 
         Raises:
@@ -850,14 +840,16 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
             return layout.snapshot(storage, without)
         return HookedSnapshot(storage, self._save_hooks, type(self).__name__, without)
 
-    def preparation(self, storage: SavedStorage, without: Collection[tuple[str, str]]) -> LayoutPreparation | None:
+    def preparation(
+        self, storage: SavedStorage, without: Collection[tuple[str, str]]
+    ) -> Preparation[SlotsSnapshot] | None:
         """As of the base class: there is one with hooks.
 
         >>> from engram import FlatStorageCheckpointer, LazyTensorStorage
         >>> FlatStorageCheckpointer().preparation(LazyTensorStorage(10), ()) is None
         False
         """
-        return LayoutPreparation(self, storage, without) if self._save_hooks else None
+        return Unprepared(lambda: self.snapshot(storage, without)) if self._save_hooks else None
 
     def dumps(self, storage: SavedStorage, path: str | os.PathLike[str]) -> None:
         """Save the rows of a storage as a folder, which in one step replaces one that was saved there.

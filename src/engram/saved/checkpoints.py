@@ -475,9 +475,8 @@ def finish_dump(
     shard = shard_of(attempt, 0, folder, parts, rows, "flat")
     raw = documents.encode(shard)
     manifest = manifest_of(attempt, [Vote(0, shard, entry_of(shard, raw), None)], [])
-    raw_manifest = manifest.encode()
     disk.put(folder / documents.SHARD, raw)
-    disk.put(folder / documents.MANIFEST, raw_manifest)
+    disk.put(folder / documents.MANIFEST, manifest.encode())
     sync_parts(folder, shard)
     disk.sync_folder(folder)
     return manifest

@@ -81,12 +81,9 @@ class Summing:
         self._open = xxhash.xxh3_64()
         self._filled = 0  # bytes of the block that is open
 
-    def update(self, data: Buffer) -> None:
+    def update(self, data: bytes | memoryview) -> None:
         """Add bytes. ``data``: C-contiguous."""
         view = memoryview(data)
-        if not view.nbytes:
-            return
-        view = view.cast("B")
         at = self._complete(view)
         while len(view) - at >= BLOCK:
             self._sums.append(xxhash.xxh3_64_intdigest(view[at : at + BLOCK]))
@@ -123,7 +120,7 @@ class Summing:
         return take
 
 
-def first_wrong(data: Buffer, sums: Sums, first: int) -> int | None:
+def first_wrong(data: bytes | memoryview, sums: Sums, first: int) -> int | None:
     """The number of the first block whose bytes do not have its sum; None: all have.
 
     Args:
@@ -132,9 +129,6 @@ def first_wrong(data: Buffer, sums: Sums, first: int) -> int | None:
         first: number of a block.
     """
     view = memoryview(data)
-    if not view.nbytes:
-        return None
-    view = view.cast("B")
     for i in range(blocks_of(len(view))):
         if xxhash.xxh3_64_intdigest(view[i * BLOCK : (i + 1) * BLOCK]) != sums[first + i]:
             return first + i
@@ -576,20 +570,16 @@ def _check_state(state: object, arrays: int) -> None:
     for where, value in left:  # grows while it is read
         if isinstance(value, dict):
             for key, part in value.items():
-                if str(key).startswith("$"):
-                    _check_array_of_state(value, arrays, where)
+                number = value.get("$array")
+                known = len(value) == 1 and type(number) is int and 0 <= number < arrays
+                if str(key).startswith("$") and not known:
+                    raise ValueError(
+                        f"{where}: expected {{'$array': number of one of {arrays} arrays}} where keys begin with '$', got {value!r:.100}"
+                    )
                 if isinstance(part, dict | list | tuple):
                     left.append((f"{where}.{key!s:.100}", part))
         elif isinstance(value, list | tuple):
             left += [(f"{where}[{i}]", part) for i, part in enumerate(value) if isinstance(part, dict | list | tuple)]
-
-
-def _check_array_of_state(value: dict[str, object], arrays: int, where: str) -> None:
-    number = value.get("$array")
-    if len(value) != 1 or type(number) is not int or not 0 <= number < arrays:
-        raise ValueError(
-            f"{where}: expected {{'$array': number of one of {arrays} arrays}} where keys begin with '$', got {value!r:.100}"
-        )
 
 
 def _check_tables(entries: dict[TableName, TableEntry], geometry: Geometry | msgspec.UnsetType) -> None:

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from typing_extensions import Buffer
-
     StrPath = str | os.PathLike[str]
 
 _AT_FDCWD = -2 if sys.platform == "darwin" else -100
@@ -102,13 +100,9 @@ def create(path: StrPath, nbytes: int, *, sparse: bool = False) -> files.Descrip
     return fd
 
 
-def write(fd: int, data: Buffer, offset: int) -> None:
+def write(fd: int, data: bytes | memoryview, offset: int) -> None:
     """Write all bytes at ``offset``, in as many calls as it takes."""
-    view = memoryview(data)
-    if not view.nbytes:
-        return
-    view = view.cast("B")
-    done = 0
+    view, done = memoryview(data), 0
     while done < len(view):
         count = os.pwrite(fd, view[done:], offset + done)
         if count == 0:
@@ -260,7 +254,7 @@ def sync_folder(path: StrPath) -> None:
         raise
 
 
-def put(path: StrPath, raw: Buffer, *, now: bool = False) -> None:
+def put(path: StrPath, raw: bytes | memoryview, *, now: bool = False) -> None:
     """Make a small file that is complete when this returns. Its name is not on disk yet.
 
     Args:

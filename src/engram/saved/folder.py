@@ -9,7 +9,7 @@ import contextlib
 import errno
 import itertools
 import os
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 
@@ -102,8 +102,7 @@ class Folder:
         return tree
 
     def described(self, kind: type[_T], parts: Sequence[str]) -> _T:
-        description: _T = convert(self.json(parts), kind, self.name(parts))
-        return description
+        return cast("_T", convert(self.json(parts), kind, self.name(parts)))
 
     def read_into(self, view: memoryview, parts: Sequence[str], nbytes: int, offset: int = 0) -> None:
         """Fill writable memory from a file of ``nbytes`` bytes, by ``pread``."""

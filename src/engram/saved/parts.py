@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar, cast
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from engram.store.memory import DTYPE_NAMES, DTYPE_OF
 from engram.types import Commit, Declared
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from torch import Tensor
@@ -192,8 +191,7 @@ def described_state(writer: PartWriter, state: dict[str, object], where: str) ->
         return {"$array": writer.array(DTYPE_NAMES[value.dtype], tuple(plain.shape), raw)}
 
     _check_entries(state, where)
-    described: dict[str, object] = mapped(_without_tails(state), written, where)
-    return described
+    return cast("dict[str, object]", mapped(_without_tails(state), written, where))
 
 
 def _without_tails(state: object) -> object:
@@ -308,7 +306,7 @@ class Component(Noted, Declared, Dumpable):
         """
         return {}
 
-    def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
+    def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:  # noqa: ARG002 - an empty state fits all
         """Check a state. ``capacity``: rows that the storage will have when it is committed; None: as now.
 
         Returns:
@@ -329,7 +327,6 @@ class Component(Noted, Declared, Dumpable):
         >>> len(list(rb))  # again the whole epoch: batches of 3, 3, 3 and 1
         4
         """
-        del capacity  # an empty state fits all
         check_keys(state_dict, (), type(self).__name__)
         return Loads()
 
@@ -471,8 +468,7 @@ def index_state(storage: PartReader, sampler: Mapping[str, object]) -> dict[str,
         raise corrupt(storage.folder, f"expected the priorities {name!r:.100} of the sampler, found none")
     states = read_state(storage)["priorities"]
     assert isinstance(states, dict)  # as the part says it
-    state: dict[str, object] = states[name]
-    return state
+    return cast("dict[str, object]", states[name])
 
 
 def open_storage(checkpoint: Checkpoint, rank: int) -> PartReader:

@@ -62,8 +62,7 @@ class Board:
         """What :class:`Ranks` calls by these names. Raises ``RankFailed``: this is the board of another job, or the job was broken off."""
         if key != self.key or self.broken:
             raise RankFailed(self.broken or _OTHER_JOB)
-        found: object = getattr(self._held, what)(*arguments)
-        return found
+        return getattr(self._held, what)(*arguments)
 
     def break_off(self, key: str, why: str) -> None:
         """Whatever is asked for from now on fails, for this reason."""
@@ -97,16 +96,13 @@ class RanksOnRay(Ranks):
         self._answer("set", key, value)
 
     def get(self, key: str) -> bytes | None:
-        found: bytes | None = self._answer("get", key)
-        return found
+        return cast("bytes | None", self._answer("get", key))
 
     def _look(self, keys: Sequence[str]) -> dict[str, bytes]:
-        found: dict[str, bytes] = self._answer("_look", [*keys])
-        return found
+        return cast("dict[str, bytes]", self._answer("_look", [*keys]))
 
     def claim(self, key: str, value: bytes) -> bytes:
-        there: bytes = self._answer("claim", key, value)
-        return there
+        return cast("bytes", self._answer("claim", key, value))
 
     def add(self, key: str, amount: int) -> int:
         return int(self._answer("add", key, amount))
@@ -429,9 +425,8 @@ class ListBuffer:
     def client(self) -> ListBuffer:
         return self.clients(1)[0]
 
-    def close(self, timeout: float | None = None) -> None:
+    def close(self, timeout: float | None = None) -> None:  # noqa: ARG002 - it ends at once
         """End the actor, and with it its rows, where the buffer was made. Repeatable."""
-        del timeout
         if self._owns and not self.closed and ray.is_initialized():
             ray.kill(self._actor)
         vars(self)["closed"] = True

@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 def awaiting(
     directory: Path,
     capacity: int,
-    *,
     lanes: int = 1,
     batch_size: int | None = None,
     priorities: tuple[float, float] | None = None,
-    tensordicts: bool = False,
     fields: Sequence[Field] = (),
+    *,
+    tensordicts: bool = False,
 ) -> Awaiting:
     """A store in a directory, made at once where its fields are given, else by the first write.
 
@@ -46,8 +46,8 @@ def awaiting(
         capacity, lanes: of the store.
         batch_size: of its buffer.
         priorities: alpha and beta of draws by priority; None: all rows are equally likely.
-        tensordicts: whether rows are TensorDicts.
         fields: of a row.
+        tensordicts: whether rows are TensorDicts.
 
     Raises as ``ReplayBuffer.open_or_create``. ``ValueError``: such rows cannot be stored.
     """

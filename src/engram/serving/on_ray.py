@@ -15,7 +15,6 @@ from engram.buffer.configuration import READING_ARGUMENTS
 from engram.buffer.connecting import NAMESPACE, OnRay, Shards, Transport, attached, name_of
 from engram.buffer.services import imported_ray
 from engram.buffer.tensordict import ReplayBuffer
-from engram.remote.fleet import check_missing
 
 if TYPE_CHECKING:
     from engram.remote.fleet.members import Missing
@@ -25,12 +24,6 @@ if TYPE_CHECKING:
 Placement = Literal["learners", "spread", "actors"]
 #: Of the resource that Ray gives each node by its IP: an actor stays with the machine, also where the node is started again.
 _NODE_SHARE = 0.001
-
-
-def checked_placement(placement: object) -> Placement:
-    """Raises ``ValueError``: no such placement."""
-    check_choice("RayReplayBuffer: placement", placement, get_args(Placement))
-    return placement  # type: ignore[return-value]
 
 
 def resources_of(shards: int, placement: Placement) -> list[dict[str, float]]:
@@ -187,8 +180,8 @@ class RayReplayBuffer(metaclass=_Checked):
                 "RayReplayBuffer: expected partial(LazyTensorStorage, …) for shards=, name= or transport=, got a list: one actor keeps it."
             )
         _check("auto" if in_list else transport, transport_options, check_count("RayReplayBuffer: shards", shards))
-        check_missing(missing, "RayReplayBuffer")
-        checked_placement(placement)
+        check_choice("RayReplayBuffer: missing", missing, ("skip", "wait"))
+        check_choice("RayReplayBuffer: placement", placement, get_args(Placement))
         if not ray.is_initialized():
             ray.init(**(ray_init_config or {}))
         options = options_of(remote_config, shards, placement, LIST_OPTIONS if in_list else _SHARD_OPTIONS)

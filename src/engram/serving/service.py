@@ -477,8 +477,7 @@ class Service:
         self._wiring.check_editable("remove")
         storage = self._wiring.storage
         storage.check_removal(rows)
-        removed: int = storage.remove(rows.contiguous(), tickets.contiguous())
-        return removed
+        return cast("int", storage.remove(rows.contiguous(), tickets.contiguous()))
 
     def append(self, command: protocol.Append, columns: Sequence[Tensor], n: int) -> Tensor:
         """Write rows: their numbers.
@@ -498,8 +497,7 @@ class Service:
 
         write = storage.write(WritePlan(lane=lane), list(columns), n)
         storage.notify(write, None)
-        rows: Tensor = write.rows
-        return rows
+        return cast("Tensor", write.rows)
 
     def _check_groups(self, columns: Sequence[Tensor]) -> None:
         """Raise ``ValueError``: a row has not the same number of items in fields that share lengths, or too many."""

@@ -369,8 +369,7 @@ def _of_torchrl(name: str) -> ModuleType:
             f"{name}: it is TorchRL's, which needs h5py: pip install torchrl 'engram-replay[hdf5]'. FlatStorageCheckpointer needs neither."
         ) from error
     assert h5py
-    module: ModuleType = found
-    return module
+    return cast("ModuleType", found)
 
 
 def H5Split() -> SaveHook:  # noqa: N802 - a class of TorchRL's
@@ -382,8 +381,7 @@ def H5Split() -> SaveHook:  # noqa: N802 - a class of TorchRL's
     >>> type(H5Split()).__module__.partition(".")[0]  # doctest: +SKIP
     'torchrl'
     """
-    made: SaveHook = _of_torchrl("H5Split").H5Split()
-    return made
+    return cast("SaveHook", _of_torchrl("H5Split").H5Split())
 
 
 def H5Combine() -> LoadHook:  # noqa: N802 - a class of TorchRL's
@@ -395,8 +393,7 @@ def H5Combine() -> LoadHook:  # noqa: N802 - a class of TorchRL's
     >>> type(H5Combine()).__module__.partition(".")[0]  # doctest: +SKIP
     'torchrl'
     """
-    made: LoadHook = _of_torchrl("H5Combine").H5Combine()
-    return made
+    return cast("LoadHook", _of_torchrl("H5Combine").H5Combine())
 
 
 class _Slots:
@@ -407,8 +404,7 @@ class _Slots:
         self.initialized, self._len = data is not None, length
         self._is_full, self._last_cursor = full, shift - 1
 
-    def _init(self, first: TensorDict) -> None:
-        del first  # says what a slot is; all of them follow
+    def _init(self, first: TensorDict) -> None:  # noqa: ARG002 - says what a slot is; all of them follow
         self._storage = self
 
     def update_(self, data: TensorDict) -> None:
@@ -442,8 +438,7 @@ class H5StorageCheckpointer(checkpointers.StorageCheckpointerBase):
         self._names = cast("_ShiftHook", back).shift_key, cast("_ShiftHook", back).is_full_key
         self._theirs._load_hooks = [combine, self._note, back]  # noqa: SLF001
 
-    def _note(self, data: TensorDict, out: TensorDict | None = None) -> TensorDict:
-        del out
+    def _note(self, data: TensorDict, out: TensorDict | None = None) -> TensorDict:  # noqa: ARG002 - as of a hook
         shift, full = (data.get_non_tensor(name) for name in self._names)
         self._moment = int(shift), bool(full)
         return data

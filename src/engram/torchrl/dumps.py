@@ -14,7 +14,7 @@ import math
 import os
 import stat
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, cast
@@ -40,8 +40,6 @@ from engram.torchrl.layouts import Count, Keys
 from engram.torchrl.parts import Layout, prepare_layout
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
-
     from tensordict import TensorDict
 
     from engram.types import Decompress, StorageLoad
@@ -74,9 +72,8 @@ class EmptyMember(NamedTuple):
     rng_state: Tensor | None = None
     nbytes: int = 0
 
-    def prepare(self, storage: SavedStorage, without: Collection[str]) -> StorageLoad:
+    def prepare(self, storage: SavedStorage, without: Collection[str]) -> StorageLoad:  # noqa: ARG002 - there are no rows
         """What empties a storage."""
-        del without
         return storage.prepare_unwritten()
 
 
@@ -427,9 +424,8 @@ class ListedItems:
         ]
         return list(dict.fromkeys(found))
 
-    def read(self, decompress: Decompress | None, *, whole: bool, without: Collection[str] = ()) -> Iterator[object]:
+    def read(self, decompress: Decompress | None, *, whole: bool, without: Collection[str] = ()) -> Iterator[object]:  # noqa: ARG002 - as of items on disk
         """The items in the order of their rows, one by one. Raises ``IncompatibleCheckpoint``, ``ValueError``: no such items."""
-        del decompress, whole
         for number, (item, said) in enumerate(zip(self._items, self._said, strict=True)):
             if said is None:
                 yield map_with_paths(item, _copied, keep=True)
@@ -449,7 +445,7 @@ class _Tree(Protocol):
     def __getitem__(self, rows: Tensor) -> Tensor: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TorchRLState(TorchRLDump):
     """A checked state. Its tensors are the state's."""
 
@@ -542,16 +538,12 @@ def _buffer_in(state: _State, ndim: int, left_out: list[str]) -> TorchRLState | 
     return TorchRLState(
         path=_PATH,
         capacity=capacity,
-        columns=(),
         length=length,
         position=cursor % capacity,
         write_count=writes,
         fields=tuple(Field(key, DTYPE_NAMES[one.dtype], tuple(one.shape[1:])) for key, one in tensors.items()),
         structure=Node("leaf", field=0) if [*tensors] == [(SINGLE,)] else tensordicts_of(tensors),
-        batch_size=None,
         priorities=_priorities(sampler, length),
-        rng_state=None,
-        left_out=(),
         _files={},
         _tensors=tensors,
     )

@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 _PIECE = 16 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TorchRLDump:
     """A checked dump. Rows ``[0, length)`` are live, in one lane; the row written last is ``(position - 1) % capacity``."""
 
     path: Path
     capacity: int
     """Rows of the storage."""
-    columns: tuple[int, ...]
+    columns: tuple[int, ...] = ()
     """Sizes of the dimensions after the first (``ndim > 1``); empty otherwise."""
     length: int
     """Live rows."""
@@ -52,12 +52,12 @@ class TorchRLDump:
     fields: tuple[Field, ...]
     structure: Node
     """How a row is put together. A list in it may have been a tuple or a dict, and a key of digits an int: dumps do not say."""
-    batch_size: int | None
+    batch_size: int | None = None
     priorities: DumpedPriorities | None
     """None without a prioritized sampler."""
-    rng_state: Tensor | None
+    rng_state: Tensor | None = None
     """uint8 ``[n]``, CPU: state of the generator that was given to the buffer; None if there was none."""
-    left_out: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
     """What is in the folder and not here, each with its reason."""
     _files: Mapping[tuple[str, ...], tuple[str, ...]]
     """Key of a field → path of its file below the folder. A field without elements may have none."""
@@ -151,7 +151,7 @@ class TorchRLDump:
             check_bools(out, folder.name(parts))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TorchRLSteps(TorchRLDump):
     """A checked dump in which each observation was saved once: flat, nested or in an HDF5 file."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, NamedTuple, Protocol, TypeAlias
 
 import msgspec
@@ -17,7 +17,6 @@ from engram.saved.snapshot import bytes_of
 from engram.store.memory import DTYPE_OF, write_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from torch import Tensor
@@ -149,9 +148,9 @@ class Entry(NamedTuple):
     """The field below ``next``."""
 
     @property
-    def expanded(self) -> bool:
-        """Whether its value after the last step of a trajectory is saved, too."""
-        return self.root is not None and self.after is not None
+    def both(self) -> tuple[Key, Key] | None:
+        """Root and after, if there are both: then its value after the last step of a trajectory is saved, too."""
+        return None if self.root is None or self.after is None else (self.root, self.after)
 
 
 def entries_of(fields: Collection[Key], keys: Keys, where: str) -> list[Entry]:
@@ -494,10 +493,8 @@ class RowsWriter:
                 "Name another field: done_key=…."
             )
         for entry in self._entries:
-            if entry.expanded:
-                assert entry.root is not None
-                assert entry.after is not None
-                root, after = self._fields[entry.root], self._fields[entry.after]
+            if entry.both is not None:
+                root, after = (self._fields[key] for key in entry.both)
                 if (root.dtype, root.shape) != (after.dtype, after.shape):
                     raise IncompatibleCheckpoint(
                         f"{self._where}: expected fields {entry.root} and {entry.after} of the same shape and dtype, got "
@@ -524,30 +521,30 @@ class RowsWriter:
         sink.begin(self._ring, self.steps, self._keys)
         for entry in self._entries:
             like = self._fields[entry.root or entry.after or self._keys.done]
-            with sink.column(entry.key, like.shape[2:], like.dtype, expanded=entry.expanded) as write:
-                (self._write_observations if entry.expanded else self._write_steps)(entry, write)
+            with sink.column(entry.key, like.shape[2:], like.dtype, expanded=entry.both is not None) as write:
+                if entry.both is None:
+                    self._write_steps(like, write)
+                else:
+                    self._write_observations(entry.both, write)
 
     def _most(self, tensor: Tensor) -> int:
         return max(1, _PIECE // max(1, tensor[:1, :1].nbytes))
 
-    def _write_steps(self, entry: Entry, write: Write) -> None:
-        tensor = self._fields[entry.root or entry.after or self._keys.done]
+    def _write_steps(self, tensor: Tensor, write: Write) -> None:
         most = self._most(tensor)
         for number in range(self._ring.width):
             for time, slot, n in self._ring.pieces(most):
                 write(number * self._ring.slots + time, _copied(tensor[slot : slot + n, number]))
 
-    def _write_observations(self, entry: Entry, write: Write) -> None:
-        assert entry.root is not None
-        assert entry.after is not None
-        root, after = self._fields[entry.root], self._fields[entry.after]
+    def _write_observations(self, both: tuple[Key, Key], write: Write) -> None:
+        root, after = (self._fields[key] for key in both)
         most, ring = self._most(root), self._ring
         for number in range(ring.width):
             for time, slot, n in ring.pieces(most):
                 here = _copied(root[slot : slot + n, number])
                 beyond = _copied(after[slot : slot + n, number])
                 ends = self.steps.ends[number, time : time + n]
-                self._check_continued(entry, here, beyond, (number, time, n), ends)
+                self._check_continued(both, here, beyond, (number, time, n), ends)
                 places = self.steps.places(number, time, n)
                 first = int(places[0])
                 values = here
@@ -558,22 +555,21 @@ class RowsWriter:
                 write(first, values)
 
     def _check_continued(
-        self, entry: Entry, here: Tensor, beyond: Tensor, piece: tuple[int, int, int], ends: Tensor
+        self, both: tuple[Key, Key], here: Tensor, beyond: Tensor, piece: tuple[int, int, int], ends: Tensor
     ) -> None:
         """Raise ``IncompatibleCheckpoint`` unless each next observation is the observation after it, bit by bit."""
         number, time, n = piece
-        assert entry.root is not None
         same = ends.clone()
         same[:-1] |= (_raw(here[1:]) == _raw(beyond[:-1])).all(1)
         if not bool(ends[-1]):  # the step after this piece is live, as the last live one is an end
             slot = self._ring.slot_of(time + n)
-            same[-1:] = (_raw(_copied(self._fields[entry.root][slot : slot + 1, number])) == _raw(beyond[-1:])).all(1)
+            same[-1:] = (_raw(_copied(self._fields[both[0]][slot : slot + 1, number])) == _raw(beyond[-1:])).all(1)
         if not bool(same.all()):
             wrong = int((~same).nonzero()[0])
             row = self._ring.slot_of(time + wrong) * self._ring.width + number
             after = self._ring.slot_of(time + wrong + 1) * self._ring.width + number
             raise IncompatibleCheckpoint(
-                f"{self._where}: row {row}: expected {entry.after} to be {entry.root} of row {after}, the step after it, as row {row} does "
+                f"{self._where}: row {row}: expected {both[1]} to be {both[0]} of row {after}, the step after it, as row {row} does "
                 "not end its trajectory; got another value. Rows of multi-step returns, and trajectories without a done flag at their "
                 "end, cannot be saved in this layout."
             )

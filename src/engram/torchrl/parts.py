@@ -156,19 +156,16 @@ class FolderLeaves:
     Args:
         folder: what lies around it.
         parts: names of the folders that it lies in, below that.
-        names: of what says that it is full, and the shift.
+        keys: of what says that it is full, and the shift.
 
     Raises:
         CorruptCheckpoint: it is damaged. IncompatibleCheckpoint: it is no such layout, or holds something else than tensors.
     """
 
-    def __init__(
-        self, folder: Folder, parts: tuple[str, ...], names: tuple[str, str] = (layouts.FULL, layouts.SHIFT)
-    ) -> None:
+    def __init__(self, folder: Folder, parts: tuple[str, ...], keys: layouts.Keys) -> None:
         self._folder, self._parts = folder, parts
         self.name = folder.name(parts)
-        full, shift = names
-        self._reserved = {full, shift, layouts.SHAPE}
+        self._reserved, full, shift = keys.reserved, keys.full, keys.shift
         description: _Description = folder.described(_Description, (*parts, METADATA))
         self.length = description.len
         shape: int | tuple[int, ...] = convert(*self._noted(layouts.SHAPE, int | layouts.Shape))
@@ -181,11 +178,6 @@ class FolderLeaves:
         self.leaves: dict[Key, layouts.LayoutLeaf] = {}
         self._files: dict[Key, tuple[tuple[str, ...], int]] = {}
         self._read_node(parts, ())
-
-    @staticmethod
-    def recognised(folder: Folder, parts: tuple[str, ...]) -> bool:
-        """Whether a folder looks like such a layout."""
-        return folder.is_folder((*parts, layouts.SHAPE)) and "meta.json" in folder.names((*parts, layouts.SHAPE))
 
     def read(self, key: Key, first: int, n: int) -> Tensor:
         leaf, (parts, nbytes) = self.leaves[key], self._files[key]
@@ -323,8 +315,9 @@ def open_layout(folder: Folder, parts: tuple[str, ...], keys: layouts.Keys) -> l
     Raises:
         CorruptCheckpoint: damaged. IncompatibleCheckpoint: not of steps, or an HDF5 file.
     """
-    if FolderLeaves.recognised(folder, parts):
-        return layouts.LayoutDump(FolderLeaves(folder, parts, (keys.full, keys.shift)), keys)
+    shape = (*parts, layouts.SHAPE)
+    if folder.is_folder(shape) and "meta.json" in folder.names(shape):
+        return layouts.LayoutDump(FolderLeaves(folder, parts, keys), keys)
     if any(name.endswith(".h5") for name in folder.names(parts)):
         raise _hdf5(folder.name(parts))
     return None

@@ -95,14 +95,9 @@ class Draws:
         #: Rows of a unit, and how many it is of a batch size.
         self._together, self._counted = served.together
         self._lock = fork.rlock()
-        self._pending: deque[_Message] = deque()
+        self.pending: deque[_Message] = deque()
         #: Of parts of batches: how many were asked for, and how long their answers were waited for.
         self._requests, self._waited_s = 0, 0.0
-
-    @property
-    def messages(self) -> int:
-        """Under way."""
-        return len(self._pending)
 
     def counters(self) -> dict[str, float]:
         """Requests to stores, and the seconds that these were waited for."""
@@ -117,11 +112,11 @@ class Draws:
         """
         with self._lock:
             message = _Message([self._planned(key, self._units(rows)) for key in keys])
-            self._pending.append(message)
+            self.pending.append(message)
             try:
                 self._send(message)
             except BaseException:
-                self._pending.pop()
+                self.pending.pop()
                 raise
 
     def draw(self, key: int, rows: int) -> Drawn:
@@ -131,7 +126,7 @@ class Draws:
             try:
                 return self.answer()[0]
             finally:
-                if self._pending:  # it was interrupted
+                if self.pending:  # it was interrupted
                     self.forget_asked()
 
     def _units(self, rows: int) -> int:
@@ -201,7 +196,7 @@ class Draws:
         Raises: what a store has raised.
         """
         with self._lock:
-            message = self._pending[0]
+            message = self.pending[0]
             while message.left:
                 shard, (losses, changes), which = message.left[0]
                 batches = [message.batches[k] for k in which]
@@ -214,9 +209,9 @@ class Draws:
                     raise message.error
                 made = [self._completed(batch) for batch in message.batches]
             except Exception:
-                self._pending.popleft()
+                self.pending.popleft()
                 raise
-            self._pending.popleft()
+            self.pending.popleft()
             return made
 
     def _received(
@@ -248,7 +243,7 @@ class Draws:
         batch.take(at, places, drawn, self._together)
         if self._epochs:
             shard.epoch = drawn.mass.epoch
-        if tells and (not self._epochs or len(self._pending) <= 1):
+        if tells and (not self._epochs or len(self.pending) <= 1):
             shard.tell(drawn.mass, epochs=self._epochs)
 
     def _completed(self, batch: _Batch) -> Drawn:
@@ -338,7 +333,7 @@ class Draws:
         """Drop what was asked for."""
         with self._lock:
             self.settle()
-            self._pending.clear()
+            self.pending.clear()
             for shard in self._members.present():
                 shard.storage.forget_asked()
                 shard.change()  # it may have other rows now

@@ -224,16 +224,15 @@ class Members:
             _log.info("the store %r has joined", storage)
 
     def counters(self) -> dict[str, float]:
-        """How often stores were lost, and how uneven those are that are there: the largest mass, over the mean of all."""
+        """Live rows of the stores that are gone, as far as they were known; how often stores were lost; and how uneven those are that
+        are there: the largest mass, over the mean of all.
+        """
+        missing = sum(shard.mass.live for shard in self.shards if shard.lost)
         masses = [shard.mass.total for shard in self.shards if not shard.lost]
         whole = sum(masses)
         imbalance = max(masses) * len(masses) / whole if whole > 0 else 1.0
-        return {"stores_lost": sum(shard.losses for shard in self.shards), "imbalance": imbalance}
-
-    @property
-    def rows_missing(self) -> int:
-        """Live rows of the stores that are gone, as far as they were known."""
-        return sum(shard.mass.live for shard in self.shards if shard.lost)
+        losses = sum(shard.losses for shard in self.shards)
+        return {"rows_missing": missing, "stores_lost": losses, "imbalance": imbalance}
 
     def close(self) -> None:
         """Stop looking, and close the connections."""
@@ -424,7 +423,7 @@ class Ledger(Limits):
         """
         with self._lock:
             lease, admitted = self._leases[samples], 0
-            told = {it.storage.limits_told for it in by}
+            told = {it.storage.limits.told for it in by}
             if told == {self._counts.fleet}:
                 if not any(self._counts.rules):
                     self._under_way[samples] += rows * calls

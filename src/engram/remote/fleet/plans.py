@@ -70,8 +70,7 @@ def chosen(masses: NDArray[np.float64], at: NDArray[np.float64]) -> NDArray[np.i
     """The member at each place in [0, 1) of the line on which members lie side by side, each as long as its mass."""
     ends = np.cumsum(masses)
     last = np.flatnonzero(masses)[-1]  # rounding must not choose one without mass
-    members: NDArray[np.int64] = np.minimum(np.searchsorted(ends, at * ends[-1], side="right"), last)
-    return members
+    return cast("NDArray[np.int64]", np.minimum(np.searchsorted(ends, at * ends[-1], side="right"), last))
 
 
 def dealt(key: int, attempt: int, left: NDArray[np.int64], n: int) -> NDArray[np.int64]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engram._support import fork
-from engram._support.checks import check_count
+from engram._support.checks import check_choice, check_count
 from engram._support.native import NotAdmitted
 from engram._support.unsupported import refusing
 from engram._support.words import format_wait, warn
@@ -26,7 +26,7 @@ from engram.format.sizes import without_rings
 from engram.remote import protocol
 from engram.remote.awaited import AtServers, OneServed, awaited_at
 from engram.remote.connection import Access, Connection, Final, Found, Servers
-from engram.remote.fleet import check_missing, plans
+from engram.remote.fleet import plans
 from engram.remote.fleet.draws import Draws
 from engram.remote.fleet.members import SKIP_S, Joining, Ledger, Members, Missing, Shard, at_once
 from engram.remote.served import Drawn, ServedStorage
@@ -188,13 +188,9 @@ class FleetStorage(ServedStorage):
         self.adopt_fields()
         counters = plans.summed([state.counters for state in found], _LARGEST)
         counters["priority_updates_dropped"] += self._dropped
-        members = {"shards": len(self.members.shards), "shards_missing": len(self.members.shards) - len(found)}
-        counters |= {
-            **members,
-            "rows_missing": self.members.rows_missing,
-            **self.members.counters(),
-            **self.draws.counters(),
-        }
+        shards = len(self.members.shards)
+        counters |= {"shards": shards, "shards_missing": shards - len(found)}
+        counters |= self.members.counters() | self.draws.counters()
         sizes = sum(state.size for state in found), sum(state.write_count for state in found)
         return protocol.State(*sizes, counters, (0.0, 0.0, 0, 0), {}, None, sum(state.writers for state in found))
 
@@ -241,7 +237,7 @@ class FleetStorage(ServedStorage):
 
     def _count(self) -> None:
         """Messages that came, or were forgotten, are counted."""
-        while len(self._ahead) > self.draws.messages:
+        while len(self._ahead) > len(self.draws.pending):
             self.ledger.counted(self._ahead.popleft(), samples=True)
 
     def answer(self, rows: int) -> list[Callable[[], Drawn]]:  # noqa: ARG002 - the plan of the batch says it
@@ -407,7 +403,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 
 def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedStorage:
     """The store, or the fleet of stores, at some addresses. Raises as ``ReplayBuffer.connect``."""
-    check_missing(missing)
+    check_choice("connect: missing", missing, ("skip", "wait"))
     if len(access.addresses) == 1 and stratum is None:
         connection = Connection(access)
         if connection.served.schema:
