@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from engram.buffer.recipe import Recipe
     from engram.buffer.wiring import Wiring
     from engram.samplers._base import DeclaredSampler
-    from engram.saved.checkpointers import ForeignDump
+    from engram.saved.checkpointers import ForeignDump, IndexNames
     from engram.saved.part_reader import PartReader
 
 State = dict[str, Any]
@@ -460,9 +460,7 @@ class Saving:
 class DumpPreparation:
     """A dump of a buffer, prepared before writers wait for it."""
 
-    def __init__(
-        self, storage: Storage, own: Callable[[], Collection[tuple[str, str]]], parts: Callable[[], Parts]
-    ) -> None:
+    def __init__(self, storage: Storage, own: Callable[[], IndexNames], parts: Callable[[], Parts]) -> None:
         self._storage, self._own, self._parts = storage, own, parts
         self._prepared: StoragePreparation | None = None
 

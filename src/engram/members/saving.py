@@ -125,9 +125,8 @@ class EnsembleSaving:
             with ExitStack() as paused:
                 for one in begun:
                     paused.enter_context(one.paused)
-                own, places = self._state_and_places(
-                    drop_prefetched=prefetch == "drop"
-                )  # first: it draws what was asked for
+                # First: it draws what was asked for.
+                own, places = self._state_and_places(drop_prefetched=prefetch == "drop")
                 dumps = [one.take() for one in begun]
             for member, place in places.items():
                 dumps[int(member)].parts.states["sampler"] = cast("State", place)
