@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from engram.buffer.configuration import Settings
     from engram.buffer.wiring import Wiring
     from engram.members.reading import Member
-    from engram.types import Commit
+    from engram.types import Commit, StrPath
 
 State = dict[str, object]
 
@@ -113,7 +112,7 @@ class EnsembleSaving:
 
     # ---- as a folder ---------------------------------------------------------------------------------------------------
 
-    def dumps(self, path: str | os.PathLike[str], prefetch: str) -> None:
+    def dumps(self, path: StrPath, prefetch: str) -> None:
         """As ``ReplayBufferEnsemble.dumps``: a dump per member, in ``members/<number>``, beside what is the ensemble's own."""
         check_path("dumps: path", path)
         if self._prefetching is not None:
@@ -138,7 +137,7 @@ class EnsembleSaving:
             state = {name.removeprefix("_"): value for name, value in own.items()}
             write_part(folder, _PART, self._kind, {"members": len(dumps), **state})
 
-    def loads(self, path: str | os.PathLike[str], *, convert: bool, default_rng: bool) -> None:
+    def loads(self, path: StrPath, *, convert: bool, default_rng: bool) -> None:
         """As ``ReplayBufferEnsemble.loads``."""
         check_path("loads: path", path)
         folder = standing(Path(path))

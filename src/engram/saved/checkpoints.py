@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     from engram.saved.part_writer import PartInfo
 
+    Parts: TypeAlias = Sequence[PartInfo]
+
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
@@ -38,7 +40,7 @@ def shard_of(
     attempt: documents.Attempt,
     rank: int,
     folder: Path,
-    parts: Sequence[PartInfo],
+    parts: Parts,
     rows: documents.ShardRows,
     layout: documents.Layout,
     step: int | None = None,
@@ -116,7 +118,7 @@ class Contents:
         self.listings: dict[str, Listing] = {}
         """Descriptions by the folder of their part."""
 
-    def wrote(self, folder: str, shard: documents.Shard, raw: bytes, parts: Sequence[PartInfo]) -> None:
+    def wrote(self, folder: str, shard: documents.Shard, raw: bytes, parts: Parts) -> None:
         """Add a shard that this process has written: its text is ``raw``, and ``folder`` is that of its rank."""
         self.shards[f"{folder}/{documents.SHARD}"] = shard, entry_of(shard, raw)
         listings = {part.sha256: part.listing for part in parts}
@@ -441,12 +443,7 @@ _ASIDE = re.compile(r"was-[0-9a-f]{16}")
 
 
 def finish_dump(
-    folder: Path,
-    parts: Sequence[PartInfo],
-    rows: documents.ShardRows,
-    *,
-    step: int = 0,
-    user: Mapping[str, object] | None = None,
+    folder: Path, parts: Parts, rows: documents.ShardRows, *, step: int = 0, user: Mapping[str, object] | None = None
 ) -> documents.Manifest:
     """Make a checkpoint of one rank out of the parts in a folder. It is on disk when this returns.
 

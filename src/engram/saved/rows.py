@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from engram.types import RowsTarget
 
     Ints: TypeAlias = NDArray[np.int64]
+    MarksOf: TypeAlias = "Callable[[Ints], Marks]"
 
 #: The role of fields, by key, as users say it.
 Roles: TypeAlias = "Mapping[str, str] | Mapping[tuple[str, ...], str] | Mapping[str | tuple[str, ...], str]"
@@ -174,13 +175,7 @@ class Marks(NamedTuple):
 
 
 def find_runs(
-    lanes: Ints,
-    numbers: Ints,
-    marks: Callable[[Ints], Marks],
-    *,
-    lane_length: int,
-    columns: int = 1,
-    piece: int = _RUN_PIECE,
+    lanes: Ints, numbers: Ints, marks: MarksOf, *, lane_length: int, columns: int = 1, piece: int = _RUN_PIECE
 ) -> Ints:
     """Live steps that belong together, of all lanes.
 
@@ -217,7 +212,7 @@ def _track(
     column: int,
     columns: int,
     numbers: Ints,
-    marks: Callable[[Ints], Marks],
+    marks: MarksOf,
     piece: int,
 ) -> Ints:
     """The runs of a lane, or of one of its columns."""
@@ -382,7 +377,7 @@ class Boundaries:
             _any([begun, first]),
         )
 
-    def marks_of(self, fields: Sequence[Tensor]) -> Callable[[Ints], Marks]:
+    def marks_of(self, fields: Sequence[Tensor]) -> MarksOf:
         """What rows say, of which there are all fields."""
         columns = [fields[which].cpu() for which in self.which]
         raw = [column.reshape(len(column), math.prod(column.shape[1:])).view(torch.uint8).numpy() for column in columns]
@@ -390,7 +385,7 @@ class Boundaries:
             [torch.from_numpy(of[rows]).view(column.dtype) for of, column in zip(raw, columns, strict=True)]
         )
 
-    def marks_now(self, store: Store, numbers: Ints) -> Callable[[Ints], Marks]:
+    def marks_now(self, store: Store, numbers: Ints) -> MarksOf:
         """What all rows say of trajectories, copied before they may be overwritten; 0 in ``numbers`` for those that are already."""
         if not self.which:
             return lambda _: Marks()

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from engram.store import Store
     from engram.types import Form
 
+    SpansOf: TypeAlias = Mapping[int, Tensor]
+
 _HERE = Path()
 #: Bytes that a file system shares between files, or a multiple of them.
 _BLOCK = 4096
@@ -166,9 +168,7 @@ class RowsWriter:
         return msgspec.structs.replace(totals, **{kind: Count(**count) for kind, count in counted})
 
 
-def _write_flat(
-    part: PartWriter, store: Store, numbers: Ints, copied: Sequence[Tensor] | None, spans: Mapping[int, Tensor]
-) -> None:
+def _write_flat(part: PartWriter, store: Store, numbers: Ints, copied: Sequence[Tensor] | None, spans: SpansOf) -> None:
     """Write a file per field. ``spans``: columns of ragged fields as they are saved."""
     rows = len(numbers)
     there = np.concatenate([[False], numbers != 0, [False]])
@@ -317,9 +317,7 @@ class _SegmentRoom:
         base: by how much tickets are larger than saved ones.
     """
 
-    def __init__(
-        self, store: Store, fields: Sequence[PartField], rows: int, spans: Mapping[int, Tensor], base: int
-    ) -> None:
+    def __init__(self, store: Store, fields: Sequence[PartField], rows: int, spans: SpansOf, base: int) -> None:
         self._store, self._fields, self._spans, self._base = store, fields, spans, base
         self._room = torch.empty(segment_layout(fields, rows)[1], dtype=torch.uint8, device="cpu")
 
