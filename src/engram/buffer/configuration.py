@@ -19,12 +19,11 @@ from engram.device.pinning import pinning_for
 from engram.saved.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer, accepted
 from engram.storages import DefaultStorage, LazyTensorStorage, ListStorage
 from engram.transforms import Compose
-from engram.types import Sampler, Writer
+from engram.types import Sampler, StrPath, Writer
 from engram.writers import RemovingWriter, RoundRobinWriter
 from engram.writers.removers import FifoRemover, Remover
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch
@@ -92,10 +91,10 @@ class ReadingArguments(_Reading, total=False):
 class ConnectArguments(ReadingArguments, total=False):
     """Keywords of ``connect``."""
 
-    token: str | os.PathLike[str] | None
-    tls_root: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
-    tls_cert: str | os.PathLike[str] | None
-    tls_key: str | os.PathLike[str] | None
+    token: StrPath | None
+    tls_root: StrPath | Sequence[StrPath] | None
+    tls_cert: StrPath | None
+    tls_key: StrPath | None
     patience: float
     full: Full | None
     missing: Missing

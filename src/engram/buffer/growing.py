@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     Path: TypeAlias = tuple[str, ...]
     #: A key as users write it.
     Key: TypeAlias = str | Path
+    Fields: TypeAlias = Mapping[Path, object]
     #: Fields by key; the values may be dicts of others.
-    Given: TypeAlias = Mapping[str, object] | Mapping[Path, object] | Mapping[Key, object]
+    Given: TypeAlias = Mapping[str, object] | Fields | Mapping[Key, object]
 
 
 class OpenRow:
@@ -236,7 +237,7 @@ class GrowingRows:
             raise refused("open_row and unsealed", "Open rows where the store is.")
         return OpenRowIndex.existing(store) if store is not None and store.schema.ragged else None
 
-    def seal(self, slot: OpenSlot, lane: int | None, data: Mapping[Path, object], timeout: float) -> int:
+    def seal(self, slot: OpenSlot, lane: int | None, data: Fields, timeout: float) -> int:
         """What :meth:`OpenRow.seal` returns."""
         schema = slot.rows.schema
         columns, ragged = self._sorted(slot.rows, data, "seal")
@@ -278,9 +279,7 @@ class GrowingRows:
 
     # ---- what is given -------------------------------------------------------------------------------------------------
 
-    def _sorted(
-        self, rows: OpenRows, data: Mapping[Path, object], call: str
-    ) -> tuple[dict[int, Tensor], dict[Path, object]]:
+    def _sorted(self, rows: OpenRows, data: Fields, call: str) -> tuple[dict[int, Tensor], dict[Path, object]]:
         """The columns of fields of one size, by number, and what is given of ragged ones. Raises ``KeyError``: no such field."""
         structure = self._wiring.storage.written()
         numbers = {field.key: number for number, field in enumerate(rows.schema.fields)}
@@ -297,9 +296,7 @@ class GrowingRows:
                 columns[numbers[key]] = structure.column(numbers[key], value, (1,), call=call)[0]
         return columns, ragged
 
-    def items_of(
-        self, slot: OpenSlot, data: Mapping[Path, object], call: str
-    ) -> dict[int, tuple[dict[int, Tensor], int]]:
+    def items_of(self, slot: OpenSlot, data: Fields, call: str) -> dict[int, tuple[dict[int, Tensor], int]]:
         """The items of ragged fields, by field and then by number, and how many each group gets. Raises as :meth:`OpenRow.append`."""
         structure, schema = self._wiring.storage.written(), slot.rows.schema
         given: dict[int, dict[int, Tensor]] = {}

@@ -14,10 +14,9 @@ from engram.errors import CorruptStore, EngramError, IncompatibleStore
 from engram.format import files, layout
 from engram.storages.ragged import RaggedArguments
 from engram.store import DeviceStore, Store
-from engram.types import Declared
+from engram.types import Declared, StrPath
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterable, Mapping
 
     from engram.buffer.services import Facade
@@ -119,13 +118,7 @@ class Recipe:
 
 
 def open_buffer(
-    directory: str | os.PathLike[str],
-    unclean: str,
-    io: str,
-    given: Mapping[str, object],
-    *,
-    readonly: bool,
-    prioritized: str | None,
+    directory: StrPath, unclean: str, io: str, given: Mapping[str, object], *, readonly: bool, prioritized: str | None
 ) -> Any:
     """The buffer that a directory notes, over its store.
 
@@ -185,7 +178,7 @@ def draws_by_priority(sampler: object) -> bool:
 
 def open_or_create(
     kind: Callable[..., R],
-    directory: str | os.PathLike[str],
+    directory: StrPath,
     store: tuple[int, int, int, object, int],
     unclean: str,
     io: str,
@@ -243,7 +236,7 @@ def _announce_repair(storage: storages.LazyMemmapStorage) -> None:
         storages.announcing.announce(f"{storage.scratch_dir}: its last process did not close it: {repair}.")
 
 
-def _path(directory: str | os.PathLike[str]) -> Path:
+def _path(directory: StrPath) -> Path:
     return Path(directory) / layout.FOLDER / layout.BUFFER
 
 
@@ -254,7 +247,7 @@ def _described(component: Any, known: Mapping[str, object]) -> dict[str, object]
     return {"type": name, "custom": True}
 
 
-def _read(directory: str | os.PathLike[str]) -> dict[str, object]:
+def _read(directory: StrPath) -> dict[str, object]:
     """What a directory notes; empty if it notes nothing."""
     path = _path(directory)
     if not path.exists():

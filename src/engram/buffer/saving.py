@@ -29,7 +29,7 @@ from engram.saved.parts import Parts, SavedPart, check_blocks
 from engram.saved.snapshot import Snapshot, StoragePreparation, StorageSnapshot
 from engram.storages import Storage, announcing
 from engram.store import priorities
-from engram.types import Commit, Form, Ranking, StorageLoad
+from engram.types import Commit, Form, Ranking, StorageLoad, StrPath
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from engram.buffer.recipe import Recipe
     from engram.buffer.wiring import Wiring
     from engram.samplers._base import DeclaredSampler
-    from engram.saved.checkpointers import ForeignDump
+    from engram.saved.checkpointers import ForeignDump, IndexNames
     from engram.saved.part_reader import PartReader
 
 State = dict[str, Any]
@@ -87,7 +87,7 @@ class Saving:
             state = self._state_but_rows()
             return {"_storage": storage.state_dict(without=self._own_indexes()), **state}
 
-    def dumps(self, path: str | os.PathLike[str], prefetch: str, progress: OnProgress | None) -> None:
+    def dumps(self, path: StrPath, prefetch: str, progress: OnProgress | None) -> None:
         """As :meth:`ReplayBuffer.dumps`."""
         check_path("dumps: path", path)
         begun = self.prepare_dump(prefetch)
@@ -192,15 +192,13 @@ class Saving:
 
     # ---- loading ---------------------------------------------------------------------------------------------------------
 
-    def loads(
-        self, path: str | os.PathLike[str], *, convert: bool, default_rng: bool, progress: OnProgress | None
-    ) -> None:
+    def loads(self, path: StrPath, *, convert: bool, default_rng: bool, progress: OnProgress | None) -> None:
         """As :meth:`ReplayBuffer.loads`."""
         check_path("loads: path", path)
         with Work("loading", 0, progress) as work:
             self._load(path, work, convert=convert, default_rng=default_rng)
 
-    def _load(self, path: str | os.PathLike[str], work: Work, *, convert: bool, default_rng: bool) -> None:
+    def _load(self, path: StrPath, work: Work, *, convert: bool, default_rng: bool) -> None:
         folder = standing(Path(path))
         foreign = checkpointers.foreign_format(folder)
         if foreign is not None:
@@ -460,9 +458,7 @@ class Saving:
 class DumpPreparation:
     """A dump of a buffer, prepared before writers wait for it."""
 
-    def __init__(
-        self, storage: Storage, own: Callable[[], Collection[tuple[str, str]]], parts: Callable[[], Parts]
-    ) -> None:
+    def __init__(self, storage: Storage, own: Callable[[], IndexNames], parts: Callable[[], Parts]) -> None:
         self._storage, self._own, self._parts = storage, own, parts
         self._prepared: StoragePreparation | None = None
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     #: What makes a buffer again where a pickle of it arrives, and the arguments.
     Reduced: TypeAlias = tuple[Callable[..., object], tuple[object, ...]]
+    Given: TypeAlias = Mapping[str, object]
 
 
 #: Arguments of constructors that are of a service.
@@ -88,7 +89,7 @@ def clients(self: B, num_clients: int) -> list[B]:
     return [client(self) for _ in range(check_count("clients", num_clients))]
 
 
-def as_remote(cls: type[object], remote_config: Mapping[str, object] | None = None) -> Any:
+def as_remote(cls: type[object], remote_config: Given | None = None) -> Any:
     """The class as an actor class of Ray, as TorchRL spells it: ``ReplayBuffer.as_remote(…).remote(storage=…)``.
 
     Every call of such an actor is a call of Ray, with pickled rows: :class:`RayReplayBuffer` is many times faster.
@@ -110,12 +111,7 @@ def service_in(given: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def deployed(
-    kind: type,
-    told: Mapping[str, object],
-    *,
-    service: object,
-    service_backend_options: Mapping[str, object] | None = None,
-    **given: object,
+    kind: type, told: Given, *, service: object, service_backend_options: Given | None = None, **given: object
 ) -> dict[str, Any]:
     """The state of a buffer of a class that runs elsewhere: ``ReplayBuffer(service_backend="ray", …)``, as TorchRL spells it.
 

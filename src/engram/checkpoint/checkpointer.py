@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Literal, TypeAlias, Unpack, overload
 
 from engram._support.checks import check_callable, check_choice, check_count
 from engram._support.progress import OnProgress, Work
@@ -33,6 +33,8 @@ from engram.saved.series import MAX_PINS, PINS, Series
 
 if TYPE_CHECKING:
     from engram.saved.rows import Roles
+
+    CurrentStep: TypeAlias = Callable[[], int]
 
 
 __all__ = ["Checkpointer", "Entry", "RestoreReport", "SaveHandle", "SaveReport"]
@@ -569,7 +571,7 @@ class Checkpointer:
         return report
 
     def stateful(
-        self, step: Callable[[], int], *, keep: int = 3, **restore: Unpack[reports.RestoreArguments]
+        self, step: CurrentStep, *, keep: int = 3, **restore: Unpack[reports.RestoreArguments]
     ) -> StatefulReplay:
         """An object with ``state_dict`` and ``load_state_dict``, which takes the replay into checkpoints of another library.
 
@@ -724,12 +726,7 @@ class StatefulReplay:
     """
 
     def __init__(
-        self,
-        checkpointer: Checkpointer,
-        job: Job,
-        step: Callable[[], int],
-        keep: int,
-        restore: reports.RestoreArguments,
+        self, checkpointer: Checkpointer, job: Job, step: CurrentStep, keep: int, restore: reports.RestoreArguments
     ) -> None:
         check_callable("stateful: step", step, "a function that returns the step", "Pass lambda: step.")
         self._checkpointer, self._job, self._step = checkpointer, job, step

@@ -446,9 +446,8 @@ def _next_observations(storage: Storage, scan: Scan) -> Iterator[Finding]:
     pairs = [(key[1:], key) for key, field in fields.items() if key[0] == "next" and _alike(fields.get(key[1:]), field)]
     width, lanes = math.prod(storage.columns), len(scan.extent.filled)
     length = scan.extent.capacity // lanes
-    some = np.random.default_rng(0).permutation(len(scan.rows))[
-        :_PAIRS
-    ]  # even distances might meet the ends of trajectories, or none
+    # Even distances might meet the ends of trajectories, or none.
+    some = np.random.default_rng(0).permutation(len(scan.rows))[:_PAIRS]
     rows = scan.rows[torch.from_numpy(np.sort(some))]
     lane = rows // length
     behind = lane * length + (rows - lane * length + width) % length

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import TYPE_CHECKING, Generic, NoReturn, Self, TypeAlias, TypeVar
@@ -26,7 +26,7 @@ from engram.writers._base import NativeWriter
 from engram.writers._base import declared as declared_writer
 
 if TYPE_CHECKING:
-    from engram.saved.checkpointers import LoadHook, SaveHook
+    from engram.saved.checkpointers import IndexNames, LoadHook, SaveHook
     from engram.saved.parts import PartSnapshot, Preparation
 
     Change: TypeAlias = Callable[[object], object]
@@ -266,7 +266,7 @@ class _Storages(OfMembers[Storage], Storage):
 
     # ---- state ---------------------------------------------------------------------------------------------------------
 
-    def state_dict(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, object]:  # noqa: ARG002 - as of one storage
+    def state_dict(self, *, without: IndexNames = ()) -> dict[str, object]:  # noqa: ARG002 - as of one storage
         """The state of each, by its number."""
         return {str(number): one.state_dict() for number, one in enumerate(self._all)}
 
@@ -280,10 +280,7 @@ class _Storages(OfMembers[Storage], Storage):
                 loads.append(self._all[number].prepare_load(state))
         return _Loads(loads)
 
-    def prepare_snapshot(
-        self, *, without: Collection[tuple[str, str]] = (), whole: bool = True
-    ) -> Preparation[PartSnapshot]:
-        del without, whole
+    def prepare_snapshot(self, *, without: IndexNames = (), whole: bool = True) -> Preparation[PartSnapshot]:  # noqa: ARG002 - as of one storage
         return super(Storage, self).prepare_snapshot()
 
     def close(self) -> None:
@@ -589,6 +586,9 @@ class SamplerEnsemble(_Samplers):
     [0.25, 0.75]
     """
 
+    default_priority = 1.0
+    """1.0: each member has its own, ``sampler[i].default_priority``."""
+
     def __init__(
         self,
         *samplers: Sampler,
@@ -623,11 +623,6 @@ class SamplerEnsemble(_Samplers):
     @p.setter
     def p(self, p: Weights) -> None:
         self.choice.weigh(p)
-
-    @property
-    def default_priority(self) -> float:
-        """1.0: each member has its own, ``sampler[i].default_priority``."""
-        return 1.0
 
     def add(self, index: object) -> None:
         """No effect, because members know their rows from their stores.

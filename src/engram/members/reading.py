@@ -432,8 +432,7 @@ class EnsembleReadPath(ReadPath):
 
     def info(self, rows: object, info: dict[object, object]) -> dict[object, object]:
         """A TensorDict ``[parts, rows]``."""
-        made: object = self._info(*cast("tuple[Tensor, dict[Entry, Tensor]]", (rows, info)))
-        return cast("dict[object, object]", made)
+        return cast("dict[object, object]", self._info(*cast("tuple[Tensor, dict[Entry, Tensor]]", (rows, info))))
 
     def _info(self, rows: Tensor, info: dict[Entry, Tensor]) -> TensorDict:
         lead, named = self._named(info, rows)

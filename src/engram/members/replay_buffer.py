@@ -39,13 +39,11 @@ from engram.store.limits import WAIT_S, checked_timeout
 from engram.transforms import Compose
 
 if TYPE_CHECKING:
-    import os
-
     from tensordict import TensorDict
     from torch import Tensor
 
     from engram.buffer.read_path import ReadPath
-    from engram.types import Device, Size, Wait
+    from engram.types import Device, Size, StrPath, Wait
 
 
 __all__ = ["ReplayBufferEnsemble"]
@@ -756,7 +754,7 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
         """
         self._saving.prepare_state(state_dict, default_rng=default_rng).commit()
 
-    def dumps(self, path: str | os.PathLike[str], *, prefetch: str = "save") -> None:
+    def dumps(self, path: StrPath, *, prefetch: str = "save") -> None:
         """Save the ensemble as a folder, which in one step replaces one that was saved there: all members at one moment.
 
         Each member is a dump of its own, in ``members/0``, ``members/1`` and so on, which a buffer like it can load by itself.
@@ -780,7 +778,7 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
         """
         self._saving.dumps(path, prefetch)
 
-    def loads(self, path: str | os.PathLike[str], *, convert: bool = False, default_rng: bool = False) -> None:
+    def loads(self, path: StrPath, *, convert: bool = False, default_rng: bool = False) -> None:
         """Take over what :meth:`dumps` saved, or TorchRL's. All of it is checked first.
 
         Args:

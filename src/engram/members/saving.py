@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from engram.buffer.configuration import Settings
     from engram.buffer.wiring import Wiring
     from engram.members.reading import Member
-    from engram.types import Commit
+    from engram.types import Commit, StrPath
 
 State = dict[str, object]
 
@@ -113,7 +112,7 @@ class EnsembleSaving:
 
     # ---- as a folder ---------------------------------------------------------------------------------------------------
 
-    def dumps(self, path: str | os.PathLike[str], prefetch: str) -> None:
+    def dumps(self, path: StrPath, prefetch: str) -> None:
         """As ``ReplayBufferEnsemble.dumps``: a dump per member, in ``members/<number>``, beside what is the ensemble's own."""
         check_path("dumps: path", path)
         if self._prefetching is not None:
@@ -125,9 +124,8 @@ class EnsembleSaving:
             with ExitStack() as paused:
                 for one in begun:
                     paused.enter_context(one.paused)
-                own, places = self._state_and_places(
-                    drop_prefetched=prefetch == "drop"
-                )  # first: it draws what was asked for
+                # First: it draws what was asked for.
+                own, places = self._state_and_places(drop_prefetched=prefetch == "drop")
                 dumps = [one.take() for one in begun]
             for member, place in places.items():
                 dumps[int(member)].parts.states["sampler"] = cast("State", place)
@@ -139,7 +137,7 @@ class EnsembleSaving:
             state = {name.removeprefix("_"): value for name, value in own.items()}
             write_part(folder, _PART, self._kind, {"members": len(dumps), **state})
 
-    def loads(self, path: str | os.PathLike[str], *, convert: bool, default_rng: bool) -> None:
+    def loads(self, path: StrPath, *, convert: bool, default_rng: bool) -> None:
         """As ``ReplayBufferEnsemble.loads``."""
         check_path("loads: path", path)
         folder = standing(Path(path))

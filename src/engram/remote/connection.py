@@ -573,9 +573,8 @@ class Exchange:
 
     def _put(self, message: Message) -> None:
         if self._writer is None:
-            self._client = self._connection.client(
-                hurried=self.hurried
-            )  # first: of one that is gone, another is looked for
+            # First: of one that is gone, another is looked for.
+            self._client = self._connection.client(hurried=self.hurried)
             self._writer, self._reader = self._connection.exchange(self._client, self._stream)
             self._schema, self._columns = None, []
         if message.rows is None:

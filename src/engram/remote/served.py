@@ -176,9 +176,8 @@ class ServedStorage(Storage, ServedRows):
         self._schema = schema
         self.structure = self._structures[len(schema.fields)] = structure_in(schema)
         self._usual_bytes = usual_row_bytes(schema)
-        self.memory = cast(
-            "Store", Memory(schema, place, limits, limits, participant=participant)
-        )  # as far as readers look at it
+        # As far as readers look at it.
+        self.memory = cast("Store", Memory(schema, place, limits, limits, participant=participant))
         self.ndim = 1 + len(schema.columns)
 
     # ---- what it is ----------------------------------------------------------------------------------------------------
@@ -398,9 +397,8 @@ class RemoteWriter(OfServer, NativeWriter):
 
     def __init__(self, served: Served) -> None:
         super().__init__()
-        self.traits = _traits(
-            served.traits_of_writer, appends=True, places_natively=False, read_only=False
-        )  # the server refuses
+        # The server refuses.
+        self.traits = _traits(served.traits_of_writer, appends=True, places_natively=False, read_only=False)
         self._text = served.writer
 
     def register_storage(self, storage: object) -> None:

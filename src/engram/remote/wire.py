@@ -8,7 +8,7 @@ import json
 import math
 import operator
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 import pyarrow as pa
 import torch
@@ -21,6 +21,8 @@ from engram.store.ragged_rows import Items, items_in, offsets_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    Received: TypeAlias = Callable[[], list[Tensor]]
 
 
 #: Names of columns that are no fields begin with it.
@@ -233,9 +235,7 @@ def tensors_in(batch: pa.RecordBatch, columns: Sequence[Column]) -> list[Tensor]
     return batches_in(batch, columns, [batch.num_rows])[0]()
 
 
-def batches_in(
-    batch: pa.RecordBatch, columns: Sequence[Column], sizes: Sequence[int]
-) -> list[Callable[[], list[Tensor]]]:
+def batches_in(batch: pa.RecordBatch, columns: Sequence[Column], sizes: Sequence[int]) -> list[Received]:
     """The columns of the batches of a message, of these sizes and one behind the other.
 
     They are copied when they are called for: into the block of a loader that draws, else into memory of their own. Columns of 64 KiB or
@@ -257,7 +257,7 @@ def batches_in(
     if begins[-1] > rows or min(sizes, default=0) < 0:
         raise ValueError(f"expected columns with the bytes of all rows, {begins[-1]}, got those of {rows}.")
     each = list(zip(begins, sizes, strict=False))
-    plain: list[Callable[[], list[Tensor]]] = [partial(received, memories, layout, begin, size) for begin, size in each]
+    plain: list[Received] = [partial(received, memories, layout, begin, size) for begin, size in each]
     if not ragged:
         return plain
     return [partial(_with_items, of, ragged, *where) for of, where in zip(plain, each, strict=True)]
@@ -300,9 +300,7 @@ class _ItemsOf(NamedTuple):
         return Items.of_lengths(values, of_batch.diff().to(torch.int32))
 
 
-def _with_items(
-    plain: Callable[[], list[Tensor]], ragged: Mapping[int, _ItemsOf], begin: int, size: int
-) -> list[Tensor]:
+def _with_items(plain: Received, ragged: Mapping[int, _ItemsOf], begin: int, size: int) -> list[Tensor]:
     columns = plain()
     for place, items in ragged.items():
         columns.insert(place, cast("Tensor", items.rows(begin, size)))

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from engram.format.schema import PartField
     from engram.saved.checkpoints import Checkpoint
     from engram.saved.part_reader import PartReader
+    from engram.saved.rows import Ints
     from engram.types import Ranking
 
 #: Why a trajectory is left out: of which kind it is, or there was no room.
@@ -44,7 +45,7 @@ class Source(NamedTuple):
 
     clock: int
     """Its store's ticket counter."""
-    runs: NDArray[np.int64]
+    runs: Ints
     """int64 ``[K, 5]``: the table of its trajectories."""
     columns: int = 1
     """By which positions step."""
@@ -52,12 +53,12 @@ class Source(NamedTuple):
     """Whether rows say themselves that they are the last ones; else only the next trajectory's first row does."""
 
     @property
-    def steps(self) -> NDArray[np.int64]:
+    def steps(self) -> Ints:
         """Of each trajectory, int64 ``[K]``."""
         return (self.runs[:, 2] - self.runs[:, 1]) // self.columns
 
     @property
-    def saved(self) -> NDArray[np.int64]:
+    def saved(self) -> Ints:
         """int64 ``[2]``: how many trajectories, and how many steps."""
         return np.array([len(self.runs), self.steps.sum()], np.int64)
 
@@ -87,16 +88,16 @@ class Incomplete(NamedTuple):
 class ReshardPlan(NamedTuple):
     """The trajectories that are kept, in the order of their places: by rank, lane and position. Arrays are int64 ``[K]``."""
 
-    rank: NDArray[np.int64]
-    lane: NDArray[np.int64]
-    position: NDArray[np.int64]
+    rank: Ints
+    lane: Ints
+    position: Ints
     """Of the first step in its lane."""
-    source: NDArray[np.int64]
+    source: Ints
     """Shard, and in its table the number of the trajectory."""
-    run: NDArray[np.int64]
-    skipped: NDArray[np.int64]
+    run: Ints
+    skipped: Ints
     """Of its first steps, that are left out."""
-    steps: NDArray[np.int64]
+    steps: Ints
     """That are kept."""
     truncated: NDArray[np.bool_]
     """Its last step is to be marked as one."""
@@ -104,7 +105,7 @@ class ReshardPlan(NamedTuple):
     """The row behind it holds nothing."""
     ranks: int
     """That load."""
-    drops: NDArray[np.int64]
+    drops: Ints
     """int64 ``[M, reasons, 2]``: by shard and reason, as in :data:`DROPPED`, how many trajectories and steps."""
 
     @property
@@ -122,22 +123,20 @@ class ReshardPlan(NamedTuple):
         return named_counts(DROPPED, self.drops.sum(0))
 
 
-def numbered(sources: Sequence[Source]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def numbered(sources: Sequence[Source]) -> tuple[Ints, Ints]:
     """The shard of each trajectory of all of them, and its number there."""
     counts = np.array([len(source.runs) for source in sources], np.int64)
     shard = np.arange(len(sources)).repeat(counts)
     return shard, within(counts)
 
 
-def within(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+def within(counts: Ints) -> Ints:
     """0 … count - 1, for each count."""
     ends = counts.cumsum()
     return np.arange(int(ends[-1]) if len(ends) else 0) - (ends - counts).repeat(counts)
 
 
-def dropped_by(
-    reason: NDArray[np.int64], shard: NDArray[np.int64], steps: NDArray[np.int64], shards: int
-) -> NDArray[np.int64]:
+def dropped_by(reason: Ints, shard: Ints, steps: Ints, shards: int) -> Ints:
     of = reason != KEPT
     groups = shard[of] * len(DROPPED) + reason[of]
     return counted(groups, steps[of], shards * len(DROPPED)).reshape(shards, len(DROPPED), 2)
@@ -243,12 +242,12 @@ def can_truncate(fields: Sequence[PartField]) -> bool:
     return any(TRUNCATED.get(field.role) for field in fields)
 
 
-def lanes_of(reader: PartReader) -> NDArray[np.int64]:
+def lanes_of(reader: PartReader) -> Ints:
     """Position and live rows of each lane."""
     return np.frombuffer(reader.read_all(f"{layout.FOLDER}/lanes.bin"), "<i8").reshape(-1, 4)[:, :2]
 
 
-def _checked_runs(reader: PartReader, lane_length: int, columns: int) -> NDArray[np.int64]:
+def _checked_runs(reader: PartReader, lane_length: int, columns: int) -> Ints:
     """The trajectories, each of rows that are there and no two of the same ones."""
     lanes, rows = lanes_of(reader), reader.records["tickets"]
     if reader.segment_rows is not None:
@@ -273,7 +272,7 @@ def _checked_runs(reader: PartReader, lane_length: int, columns: int) -> NDArray
     return runs
 
 
-def _blocks(reader: PartReader, runs: NDArray[np.int64], columns: int, block: int) -> NDArray[np.int64]:
+def _blocks(reader: PartReader, runs: Ints, columns: int, block: int) -> Ints:
     """Runs in pieces of so many steps, counted from their newest ones, as if each were a trajectory."""
     geometry = reader.geometry
     assert geometry is not None  # it has runs
@@ -378,11 +377,11 @@ def plan_by_trajectory(
     )
 
 
-def _joined(parts: Iterable[NDArray[np.int64]]) -> NDArray[np.int64]:
+def _joined(parts: Iterable[Ints]) -> Ints:
     return np.concatenate([np.empty(0, np.int64), *parts])
 
 
-def _newest_first(sources: Sequence[Source], shard: NDArray[np.int64], which: NDArray[np.int64]) -> NDArray[np.int64]:
+def _newest_first(sources: Sequence[Source], shard: Ints, which: Ints) -> Ints:
     """The order of some of all trajectories by age. Of equal ones: by shard and lane, and the later one in it first."""
     age = _joined(source.clock - source.runs[:, 3] for source in sources)[which]
     lane = _joined(source.runs[:, 0] for source in sources)[which]
@@ -390,7 +389,7 @@ def _newest_first(sources: Sequence[Source], shard: NDArray[np.int64], which: ND
     return np.lexsort((later, lane, shard[which], age))
 
 
-def _positions(rank: NDArray[np.int64], lane: NDArray[np.int64], room: NDArray[np.int64]) -> NDArray[np.int64]:
+def _positions(rank: Ints, lane: Ints, room: Ints) -> Ints:
     """Where each begins in its lane, one behind the other."""
     before = room.cumsum() - room
     newest = _last_of_lanes(rank, lane)
@@ -399,16 +398,14 @@ def _positions(rank: NDArray[np.int64], lane: NDArray[np.int64], room: NDArray[n
     return before - before[oldest].repeat(newest + 1 - oldest)
 
 
-def _last_of_lanes(rank: NDArray[np.int64], lane: NDArray[np.int64]) -> NDArray[np.int64]:
+def _last_of_lanes(rank: Ints, lane: Ints) -> Ints:
     """Which of them is the last one of its lane."""
     last = np.ones(len(rank), bool)
     last[:-1] = (rank[1:] != rank[:-1]) | (lane[1:] != lane[:-1])
     return last.nonzero()[0]
 
 
-def _assign(
-    rooms: NDArray[np.int64], targets: Sequence[Target], overflow: str
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _assign(rooms: Ints, targets: Sequence[Target], overflow: str) -> tuple[Ints, Ints]:
     """The rank and lane of each; -1 for what is left out."""
     capacities = [max(1, target.capacity) for target in targets]
     common = math.lcm(*capacities)
@@ -441,7 +438,7 @@ def _assign(
     return to_rank, to_lane
 
 
-def _ints(numbers: NDArray[np.int64], piece: int = 1 << 14) -> Iterator[int]:
+def _ints(numbers: Ints, piece: int = 1 << 14) -> Iterator[int]:
     """As ints, which Python adds and compares faster; not all of them at once."""
     return itertools.chain.from_iterable(numbers[at : at + piece].tolist() for at in range(0, len(numbers), piece))
 
@@ -484,7 +481,7 @@ def plan_by_rank(
     )
 
 
-def _round_robin(room: Sequence[int], n: int) -> NDArray[np.int64]:
+def _round_robin(room: Sequence[int], n: int) -> Ints:
     """The rank of each of ``n`` rows, or of as many as there is room for."""
     places = [min(size, n) for size in room]
     turn = _joined(np.arange(size) for size in places)

@@ -18,6 +18,7 @@ from engram.format.schema import field_differences
 from engram.saved import disk, documents
 from engram.saved.checkpoints import Checkpoint, Contents, Vote, manifest_of, read_shard, shard_of, sync_parts
 from engram.saved.description import NO_SCHEMA
+from engram.saved.documents import REFUSAL, SHARD, Attempt, Manifest, Refusal, corrupt, rank_folder
 from engram.saved.part_reader import PartReader
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def begin(
     check_epoch(root, epoch)
     name = str(Name(step, epoch, attempt))
     raw = documents.encode(
-        documents.Attempt(
+        Attempt(
             name=name,
             attempt=attempt,
             epoch=epoch,
@@ -163,7 +164,7 @@ def _next_attempt(root: Path, step: int, epoch: int) -> str:
     return f"{min(max(before, default=-1) + 1, 0xFFFF):04x}{secrets.token_hex(2)}"
 
 
-def read_attempt(folder: Path, contents: Contents | None = None) -> documents.Attempt:
+def read_attempt(folder: Path, contents: Contents | None = None) -> Attempt:
     """What ``begin`` was told.
 
     Args:
@@ -176,11 +177,9 @@ def read_attempt(folder: Path, contents: Contents | None = None) -> documents.At
     if contents is not None and contents.attempt is not None:
         return contents.attempt
     with open_attempt(folder) as fd:
-        attempt = documents.read(folder, fd, documents.ATTEMPT, documents.Attempt)
+        attempt = documents.read(folder, fd, documents.ATTEMPT, Attempt)
     if attempt.name != folder.name or not 1 <= attempt.world <= documents.MAX_RANKS:
-        raise documents.corrupt(
-            folder / documents.ATTEMPT, f"expected the attempt {folder.name}, got {attempt.name!r:.100}"
-        )
+        raise corrupt(folder / documents.ATTEMPT, f"expected the attempt {folder.name}, got {attempt.name!r:.100}")
     if contents is not None:
         contents.attempt = attempt
     return attempt
@@ -210,17 +209,17 @@ def accept(
         OSError: no space, or an I/O error. It has not voted.
     """
     attempt = read_attempt(folder, contents)
-    own = folder / documents.rank_folder(rank, attempt.world)
+    own = folder / rank_folder(rank, attempt.world)
     shard = shard_of(attempt, rank, own, parts, rows, "segments", step)
     raw = documents.encode(shard)
     if contents is not None:
-        contents.wrote(documents.rank_folder(rank, attempt.world), shard, raw, parts)
+        contents.wrote(rank_folder(rank, attempt.world), shard, raw, parts)
     with disk.batched_fsync():
         sync_parts(own, shard)
         disk.sync_folder(own)
         disk.sync_folder(folder)
-    if not disk.publish(f"{own}/{documents.SHARD}", raw):
-        raise FileExistsError(f"{own / documents.SHARD}: expected no vote of rank {rank} yet.")
+    if not disk.publish(f"{own}/{SHARD}", raw):
+        raise FileExistsError(f"{own / SHARD}: expected no vote of rank {rank} yet.")
     return shard
 
 
@@ -231,16 +230,13 @@ def refuse(folder: Path, rank: int, error: str) -> None:
         OSError: it could not say so: the attempt ends at its deadline.
     """
     attempt = read_attempt(folder)
-    own = folder / documents.rank_folder(rank, attempt.world)
-    if not os.path.lexists(own / documents.SHARD):
+    own = folder / rank_folder(rank, attempt.world)
+    if not os.path.lexists(own / SHARD):
         with contextlib.suppress(OSError):
             disk.remove(own)
     with contextlib.suppress(FileExistsError):
         disk.make_folder(own)
-    disk.publish(
-        own / documents.REFUSAL,
-        documents.encode(documents.Refusal(attempt=attempt.attempt, rank=rank, error=error[:10_000])),
-    )
+    disk.publish(own / REFUSAL, documents.encode(Refusal(attempt=attempt.attempt, rank=rank, error=error[:10_000])))
 
 
 def withdraw(folder: Path, rank: int) -> None:
@@ -249,12 +245,12 @@ def withdraw(folder: Path, rank: int) -> None:
     Raises:
         CorruptCheckpoint: the attempt cannot be read. OSError: something cannot be removed.
     """
-    own = folder / documents.rank_folder(rank, read_attempt(folder).world)
-    for name in set(os.listdir(own)) - {documents.SHARD, documents.REFUSAL}:
+    own = folder / rank_folder(rank, read_attempt(folder).world)
+    for name in set(os.listdir(own)) - {SHARD, REFUSAL}:
         disk.remove(own / name)
 
 
-def votes(folder: Path, attempt: documents.Attempt | None = None, contents: Contents | None = None) -> list[Vote]:
+def votes(folder: Path, attempt: Attempt | None = None, contents: Contents | None = None) -> list[Vote]:
     """The vote of every rank, as far as it has voted.
 
     Args:
@@ -271,21 +267,17 @@ def votes(folder: Path, attempt: documents.Attempt | None = None, contents: Cont
         return [_vote(folder, fd, attempt, rank, contents) for rank in range(attempt.world)]
 
 
-def _vote(folder: Path, fd: int, attempt: documents.Attempt, rank: int, contents: Contents) -> Vote:
-    own = documents.rank_folder(rank, attempt.world)
+def _vote(folder: Path, fd: int, attempt: Attempt, rank: int, contents: Contents) -> Vote:
+    own = rank_folder(rank, attempt.world)
     if not has_voted(folder, rank, attempt.world):
         return Vote(rank, None, None, None)
     try:
-        if os.path.lexists(f"{folder}/{own}/{documents.REFUSAL}"):
-            return Vote(
-                rank, None, None, documents.read(folder, fd, f"{own}/{documents.REFUSAL}", documents.Refusal).error
-            )
-        shard, entry = read_shard(folder, fd, f"{own}/{documents.SHARD}", contents)
+        if os.path.lexists(f"{folder}/{own}/{REFUSAL}"):
+            return Vote(rank, None, None, documents.read(folder, fd, f"{own}/{REFUSAL}", Refusal).error)
+        shard, entry = read_shard(folder, fd, f"{own}/{SHARD}", contents)
         said = (shard.attempt, shard.epoch, shard.rank, shard.world)
         if said != (attempt.attempt, attempt.epoch, rank, attempt.world):
-            raise documents.corrupt(
-                folder / own / documents.SHARD, f"expected the vote of rank {rank} on {attempt.name}, got {said}"
-            )
+            raise corrupt(folder / own / SHARD, f"expected the vote of rank {rank} on {attempt.name}, got {said}")
     except documents.UNREADABLE as error:
         return Vote(rank, None, None, str(error))
     return Vote(rank, shard, entry, None)
@@ -293,14 +285,14 @@ def _vote(folder: Path, fd: int, attempt: documents.Attempt, rank: int, contents
 
 def has_voted(folder: Path, rank: int, world: int) -> bool:
     """Whether a rank has voted for an attempt or against it."""
-    own = f"{folder}/{documents.rank_folder(rank, world)}"
-    if os.path.lexists(f"{own}/{documents.SHARD}") or os.path.lexists(f"{own}/{documents.REFUSAL}"):
+    own = f"{folder}/{rank_folder(rank, world)}"
+    if os.path.lexists(f"{own}/{SHARD}") or os.path.lexists(f"{own}/{REFUSAL}"):
         return True
     disk.look_again(folder, own)
-    return os.path.lexists(f"{own}/{documents.SHARD}") or os.path.lexists(f"{own}/{documents.REFUSAL}")
+    return os.path.lexists(f"{own}/{SHARD}") or os.path.lexists(f"{own}/{REFUSAL}")
 
 
-def decision(folder: Path) -> documents.Manifest | None:
+def decision(folder: Path) -> Manifest | None:
     """The decision on an attempt; None: there is none yet.
 
     Raises:
@@ -312,12 +304,12 @@ def decision(folder: Path) -> documents.Manifest | None:
         if not os.path.lexists(path):
             return None
     with open_attempt(folder) as fd:
-        return documents.Manifest.decode(documents.read_small(folder, fd, documents.MANIFEST, strict.MAX_BYTES), path)
+        return Manifest.decode(documents.read_small(folder, fd, documents.MANIFEST, strict.MAX_BYTES), path)
 
 
 def decide(
     folder: Path, epoch: int, *, give_up: str | None = None, contents: Contents | None = None
-) -> documents.Manifest | None:
+) -> Manifest | None:
     """Commit an attempt if all ranks voted for it and every file has its size. Abort it if a rank voted against it.
 
     Any process may call this, any number of times: there is one decision, and every caller gets it.
@@ -355,7 +347,7 @@ def decide(
     return manifest if first else decision(folder)
 
 
-def _unfit(folder: Path, attempt: documents.Attempt, given: Sequence[Vote], contents: Contents | None) -> list[str]:
+def _unfit(folder: Path, attempt: Attempt, given: Sequence[Vote], contents: Contents | None) -> list[str]:
     """Why the shards make no checkpoint, although all ranks voted for theirs; empty: they make one."""
     by_schema: dict[str, list[int]] = {}
     for vote in given:
@@ -376,7 +368,7 @@ def _unlike(folder: Path, world: int, by_schema: Mapping[str, Sequence[int]]) ->
     fields = []
     for _, rank in alike:
         try:
-            with PartReader(folder / documents.rank_folder(rank, world) / "storage") as part:
+            with PartReader(folder / rank_folder(rank, world) / "storage") as part:
                 fields.append(part.schema or ())
         except (*documents.UNREADABLE, OSError):
             return f"{text}: of {', of '.join(name for name, _ in alike)}"
@@ -391,7 +383,7 @@ def open_attempt(folder: Path) -> files.Descriptor:
     try:
         return disk.open_folder(folder)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise documents.corrupt(folder, "expected the folder of an attempt, found none") from error
+        raise corrupt(folder, "expected the folder of an attempt, found none") from error
 
 
 def names(root: Path) -> list[Name]:
@@ -415,5 +407,5 @@ def open_partial(folder: Path) -> Checkpoint:
     attempt = read_attempt(folder)
     given = [vote for vote in votes(folder) if vote.shard is not None]
     if not given:
-        raise documents.corrupt(folder, "expected shards of some ranks, found none")
+        raise corrupt(folder, "expected shards of some ranks, found none")
     return Checkpoint.partial(folder, manifest_of(attempt, given, []), [vote.rank for vote in given])

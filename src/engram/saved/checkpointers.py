@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from engram.types import Form, ItemsSource, RowsSource, RowsTarget, StorageLoad, Traits
 
 Key: TypeAlias = tuple[str, ...]
+#: Names and kinds of indexes of the store.
+IndexNames: TypeAlias = "Collection[tuple[str, str]]"
 
 #: What says how many rows there are, in a folder that TensorDict or a layout has written.
 METADATA = "storage_metadata.json"
@@ -68,10 +70,8 @@ class SavedStorage(Protocol):
 
     def __len__(self) -> int: ...
     def notify(self, write: None, data: None) -> None: ...
-    def state_without_rows(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, object]: ...
-    def prepare_snapshot(
-        self, *, without: Collection[tuple[str, str]] = (), whole: bool = True
-    ) -> Preparation[PartSnapshot]: ...
+    def state_without_rows(self, *, without: IndexNames = ()) -> dict[str, object]: ...
+    def prepare_snapshot(self, *, without: IndexNames = (), whole: bool = True) -> Preparation[PartSnapshot]: ...
     def prepare_part(
         self, reader: PartReader, *, close_open: bool = False, without: Sequence[str] = ()
     ) -> StorageLoad: ...
@@ -398,7 +398,7 @@ class _Timed(Protocol):
 class Layout(Protocol):
     """Files that hold each observation once."""
 
-    def snapshot(self, storage: SavedStorage, without: Collection[tuple[str, str]]) -> SlotsSnapshot: ...
+    def snapshot(self, storage: SavedStorage, without: IndexNames) -> SlotsSnapshot: ...
 
     def load(self, storage: SavedStorage, folder: Path) -> StorageLoad:
         """Check such files, which engram did not write, for a storage."""
@@ -426,7 +426,7 @@ class SlotsSnapshot(abc.ABC):
     #: Whether writers must wait until it is saved.
     needs_pause = True
 
-    def __init__(self, storage: SavedStorage, who: str, without: Collection[tuple[str, str]] = ()) -> None:
+    def __init__(self, storage: SavedStorage, who: str, without: IndexNames = ()) -> None:
         self._store, self._who = store_of_columns(storage, who), who
         self.state = storage.state_without_rows(without=without)
         self._ring = ring_of(self._store, who)
@@ -451,9 +451,7 @@ class SlotsSnapshot(abc.ABC):
 class HookedSnapshot(SlotsSnapshot):
     """A storage that hooks change when it is saved."""
 
-    def __init__(
-        self, storage: SavedStorage, hooks: Sequence[SaveHook], who: str, without: Collection[tuple[str, str]] = ()
-    ) -> None:
+    def __init__(self, storage: SavedStorage, hooks: Sequence[SaveHook], who: str, without: IndexNames = ()) -> None:
         super().__init__(storage, who, without)
         self._hooks = hooks
 
@@ -704,9 +702,7 @@ class StorageCheckpointerBase(abc.ABC):
         """Whether it saves engram's own form, as a storage without a checkpointer does."""
         return False
 
-    def preparation(
-        self, storage: SavedStorage, without: Collection[tuple[str, str]]
-    ) -> Preparation[SlotsSnapshot] | None:
+    def preparation(self, storage: SavedStorage, without: IndexNames) -> Preparation[SlotsSnapshot] | None:
         """What takes a snapshot for ``rb.dumps``; None: the storage's own.
 
         Raises:
@@ -817,7 +813,7 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
     def is_plain(self) -> bool:
         return not self._save_hooks and not self._load_hooks
 
-    def snapshot(self, storage: SavedStorage, without: Collection[tuple[str, str]] = ()) -> SlotsSnapshot:
+    def snapshot(self, storage: SavedStorage, without: IndexNames = ()) -> SlotsSnapshot:
         """What is saved, once writers wait. Raises as :meth:`dumps`.
 
         >>> import tempfile
@@ -840,9 +836,7 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
             return layout.snapshot(storage, without)
         return HookedSnapshot(storage, self._save_hooks, type(self).__name__, without)
 
-    def preparation(
-        self, storage: SavedStorage, without: Collection[tuple[str, str]]
-    ) -> Preparation[SlotsSnapshot] | None:
+    def preparation(self, storage: SavedStorage, without: IndexNames) -> Preparation[SlotsSnapshot] | None:
         """As of the base class: there is one with hooks.
 
         >>> from engram import FlatStorageCheckpointer, LazyTensorStorage
@@ -927,7 +921,7 @@ def accepted(given: object) -> object:
     return torchrl().checkpointer(given) if theirs and not isinstance(given, StorageCheckpointerBase) else given
 
 
-def prepared_snapshot(storage: SavedStorage, without: Collection[tuple[str, str]]) -> object:
+def prepared_snapshot(storage: SavedStorage, without: IndexNames) -> object:
     """What takes the snapshot of a storage for a dump of a buffer, in the form that its checkpointer saves."""
     return storage.checkpointer.preparation(storage, without) or storage.prepare_snapshot(without=without, whole=True)
 

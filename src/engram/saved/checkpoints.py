@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -24,6 +24,7 @@ from engram.errors import CorruptCheckpoint
 from engram.format import files, strict
 from engram.saved import disk, documents, folder
 from engram.saved.description import NO_SCHEMA
+from engram.saved.documents import SHARD, Attempt, Manifest, Problem, Shard, ShardEntry, corrupt, read_small
 from engram.saved.part_reader import Level, Listing, PartReader, is_part
 
 if TYPE_CHECKING:
@@ -31,18 +32,20 @@ if TYPE_CHECKING:
 
     from engram.saved.part_writer import PartInfo
 
+    Parts: TypeAlias = Sequence[PartInfo]
+
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
 def shard_of(
-    attempt: documents.Attempt,
+    attempt: Attempt,
     rank: int,
     folder: Path,
-    parts: Sequence[PartInfo],
+    parts: Parts,
     rows: documents.ShardRows,
     layout: documents.Layout,
     step: int | None = None,
-) -> documents.Shard:
+) -> Shard:
     """The document of a shard whose parts lie finished below ``folder``, with their bytes.
 
     Args:
@@ -64,7 +67,7 @@ def shard_of(
             raise ValueError(f"{part.folder}: expected a part called like 'sampler' or 'indexes/000', got {name!r}.")
         found.append(documents.PartEntry(name, part.bytes, part.sha256))
     written, linked = sum([part.written for part in parts]), sum([part.linked for part in parts])
-    return documents.Shard(
+    return Shard(
         attempt=attempt.attempt,
         epoch=attempt.epoch,
         step=attempt.step if step is None else step,
@@ -81,12 +84,12 @@ def shard_of(
     )
 
 
-def entry_of(shard: documents.Shard, raw: bytes) -> documents.ShardEntry:
+def entry_of(shard: Shard, raw: bytes) -> ShardEntry:
     """How a manifest names a shard, whose text is ``raw``."""
-    return documents.ShardEntry(shard.rank, len(raw), hashlib.sha256(raw).hexdigest())
+    return ShardEntry(shard.rank, len(raw), hashlib.sha256(raw).hexdigest())
 
 
-def sync_parts(folder: Path, shard: documents.Shard) -> None:
+def sync_parts(folder: Path, shard: Shard) -> None:
     """Wait until the names of a shard's parts are on disk."""
     for parent in sorted({part.folder.rpartition("/")[0] for part in shard.parts}, reverse=True):
         disk.sync_folder(f"{folder}/{parent}" if parent else folder)
@@ -107,18 +110,18 @@ class Contents:
     """
 
     def __init__(self) -> None:
-        self.attempt: documents.Attempt | None = None
-        self.manifest: documents.Manifest | None = None
+        self.attempt: Attempt | None = None
+        self.manifest: Manifest | None = None
         self.sha256 = ""
         """The digest of the manifest."""
-        self.shards: dict[str, tuple[documents.Shard, documents.ShardEntry]] = {}
+        self.shards: dict[str, tuple[Shard, ShardEntry]] = {}
         """Shards by the path of their file."""
         self.listings: dict[str, Listing] = {}
         """Descriptions by the folder of their part."""
 
-    def wrote(self, folder: str, shard: documents.Shard, raw: bytes, parts: Sequence[PartInfo]) -> None:
+    def wrote(self, folder: str, shard: Shard, raw: bytes, parts: Parts) -> None:
         """Add a shard that this process has written: its text is ``raw``, and ``folder`` is that of its rank."""
-        self.shards[f"{folder}/{documents.SHARD}"] = shard, entry_of(shard, raw)
+        self.shards[f"{folder}/{SHARD}"] = shard, entry_of(shard, raw)
         listings = {part.sha256: part.listing for part in parts}
         for entry in shard.parts:
             self.listings[f"{folder}/{entry.folder}"] = listings[entry.sha256]
@@ -130,8 +133,8 @@ class Contents:
         assert self.manifest is not None
         for shard in self.manifest.shards:
             own = documents.rank_folder(shard.rank, self.manifest.world)
-            sizes[f"{own}/{documents.SHARD}"] = shard.bytes
-            for entry in self.shards[f"{own}/{documents.SHARD}"][0].parts:
+            sizes[f"{own}/{SHARD}"] = shard.bytes
+            for entry in self.shards[f"{own}/{SHARD}"][0].parts:
                 listing = self.listings[f"{own}/{entry.folder}"]
                 sizes.update({f"{own}/{entry.folder}/{name}": nbytes for name, nbytes in listing.sizes.items()})
         return sizes
@@ -150,9 +153,7 @@ class Checkpoint(Closes):
         IncompatibleCheckpoint: written by a newer engram.
     """
 
-    def __init__(
-        self, folder: Path, manifest: documents.Manifest | None = None, contents: Contents | None = None
-    ) -> None:
+    def __init__(self, folder: Path, manifest: Manifest | None = None, contents: Contents | None = None) -> None:
         self.folder = folder
         #: Called with how many bytes of parts were read, of those that are opened from now on.
         self.progress: Callable[[int], None] | None = None
@@ -160,7 +161,7 @@ class Checkpoint(Closes):
         try:
             self._fd = disk.open_folder(folder)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise documents.corrupt(folder, "expected the folder of a checkpoint, found none") from error
+            raise corrupt(folder, "expected the folder of a checkpoint, found none") from error
         self.contents = Contents() if contents is None else contents
         try:
             self.manifest = self._described(manifest)
@@ -183,7 +184,7 @@ class Checkpoint(Closes):
         self._fd.close()
 
     @classmethod
-    def partial(cls, folder: Path, manifest: documents.Manifest, ranks: Sequence[int]) -> Checkpoint:
+    def partial(cls, folder: Path, manifest: Manifest, ranks: Sequence[int]) -> Checkpoint:
         """The shards of some ranks, as a checkpoint of these ranks alone.
 
         Args:
@@ -220,19 +221,19 @@ class Checkpoint(Closes):
     def shard_folder(self, rank: int) -> Path:
         return self.folder / self._in_shard(rank, ".")
 
-    def shard(self, rank: int) -> documents.Shard:
+    def shard(self, rank: int) -> Shard:
         """The shard of a rank.
 
         Raises:
             CorruptCheckpoint: it is missing or damaged, or of another attempt.
         """
-        name, entry = self._in_shard(rank, documents.SHARD), self.manifest.shards[rank]
+        name, entry = self._in_shard(rank, SHARD), self.manifest.shards[rank]
         shard, known = self.contents.shards.get(name, (None, None))
         if shard is None or known != entry:
             shard = read_shard(self.folder, self._fd, name, self.contents, entry)[0]
         expected = self.manifest.schema_sum
         if (shard.rank, shard.world) != self._places[rank] or shard.schema_sum not in (expected, NO_SCHEMA):
-            raise documents.corrupt(
+            raise corrupt(
                 self.folder / name,
                 f"expected rank {self._places[rank][0]} of {self._places[rank][1]} with the schema {expected}, "
                 f"got rank {shard.rank} of {shard.world} with {shard.schema_sum}",
@@ -262,7 +263,7 @@ class Checkpoint(Closes):
                 with self._open_part(rank, entry).complete() as part:
                     yield part
 
-    def problems(self, level: Level) -> Iterator[documents.Problem]:
+    def problems(self, level: Level) -> Iterator[Problem]:
         """All that is wrong. ``meta``: digests and sizes. ``read``: also every block. ``full``: also files that are not listed."""
         if level == "meta" and self._is_known_and_whole():
             return
@@ -275,7 +276,7 @@ class Checkpoint(Closes):
                 yield documents.problem_of(error)
                 continue
             yield from documents.misfits(
-                self.folder, self._fd, {self._in_shard(rank, documents.SHARD): self.manifest.shards[rank].bytes}
+                self.folder, self._fd, {self._in_shard(rank, SHARD): self.manifest.shards[rank].bytes}
             )
             for entry in shard.parts:
                 try:
@@ -290,30 +291,28 @@ class Checkpoint(Closes):
         """A path below a rank's shard, from the folder of the checkpoint."""
         return relative if self.is_dump else f"{documents.rank_folder(*self._places[rank])}/{relative}"
 
-    def _described(self, manifest: documents.Manifest | None) -> documents.Manifest:
+    def _described(self, manifest: Manifest | None) -> Manifest:
         path = f"{self.folder}/{documents.MANIFEST}"
         manifest = manifest and manifest.sealed()
         raw = (
             documents.encode(manifest)
             if manifest
-            else documents.read_small(self.folder, self._fd, documents.MANIFEST, strict.MAX_BYTES)
+            else read_small(self.folder, self._fd, documents.MANIFEST, strict.MAX_BYTES)
         )
         sha256 = hashlib.sha256(raw).hexdigest()
         if self.contents.manifest is not None and self.contents.sha256 == sha256:
             return self.contents.manifest
         if manifest is None:
-            manifest = documents.Manifest.decode(raw, path)
+            manifest = Manifest.decode(raw, path)
         if manifest.status != "complete":
-            raise documents.corrupt(
+            raise corrupt(
                 path, f"expected a complete checkpoint, this attempt was aborted: {', '.join(manifest.reasons)}"
             )
         if not 1 <= manifest.world <= documents.MAX_RANKS or (manifest.name == "" and manifest.world != 1):
-            raise documents.corrupt(
-                path, f"expected 1 to {documents.MAX_RANKS} ranks, 1 in a dump, got {manifest.world}"
-            )
+            raise corrupt(path, f"expected 1 to {documents.MAX_RANKS} ranks, 1 in a dump, got {manifest.world}")
         ranks = [shard.rank for shard in manifest.shards]
         if ranks != list(range(manifest.world)) or len(manifest.steps_by_rank) != manifest.world:
-            raise documents.corrupt(
+            raise corrupt(
                 path, f"expected one shard and one step of each of {manifest.world} ranks, got those of {ranks[:20]}"
             )
         self.contents.manifest, self.contents.sha256 = manifest, sha256
@@ -334,7 +333,7 @@ class Checkpoint(Closes):
             fd = disk.open_below(self._fd, relative)
         except OSError as error:
             what = documents.no_file(error).replace("regular file", "folder").replace("file", "folder")
-            raise documents.corrupt(self.folder / relative, what) from error
+            raise corrupt(self.folder / relative, what) from error
         known = self.contents.listings.get(relative)
         if known is not None and known.sha256 != entry.sha256:
             known = None
@@ -342,13 +341,13 @@ class Checkpoint(Closes):
         self.contents.listings[relative] = part.listing
         return part
 
-    def _strangers(self) -> Iterator[documents.Problem]:
+    def _strangers(self) -> Iterator[Problem]:
         """Files and folders beside the shards and parts that the checkpoint does not list."""
-        known = {documents.MANIFEST, documents.SHARD} if self.is_dump else {documents.MANIFEST, documents.ATTEMPT}
+        known = {documents.MANIFEST, SHARD} if self.is_dump else {documents.MANIFEST, documents.ATTEMPT}
         folders: set[str] = set()
         parts: tuple[str, ...] = ()
         for rank in range(self.manifest.world):
-            known.add(self._in_shard(rank, documents.SHARD))
+            known.add(self._in_shard(rank, SHARD))
             if not self.is_dump:
                 folders.add(documents.rank_folder(*self._places[rank]))
             with contextlib.suppress(CorruptCheckpoint):  # reported by problems()
@@ -360,12 +359,12 @@ class Checkpoint(Closes):
             if name.startswith(parts) or (documents.LEFTOVER.fullmatch(name) and not is_folder):
                 continue
             if name not in (folders if is_folder else known) and not (self.is_dump and name == folder.OF_DUMP):
-                yield documents.Problem(self.folder / name, "expected nothing here: the checkpoint does not list it")
+                yield Problem(self.folder / name, "expected nothing here: the checkpoint does not list it")
 
 
 def read_shard(
-    folder: Path, folder_fd: int, name: str, contents: Contents, entry: documents.ShardEntry | None = None
-) -> tuple[documents.Shard, documents.ShardEntry]:
+    folder: Path, folder_fd: int, name: str, contents: Contents, entry: ShardEntry | None = None
+) -> tuple[Shard, ShardEntry]:
     """A ``shard.json`` below an open folder, and how a manifest names it.
 
     Args:
@@ -380,22 +379,20 @@ def read_shard(
     """
     limit = strict.MAX_BYTES if entry is None else entry.bytes
     if not 0 <= limit <= strict.MAX_BYTES:
-        raise documents.corrupt(
-            folder / documents.MANIFEST, f"expected shards of at most {strict.MAX_BYTES} bytes, got {limit}"
-        )
-    raw = documents.read_small(folder, folder_fd, name, limit, exactly=entry is not None)
+        raise corrupt(folder / documents.MANIFEST, f"expected shards of at most {strict.MAX_BYTES} bytes, got {limit}")
+    raw = read_small(folder, folder_fd, name, limit, exactly=entry is not None)
     digest = hashlib.sha256(raw).hexdigest()
     if entry is not None and digest != entry.sha256:
-        raise documents.corrupt(
+        raise corrupt(
             folder / name, f"expected the sha256 {entry.sha256} that {documents.MANIFEST} names, got {digest}"
         )
     shard, known = contents.shards.get(name, (None, None))
     if shard is not None and known is not None and known.sha256 == digest:
         return shard, known
-    shard = documents.decode(raw, f"{folder}/{name}", documents.Shard)
+    shard = documents.decode(raw, f"{folder}/{name}", Shard)
     names = [part.folder for part in shard.parts]
     if names != sorted(set(names)) or not all(map(documents.PART_FOLDER.fullmatch, names)):
-        raise documents.corrupt(
+        raise corrupt(
             folder / name, f"expected parts called like 'sampler' or 'indexes/000', in order, got {names!r:.200}"
         )
     found = shard, entry_of(shard, raw)
@@ -407,19 +404,19 @@ class Vote(NamedTuple):
     """The vote of a rank, as far as it has voted."""
 
     rank: int
-    shard: documents.Shard | None
+    shard: Shard | None
     """It voted yes."""
-    entry: documents.ShardEntry | None
+    entry: ShardEntry | None
     error: str | None
     """It voted no, or its vote cannot be read. Neither: it has not voted."""
 
 
-def manifest_of(attempt: documents.Attempt, given: Sequence[Vote], reasons: Sequence[str]) -> documents.Manifest:
+def manifest_of(attempt: Attempt, given: Sequence[Vote], reasons: Sequence[str]) -> Manifest:
     """The decision on an attempt: complete, or aborted for these reasons."""
     shards = [vote.shard for vote in given if vote.shard is not None]
     schema_sums = {shard.schema_sum for shard in shards} - {NO_SCHEMA}  # where nothing was ever written there is none
     complete = not reasons
-    return documents.Manifest(
+    return Manifest(
         name=attempt.name,
         step=attempt.step,
         steps_by_rank=tuple(shard.step for shard in shards) if complete else (),
@@ -441,13 +438,8 @@ _ASIDE = re.compile(r"was-[0-9a-f]{16}")
 
 
 def finish_dump(
-    folder: Path,
-    parts: Sequence[PartInfo],
-    rows: documents.ShardRows,
-    *,
-    step: int = 0,
-    user: Mapping[str, object] | None = None,
-) -> documents.Manifest:
+    folder: Path, parts: Parts, rows: documents.ShardRows, *, step: int = 0, user: Mapping[str, object] | None = None
+) -> Manifest:
     """Make a checkpoint of one rank out of the parts in a folder. It is on disk when this returns.
 
     Args:
@@ -462,7 +454,7 @@ def finish_dump(
         ValueError: ``user`` is too long or too deep, or a part lies elsewhere.
         OSError: no space, or an I/O error.
     """
-    attempt = documents.Attempt(
+    attempt = Attempt(
         name="",
         attempt=secrets.token_hex(4),
         epoch=0,
@@ -475,7 +467,7 @@ def finish_dump(
     shard = shard_of(attempt, 0, folder, parts, rows, "flat")
     raw = documents.encode(shard)
     manifest = manifest_of(attempt, [Vote(0, shard, entry_of(shard, raw), None)], [])
-    disk.put(folder / documents.SHARD, raw)
+    disk.put(folder / SHARD, raw)
     disk.put(folder / documents.MANIFEST, manifest.encode())
     sync_parts(folder, shard)
     disk.sync_folder(folder)
@@ -610,7 +602,7 @@ def _check_target(path: Path) -> None:
 def _is_dump(path: Path) -> bool:
     """Whether the folder has the manifest of a dump. A damaged manifest does not count."""
     try:
-        return documents.Manifest.decode((path / documents.MANIFEST).read_bytes(), path / documents.MANIFEST).name == ""
+        return Manifest.decode((path / documents.MANIFEST).read_bytes(), path / documents.MANIFEST).name == ""
     except (OSError, *documents.UNREADABLE):
         return False
 

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from engram.store import Store
     from engram.types import RowsTarget
 
+    Ints: TypeAlias = NDArray[np.int64]
+    MarksOf: TypeAlias = "Callable[[Ints], Marks]"
+
 #: The role of fields, by key, as users say it.
 Roles: TypeAlias = "Mapping[str, str] | Mapping[tuple[str, ...], str] | Mapping[str | tuple[str, ...], str]"
 F = TypeVar("F", bound="Column")
@@ -172,14 +175,8 @@ class Marks(NamedTuple):
 
 
 def find_runs(
-    lanes: NDArray[np.int64],
-    numbers: NDArray[np.int64],
-    marks: Callable[[NDArray[np.int64]], Marks],
-    *,
-    lane_length: int,
-    columns: int = 1,
-    piece: int = _RUN_PIECE,
-) -> NDArray[np.int64]:
+    lanes: Ints, numbers: Ints, marks: MarksOf, *, lane_length: int, columns: int = 1, piece: int = _RUN_PIECE
+) -> Ints:
     """Live steps that belong together, of all lanes.
 
     Args:
@@ -214,10 +211,10 @@ def _track(
     length: int,
     column: int,
     columns: int,
-    numbers: NDArray[np.int64],
-    marks: Callable[[NDArray[np.int64]], Marks],
+    numbers: Ints,
+    marks: MarksOf,
     piece: int,
-) -> NDArray[np.int64]:
+) -> Ints:
     """The runs of a lane, or of one of its columns."""
     # The oldest step lies at the seam; where the cursor has not come yet, rows that were written by number are a lap older.
     steps, seam = live // columns, position % length // columns
@@ -265,7 +262,7 @@ def _track(
     return np.stack([np.full(len(first), lane), place + first * columns, place + end * columns, time, flags], 1)
 
 
-def kinds_of(runs: NDArray[np.int64], columns: int = 1) -> NDArray[np.int64]:
+def kinds_of(runs: Ints, columns: int = 1) -> Ints:
     """int64 ``[K]``: for each run of a table which of the :data:`KINDS` it is."""
     lane, begin, _, _, flags = runs.T
     order = np.lexsort((begin, begin % columns, lane))
@@ -283,13 +280,13 @@ def kinds_of(runs: NDArray[np.int64], columns: int = 1) -> NDArray[np.int64]:
     return np.select(members, range(len(members)), len(members))
 
 
-def count_kinds(runs: NDArray[np.int64], columns: int = 1) -> dict[str, dict[str, int]]:
+def count_kinds(runs: Ints, columns: int = 1) -> dict[str, dict[str, int]]:
     """Episodes and steps of each of the :data:`KINDS`."""
     steps = (runs[:, 2] - runs[:, 1]) // columns
     return named_counts(description.KINDS, counted(kinds_of(runs, columns), steps, len(description.KINDS)))
 
 
-def counted(of: NDArray[np.int64], steps: NDArray[np.int64], groups: int) -> NDArray[np.int64]:
+def counted(of: Ints, steps: Ints, groups: int) -> Ints:
     """int64 ``[groups, 2]``: how many trajectories each group has, and how many steps. ``of``: the group of each."""
     episodes = np.bincount(of, minlength=groups)
     total = np.zeros(groups, np.int64)
@@ -297,7 +294,7 @@ def counted(of: NDArray[np.int64], steps: NDArray[np.int64], groups: int) -> NDA
     return np.stack([episodes, total], 1)
 
 
-def named_counts(names: Sequence[str], counts: NDArray[np.int64]) -> dict[str, dict[str, int]]:
+def named_counts(names: Sequence[str], counts: Ints) -> dict[str, dict[str, int]]:
     """Episodes and steps by name, of an int64 ``[names, 2]``."""
     pairs = zip(names, counts.tolist(), strict=True)
     return {name: {"episodes": episodes, "steps": steps} for name, (episodes, steps) in pairs}
@@ -340,7 +337,7 @@ def described(schema: Schema, roles: Sequence[Any]) -> tuple[description.Geometr
     return geometry, fields
 
 
-def ticket_words(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+def ticket_words(numbers: Ints) -> Ints:
     """Tickets as they are saved: of rows that are whole, or void."""
     return np.where(numbers != 0, numbers << 2 | _COMMITTED, _VOID).astype("<i8")
 
@@ -380,7 +377,7 @@ class Boundaries:
             _any([begun, first]),
         )
 
-    def marks_of(self, fields: Sequence[Tensor]) -> Callable[[NDArray[np.int64]], Marks]:
+    def marks_of(self, fields: Sequence[Tensor]) -> MarksOf:
         """What rows say, of which there are all fields."""
         columns = [fields[which].cpu() for which in self.which]
         raw = [column.reshape(len(column), math.prod(column.shape[1:])).view(torch.uint8).numpy() for column in columns]
@@ -388,7 +385,7 @@ class Boundaries:
             [torch.from_numpy(of[rows]).view(column.dtype) for of, column in zip(raw, columns, strict=True)]
         )
 
-    def marks_now(self, store: Store, numbers: NDArray[np.int64]) -> Callable[[NDArray[np.int64]], Marks]:
+    def marks_now(self, store: Store, numbers: Ints) -> MarksOf:
         """What all rows say of trajectories, copied before they may be overwritten; 0 in ``numbers`` for those that are already."""
         if not self.which:
             return lambda _: Marks()
@@ -406,7 +403,7 @@ class Boundaries:
         whole = (None if column[0] is None else np.concatenate(column) for column in zip(*said, strict=True))
         every = Marks._make(whole) if said else Marks()
 
-        def marks(asked: NDArray[np.int64]) -> Marks:
+        def marks(asked: Ints) -> Marks:
             at = place[asked]
             return Marks._make(None if column is None else column[at] for column in every)
 
@@ -466,7 +463,7 @@ def read_rows_state(reader: PartReader, *, close_open: bool = False, without: Co
     return {**state, "lanes": torch.from_numpy(lanes), "numbers": torch.from_numpy(numbers)}
 
 
-def read_numbers(reader: PartReader) -> NDArray[np.int64]:
+def read_numbers(reader: PartReader) -> Ints:
     """Ticket numbers of the rows of a part up to the last one, 0 for those that hold nothing. Raises ``CorruptCheckpoint``."""
     stretches = ticket_stretches(reader)
     numbers = np.zeros(max((it.end for it in stretches), default=0), "<i8")  # not of all the capacity
@@ -478,7 +475,7 @@ def read_numbers(reader: PartReader) -> NDArray[np.int64]:
     return numbers
 
 
-def checked_numbers(words: NDArray[np.int64], path: Path, offset: int) -> NDArray[np.int64]:
+def checked_numbers(words: Ints, path: Path, offset: int) -> Ints:
     """Ticket words, which come from ``offset`` of a file, become their numbers, in place; 0 for void ones.
 
     Raises:
@@ -492,7 +489,7 @@ def checked_numbers(words: NDArray[np.int64], path: Path, offset: int) -> NDArra
     return words
 
 
-def _closed(lanes: NDArray[np.int64], which: NDArray[np.int64], geometry: description.Geometry) -> NDArray[np.int64]:
+def _closed(lanes: Ints, which: Ints, geometry: description.Geometry) -> Ints:
     """Leaves out the next row of some lanes (with columns one of each). Changes ``lanes``; the rows that hold nothing then."""
     step = int(np.prod(geometry.columns))
     left_out = which * geometry.lane_length + lanes[which, 0] % geometry.lane_length

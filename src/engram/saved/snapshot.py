@@ -32,14 +32,15 @@ from engram.store.ragged import RaggedStore
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from numpy.typing import NDArray
     from torch import Tensor
 
     from engram.format.schema import PartField
     from engram.saved.part_reader import PartReader
-    from engram.saved.rows import Marks, Roles
+    from engram.saved.rows import Ints, Marks, Roles
     from engram.store import Store
     from engram.types import Form
+
+    SpansOf: TypeAlias = Mapping[int, Tensor]
 
 _HERE = Path()
 #: Bytes that a file system shares between files, or a multiple of them.
@@ -82,7 +83,7 @@ class RowsWriter:
 
     def write_items(
         self,
-        numbers: NDArray[np.int64],
+        numbers: Ints,
         parent: PartReader | None = None,
         *,
         paranoid: bool = False,
@@ -115,10 +116,10 @@ class RowsWriter:
 
     def finish(
         self,
-        numbers: NDArray[np.int64],
-        stored: NDArray[np.int64],
-        marks: Callable[[NDArray[np.int64]], Marks],
-        writes: NDArray[np.int64],
+        numbers: Ints,
+        stored: Ints,
+        marks: Callable[[Ints], Marks],
+        writes: Ints,
         *,
         segment_rows: int | None = None,
         segments: Sequence[Segment] = (),
@@ -151,9 +152,7 @@ class RowsWriter:
         cut = Cut(state["clock"], exact=not lost, lost_rows=lost)
         return SavedRows(info, ShardRows(cut, totals, schema_sum(self.fields)))
 
-    def _write_tables(
-        self, numbers: NDArray[np.int64], stored: NDArray[np.int64], marks: Callable[[NDArray[np.int64]], Marks]
-    ) -> Totals:
+    def _write_tables(self, numbers: Ints, stored: Ints, marks: Callable[[Ints], Marks]) -> Totals:
         """Write lanes, tickets and trajectories."""
         store, lanes = self._snapshot.store, self._snapshot.state["lanes"].numpy().copy()
         columns = int(np.prod(store.schema.columns))
@@ -169,13 +168,7 @@ class RowsWriter:
         return msgspec.structs.replace(totals, **{kind: Count(**count) for kind, count in counted})
 
 
-def _write_flat(
-    part: PartWriter,
-    store: Store,
-    numbers: NDArray[np.int64],
-    copied: Sequence[Tensor] | None,
-    spans: Mapping[int, Tensor],
-) -> None:
+def _write_flat(part: PartWriter, store: Store, numbers: Ints, copied: Sequence[Tensor] | None, spans: SpansOf) -> None:
     """Write a file per field. ``spans``: columns of ragged fields as they are saved."""
     rows = len(numbers)
     there = np.concatenate([[False], numbers != 0, [False]])
@@ -270,7 +263,7 @@ def _pieces(tensor: Tensor, begin: int, end: int, size: int) -> Iterator[memoryv
         yield bytes_of(piece.clone() if piece.is_cpu else piece.cpu())
 
 
-def named_writes(numbers: NDArray[np.int64], writes: NDArray[np.int64]) -> dict[str, Tensor]:
+def named_writes(numbers: Ints, writes: Ints) -> dict[str, Tensor]:
     """The entry of a state that says the numbers of the rows' writes, where they are others than those of the tickets."""
     return {} if np.array_equal(numbers, writes) else {"writes": torch.from_numpy(np.array(writes))}
 
@@ -293,7 +286,7 @@ def rows_of_a_segment(
     return max(1, min(rows, lane_length))
 
 
-def _ranges(lanes: NDArray[np.int64], lane_length: int, rows: int) -> Iterator[Segment]:
+def _ranges(lanes: Ints, lane_length: int, rows: int) -> Iterator[Segment]:
     """All of them: of each lane those with the oldest rows first, in the direction in which a writer goes on."""
     for lane, (position, live) in enumerate(lanes[:, :2].tolist()):
         count = -(-live // rows)
@@ -304,12 +297,12 @@ def _ranges(lanes: NDArray[np.int64], lane_length: int, rows: int) -> Iterator[S
             yield Segment(lane, k, first + k * rows, min(rows, live - k * rows))
 
 
-def _sum(numbers: NDArray[np.int64], base: int) -> int:
+def _sum(numbers: Ints, base: int) -> int:
     """Of the tickets of a segment, as they are saved: equal ones mean equal rows."""
     return int(xxhash.xxh3_64_intdigest(_saved_tickets(numbers, base).data))
 
 
-def _saved_tickets(numbers: NDArray[np.int64], base: int) -> NDArray[np.int64]:
+def _saved_tickets(numbers: Ints, base: int) -> Ints:
     return ticket_words(np.where(numbers != 0, numbers - base, 0))
 
 
@@ -324,13 +317,11 @@ class _SegmentRoom:
         base: by how much tickets are larger than saved ones.
     """
 
-    def __init__(
-        self, store: Store, fields: Sequence[PartField], rows: int, spans: Mapping[int, Tensor], base: int
-    ) -> None:
+    def __init__(self, store: Store, fields: Sequence[PartField], rows: int, spans: SpansOf, base: int) -> None:
         self._store, self._fields, self._spans, self._base = store, fields, spans, base
         self._room = torch.empty(segment_layout(fields, rows)[1], dtype=torch.uint8, device="cpu")
 
-    def copied(self, it: Segment, numbers: NDArray[np.int64]) -> memoryview:
+    def copied(self, it: Segment, numbers: Ints) -> memoryview:
         """A segment's bytes; of rows that moved meanwhile zeros, and 0 in ``numbers``. Valid until the next call."""
         n = it.rows
         offsets, size = segment_layout(self._fields, n)
@@ -358,7 +349,7 @@ class _SegmentRoom:
         return room.numpy().data
 
 
-def _compare(reader: _SegmentRoom, it: Segment, numbers: NDArray[np.int64], parent: PartReader) -> None:
+def _compare(reader: _SegmentRoom, it: Segment, numbers: Ints, parent: PartReader) -> None:
     still = numbers.copy()
     ours = np.frombuffer(reader.copied(it, still), np.uint8)
     theirs = np.frombuffer(parent.read_all(it.name), np.uint8)
@@ -419,14 +410,14 @@ class RowsSnapshot(NamedTuple):
         schema = self.store.schema
         return described(schema, roles_of(schema.fields, roles))[1]
 
-    def numbers(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def numbers(self) -> tuple[Ints, Ints]:
         """Ticket numbers of the rows up to the last live one, and the numbers of their writes, to be changed by the caller."""
         if "numbers" in self.state:
             tickets = self.state["numbers"]
             return tickets.numpy().copy(), self.state.get("writes", tickets).numpy().copy()
         return self.numbers_now()
 
-    def numbers_now(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def numbers_now(self) -> tuple[Ints, Ints]:
         """The same as the store has them by now: 0 also for rows that changed since."""
         state = self.state
         return self.store.numbers_before(state["clock"] + self.base, state["lanes"])

@@ -15,8 +15,6 @@ from engram._support.checks import check_type
 from engram.buffer import ReplayBuffer
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from engram.store import Store
 
 __all__ = ["serve"]
@@ -85,12 +83,10 @@ class serve:  # noqa: N801 - used as a function
         try:
             return _first_line(process, self._errors)
         except BaseException:
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         process, self._process = self._process, None
         if process is None:
             return

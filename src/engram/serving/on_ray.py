@@ -35,9 +35,8 @@ def resources_of(shards: int, placement: Placement) -> list[dict[str, float]]:
 
     here = ray.get_runtime_context().get_node_id()
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    nodes.sort(
-        key=lambda node: (str(node["NodeManagerAddress"]), str(node["NodeID"]))
-    )  # as when the cluster starts again
+    # As when the cluster starts again.
+    nodes.sort(key=lambda node: (str(node["NodeManagerAddress"]), str(node["NodeID"])))
     if placement != "spread":
         chosen = [node for node in nodes if (node["NodeID"] == here) == (placement == "learners")]
         nodes = chosen or nodes

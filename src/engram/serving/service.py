@@ -40,7 +40,7 @@ from engram.store.limits import Rules
 from engram.store.ragged_rows import Items, items_in, joined
 from engram.store.requests import IN_DOUBT
 from engram.transforms import Compose
-from engram.types import WritePlan
+from engram.types import Entry, WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -174,7 +174,7 @@ class _Drawn(NamedTuple):
 
     shape: torch.Size
     """Of its rows."""
-    entries: tuple[str | tuple[str, ...], ...]
+    entries: tuple[Entry, ...]
     """What the draw adds to the fields and the rows' numbers."""
     tensors: list[Tensor]
     """Flat, ``[n, ...]``."""
@@ -442,9 +442,7 @@ class Service:
             tensors = [tensor.reshape(index.numel(), *tensor.shape[len(shape) :]) for tensor in tensors]
         return _Drawn(shape, tuple(entries), tensors)
 
-    def _columns_of(
-        self, entries: tuple[str | tuple[str, ...], ...], fields: int, tensors: Sequence[Tensor]
-    ) -> list[Column]:
+    def _columns_of(self, entries: tuple[Entry, ...], fields: int, tensors: Sequence[Tensor]) -> list[Column]:
         """What the columns of a batch are, which its fields and entries decide."""
         known = self._columns.get((fields, entries))
         if known is None:

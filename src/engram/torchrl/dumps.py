@@ -42,7 +42,7 @@ from engram.torchrl.parts import Layout, prepare_layout
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-    from engram.types import Decompress, StorageLoad
+    from engram.types import Decompress, StorageLoad, StrPath
 
 __all__ = ["checkpointer", "layout", "library", "prepare_layout", "read", "read_ensemble", "read_state", "recognises"]
 
@@ -88,7 +88,7 @@ class TorchRLEnsemble(NamedTuple):
     """What is in the folder and not here, each with its reason."""
 
 
-def recognises(path: str | os.PathLike[str]) -> bool:
+def recognises(path: StrPath) -> bool:
     """Whether a folder looks like one that TorchRL's ``dumps`` wrote, and not like one of ours. Nothing is opened."""
     folder = Path(path)
     try:
@@ -97,7 +97,7 @@ def recognises(path: str | os.PathLike[str]) -> bool:
         return False
 
 
-def read(path: str | os.PathLike[str], *, ndim: int = 1, max_bytes: int | None = None) -> TorchRLDump | TorchRLItems:
+def read(path: StrPath, *, ndim: int = 1, max_bytes: int | None = None) -> TorchRLDump | TorchRLItems:
     """Describe and check a folder that TorchRL's ``ReplayBuffer.dumps`` wrote, of one buffer.
 
     Warns once, naming what is left out: pickles, which are never opened, and entries that are no tensors.
@@ -129,9 +129,7 @@ def read(path: str | os.PathLike[str], *, ndim: int = 1, max_bytes: int | None =
     return dump
 
 
-def read_ensemble(
-    path: str | os.PathLike[str], ndims: Sequence[int], *, max_bytes: int | None = None
-) -> TorchRLEnsemble:
+def read_ensemble(path: StrPath, ndims: Sequence[int], *, max_bytes: int | None = None) -> TorchRLEnsemble:
     """As :func:`read`, of a ``ReplayBufferEnsemble``.
 
     Args:
@@ -169,7 +167,7 @@ def read_ensemble(
     return TorchRLEnsemble(folder.path, buffer.batch_size, components.read_rng(folder), tuple(members), tuple(left_out))
 
 
-def _tell(path: str | os.PathLike[str], left_out: Sequence[str]) -> None:
+def _tell(path: StrPath, left_out: Sequence[str]) -> None:
     if left_out:
         warn(
             f"{path}: not read, and lost unless you set it up again: {'; '.join(left_out)}. Pickles are never opened. "

@@ -28,11 +28,11 @@ from engram.store.memory import DTYPE_OF
 from engram.torchrl import layouts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
-    from engram.saved.checkpointers import Key, SavedStorage
+    from engram.saved.checkpointers import IndexNames, Key, SavedStorage
     from engram.saved.part_reader import PartReader
     from engram.torchrl.layouts import Steps, Write
     from engram.types import StorageLoad
@@ -280,7 +280,7 @@ class Layout(NamedTuple):
         sink.finish(ring.live * ring.width)
         return sink.files
 
-    def snapshot(self, storage: SavedStorage, without: Collection[tuple[str, str]] = ()) -> LayoutSnapshot:
+    def snapshot(self, storage: SavedStorage, without: IndexNames = ()) -> LayoutSnapshot:
         """What is saved, once writers wait."""
         return LayoutSnapshot(storage, self, without)
 
@@ -333,7 +333,7 @@ def _hdf5(folder: str) -> IncompatibleCheckpoint:
 class LayoutSnapshot(SlotsSnapshot):
     """A storage that is saved in a layout."""
 
-    def __init__(self, storage: SavedStorage, laid: Layout, without: Collection[tuple[str, str]] = ()) -> None:
+    def __init__(self, storage: SavedStorage, laid: Layout, without: IndexNames = ()) -> None:
         super().__init__(storage, laid.who, without)
         self._layout, self._moment = laid, self._now()
 

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from contextlib import ExitStack, closing
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 import msgspec
 import torch
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from engram.remote.protocol import Full
     from engram.saved.rows import Roles
     from engram.store.limits import Rules
+
+    Turn: TypeAlias = Callable[[], int]
 
 
 #: Counters of stores of which the fleet's is the largest, not the sum.
@@ -129,7 +131,7 @@ class FleetStorage(ServedStorage):
         missing: Missing,
         stratum: int | None,
         joining: Joining | None = None,
-        turn: Callable[[], int] = random_turn,
+        turn: Turn = random_turn,
     ) -> None:
         super().__init__()
         self._turn = turn
@@ -593,12 +595,7 @@ class AwaitedFleet:
     """
 
     def __init__(
-        self,
-        shards: Sequence[Awaited],
-        makers: Sequence[Awaited],
-        missing: Missing,
-        stratum: int | None,
-        turn: Callable[[], int],
+        self, shards: Sequence[Awaited], makers: Sequence[Awaited], missing: Missing, stratum: int | None, turn: Turn
     ) -> None:
         check_stratum(stratum, len(shards))
         self._shards, self._makers, self._missing, self._stratum, self._turn = shards, makers, missing, stratum, turn
