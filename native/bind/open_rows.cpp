@@ -71,9 +71,7 @@ std::vector<SlotItems> slot_items_in(const nb::tuple& items) {
   return found;
 }
 
-}  // namespace
-
-void bind_open_rows(nb::module_& m) {
+void bind_slots(nb::module_& m) {
   m.def("open_rows_bytes", &OpenRows::bytes, "slots"_a, "slot_bytes"_a, "Bytes of the memory of so many slots.");
   m.def("is_owner_alive", &OpenRows::is_alive, "owner"_a, "Whether that process still runs, as far as this one can see.");
   m.def("own_owner", &own_owner, "This process.");
@@ -94,8 +92,50 @@ void bind_open_rows(nb::module_& m) {
       .def_prop_ro("nbytes", &SlotLayout::nbytes)
       .def_prop_ro("places", &SlotLayout::places)
       .def("given", &SlotLayout::given, "field"_a, "Where the byte is that says whether a field was given.");
-  nb::class_<OpenRows, Index>(m, "OpenRows", nb::is_weak_referenceable(), "Slots of rows that still grow, in memory that `keep` keeps alive.")
+}
+
+void bind_growth(nb::class_<OpenRows, Index>& type) {
+  type
       .def(
+          "lengths", [](const OpenRows& self, const SlotLayout& layout, std::uint64_t slot) { return self.lengths(slot, layout); },
+          "layout"_a, "slot"_a, "Items of the fields of each group.")
+      .def(
+          "append",
+          [](const OpenRows& self, const SlotLayout& layout, std::uint64_t slot, std::uint64_t times, const nb::tuple& values,
+             const nb::tuple& items) {
+            const auto given = values_in(values);
+            const auto more = slot_items_in(items);
+            const WithoutInterpreter running(bytes_of(layout, more) < kBrief);
+            check(self.is_held(slot, own_owner(), times), "an open row of this process");
+            self.append(slot, layout, given, more);
+          },
+          "layout"_a, "slot"_a, "times"_a, "values"_a, "items"_a,
+          "Puts in values, (field, address) each, and appends items, (group, items, addresses of the values of its fields, 0: zeros) each.")
+      .def(
+          "seal",
+          [](const OpenRows& self, Store& store, const SlotLayout& layout, std::uint64_t slot, std::uint64_t times, std::uint64_t lane,
+             const nb::tuple& values, const nb::tuple& items) {
+            const auto given = values_in(values);
+            const auto more = slot_items_in(items);
+            std::int64_t row = -1;
+            std::uint64_t number = 0;
+            {
+              nb::gil_scoped_release release;
+              number = store.seal(self, layout, slot, own_owner(), times, lane, given, more, &row);
+            }
+            return std::pair(row, number);
+          },
+          "store"_a, "layout"_a, "slot"_a, "times"_a, "lane"_a, "values"_a, "items"_a,
+          "As append; then appends the row to the store, and frees the slot that it grew in, in one step: (row, ticket number).");
+}
+
+}  // namespace
+
+void bind_open_rows(nb::module_& m) {
+  bind_slots(m);
+  nb::class_<OpenRows, Index> type(m, "OpenRows", nb::is_weak_referenceable(), "Slots of rows that still grow, in memory that `keep` keeps alive.");
+  bind_growth(type);
+  type.def(
           "__init__", [](OpenRows* self, Address memory, std::uint64_t bytes, nb::handle) { new (self) OpenRows(block(memory, bytes)); },
           "memory"_a, "nbytes"_a, "keep"_a, nb::keep_alive<1, 4>())
       .def_prop_ro("slots", &OpenRows::slots)
@@ -120,21 +160,6 @@ void bind_open_rows(nb::module_& m) {
           "is_held", [](const OpenRows& self, std::uint64_t slot, std::uint64_t times) { return self.is_held(slot, own_owner(), times); },
           "slot"_a, "times"_a, "Whether it is this process's, and was taken that often.")
       .def(
-          "lengths", [](const OpenRows& self, const SlotLayout& layout, std::uint64_t slot) { return self.lengths(slot, layout); },
-          "layout"_a, "slot"_a, "Items of the fields of each group.")
-      .def(
-          "append",
-          [](const OpenRows& self, const SlotLayout& layout, std::uint64_t slot, std::uint64_t times, const nb::tuple& values,
-             const nb::tuple& items) {
-            const auto given = values_in(values);
-            const auto more = slot_items_in(items);
-            const WithoutInterpreter running(bytes_of(layout, more) < kBrief);
-            check(self.is_held(slot, own_owner(), times), "an open row of this process");
-            self.append(slot, layout, given, more);
-          },
-          "layout"_a, "slot"_a, "times"_a, "values"_a, "items"_a,
-          "Puts in values, (field, address) each, and appends items, (group, items, addresses of the values of its fields, 0: zeros) each.")
-      .def(
           "address", [](const OpenRows& self, std::uint64_t slot) { return reinterpret_cast<Address>(self.data(slot)); }, "slot"_a,
           "Where the caller's part of a slot begins.")
       .def(
@@ -154,22 +179,6 @@ void bind_open_rows(nb::module_& m) {
             store.free_sealed(self);
           },
           "store"_a, "Frees the slots of rows that were sealed by processes which died since.")
-      .def(
-          "seal",
-          [](const OpenRows& self, Store& store, const SlotLayout& layout, std::uint64_t slot, std::uint64_t times, std::uint64_t lane,
-             const nb::tuple& values, const nb::tuple& items) {
-            const auto given = values_in(values);
-            const auto more = slot_items_in(items);
-            std::int64_t row = -1;
-            std::uint64_t number = 0;
-            {
-              nb::gil_scoped_release release;
-              number = store.seal(self, layout, slot, own_owner(), times, lane, given, more, &row);
-            }
-            return std::pair(row, number);
-          },
-          "store"_a, "layout"_a, "slot"_a, "times"_a, "lane"_a, "values"_a, "items"_a,
-          "As append; then appends the row to the store, and frees the slot that it grew in, in one step: (row, ticket number).")
       .def("scan", [](const OpenRows&, std::uint64_t, std::uint64_t) {}, "begin"_a, "end"_a, "Rows that grow are none of the store.")
       .def("after_fork", [](const OpenRows&) {});
 }

@@ -104,7 +104,7 @@ void OpenRows::free_empty(std::uint64_t i, std::uint64_t owner) const {
   if (slot(i).sealed_as.load(std::memory_order_acquire) == kNoRow) slot(i).owner.compare_exchange_strong(owner, 0, std::memory_order_acq_rel);
 }
 
-// An owner that has died notes no number any more, and nobody else does.
+// An owner that has died notes no number any more, and no other process does.
 bool OpenRows::hand_over(std::uint64_t i, std::uint64_t from, std::uint64_t to) const {
   return from != 0 && slot(i).sealed_as.load(std::memory_order_acquire) == 0 && slot(i).owner.compare_exchange_strong(from, to, std::memory_order_acq_rel);
 }
@@ -172,7 +172,7 @@ void OpenRows::append(std::uint64_t i, const SlotLayout& layout, std::span<const
   }
 }
 
-// The owner has died, or nobody else has the store open. What another process has done meanwhile is left alone.
+// The owner has died, or no other process has the store open. What another process has done meanwhile is left alone.
 void OpenRows::recovered(std::uint64_t t0, std::uint64_t n, const std::function<bool(std::uint64_t)>& is_whole) {
   for (std::uint64_t i = 0; i < slots_; ++i) {
     OpenSlot& slot = this->slot(i);

@@ -192,14 +192,15 @@ class OpenSlot:
     def _addresses(
         self, columns: Mapping[int, Tensor], items: Mapping[int, Mapping[int, Tensor]]
     ) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int, tuple[int, ...]], ...]]:
-        groups = self.rows.schema.ragged_groups
-        values = tuple([(number, column.data_ptr()) for number, column in columns.items()])
-        of_groups = []
+        values, of_groups = [], []
+        for number, column in columns.items():
+            values.append((number, column.data_ptr()))
         for group, given in sorted(items.items()):
-            members = groups[group].members
-            addresses = tuple([given[number].data_ptr() or _EMPTY if number in given else 0 for number in members])
-            of_groups.append((group, next(iter(given.values())).shape[0], addresses))
-        return values, tuple(of_groups)
+            addresses, n = dict.fromkeys(self.rows.schema.ragged_groups[group].members, 0), 0
+            for number, values_of in given.items():
+                addresses[number], n = values_of.data_ptr() or _EMPTY, values_of.shape[0]
+            of_groups.append((group, n, tuple(addresses.values())))
+        return tuple(values), tuple(of_groups)
 
     def discard(self) -> None:
         """Free the slot: the row is gone."""
