@@ -110,7 +110,11 @@ class Store {
   /// `open` is attached. Throws std::invalid_argument, and nothing is written: the slot has another owner.
   std::uint64_t seal(const OpenRows& open, std::uint64_t slot, std::uint64_t owner, std::uint64_t lane, Columns columns, std::int64_t* row,
                      RaggedWrite& items);
-  /// Frees slots whose row was sealed by a process that died since.
+  /// As OpenRows::append of values and the last items, and then the same; if it throws, those items are dropped again. `times`: how often
+  /// the slot was taken.
+  std::uint64_t seal(const OpenRows& open, const SlotLayout& layout, std::uint64_t slot, std::uint64_t owner, std::uint64_t times,
+                     std::uint64_t lane, std::span<const SlotValue> values, std::span<const SlotItems> items, std::int64_t* row);
+  /// Frees slots whose row was sealed by a process that died since, or in which it left nothing.
   void free_sealed(OpenRows& open) const;
 
   const Control& control() const { return control_; }

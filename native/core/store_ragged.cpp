@@ -248,10 +248,34 @@ std::uint64_t Store::seal(const OpenRows& open, std::uint64_t slot, std::uint64_
     open.free(slot);
     return number;
   } catch (...) {  // it may have been written, and an index be stalled
-    const std::uint64_t number = noted.exchange(0, std::memory_order_acq_rel);
-    if (number != 0 && *row >= 0 && is_committed_as(control_.word(static_cast<std::uint64_t>(*row)).load(std::memory_order_acquire), number)) {
-      open.free(slot);
+    const std::uint64_t number = noted.load(std::memory_order_acquire);
+    const bool whole = number != 0 && *row >= 0 && is_committed_as(control_.word(static_cast<std::uint64_t>(*row)).load(std::memory_order_acquire), number);
+    whole ? open.free(slot) : noted.store(0, std::memory_order_release);
+    throw;
+  }
+}
+
+std::uint64_t Store::seal(const OpenRows& open, const SlotLayout& layout, std::uint64_t slot, std::uint64_t owner, std::uint64_t times,
+                          std::uint64_t lane, std::span<const SlotValue> values, std::span<const SlotItems> items, std::int64_t* row) {
+  check(ragged_ != nullptr && layout.fields() == fields() && layout.groups().size() == ragged_->groups().size(), "slots for rows of the store");
+  check(open.is_held(slot, owner, times), "an open row of this process");
+  const std::vector<std::uint32_t> before = open.lengths(slot, layout);
+  open.append(slot, layout, values, items);
+  try {
+    std::vector<std::uint32_t> lengths = before;
+    for (const SlotItems& more : items) lengths[more.group] += static_cast<std::uint32_t>(more.n);
+    const std::int64_t start = 0;
+    std::vector<const std::byte*> columns(fields());
+    for (std::uint64_t f = 0; f < columns.size(); ++f) columns[f] = layout.is_ragged(f) ? nullptr : open.data(slot) + layout.places()[f];
+    std::vector<RaggedSource> sources;
+    for (std::uint64_t g = 0; g < lengths.size(); ++g) {
+      RaggedSource& source = sources.emplace_back(RaggedSource{&lengths[g], &start, lengths[g], {}});
+      for (const std::uint64_t f : layout.groups()[g].fields) source.values.push_back(open.data(slot) + layout.places()[f]);
     }
+    RaggedWrite write(*ragged_, 1, sources);
+    return seal(open, slot, owner, lane, columns, row, write);
+  } catch (...) {
+    if (open.is_held(slot, owner, times)) open.shorten(slot, layout, before);
     throw;
   }
 }
@@ -260,8 +284,13 @@ void Store::free_sealed(OpenRows& open) const {
   for (std::uint64_t i = 0; i < open.slots(); ++i) {
     const OpenSlot& slot = open.slot(i);
     const std::uint64_t owner = slot.owner.load(std::memory_order_acquire), number = slot.sealed_as.load(std::memory_order_acquire);
-    if (owner == 0 || number == 0 || OpenRows::is_alive(owner) || first_unfinished() <= number) continue;
-    open.recovered(number, 1, [](std::uint64_t) { return true; });
+    if (owner == 0 || number == 0 || OpenRows::is_alive(owner)) continue;
+    if (number == OpenRows::kNoRow) {
+      open.free_empty(i, owner);
+      continue;
+    }
+    if (first_unfinished() <= number) reclaim();
+    if (first_unfinished() > number) open.recovered(number, 1, [](std::uint64_t) { return true; });
   }
 }
 

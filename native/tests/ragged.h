@@ -39,14 +39,19 @@ struct Memory : Layout {
     page = take(Ragged::bytes(g.lanes, 2));
     tokens = take(g.lanes * rings.tokens * kTokenBytes), others = take(g.lanes * rings.tokens * kOtherBytes);
     text = take(g.lanes * rings.text * kTextBytes);
-    open_rows = take(OpenRows::bytes(kSlots, 8));
+    open_rows = take(OpenRows::bytes(kSlots, slots().nbytes()));
     all = {base, at};
   }
   void format() const {
     format_without_curve(*this);
     const RaggedPage::Group groups[] = {{1, rings.tokens}, {3, rings.text}};
     Ragged::format(page, geometry, groups);
-    OpenRows::format(open_rows, kSlots, 8);
+    OpenRows::format(open_rows, kSlots, slots().nbytes());
+  }
+  /// Slots of rows that grow, of 16 tokens and 8 characters at most.
+  static const SlotLayout& slots() {
+    static const SlotLayout layout({16, kTokenBytes, kOtherBytes, kTextBytes}, {{16, {1, 2}}, {8, {3}}});
+    return layout;
   }
   std::unique_ptr<Store> open(std::uint64_t participant = 0, bool alone = false) const {
     auto store = std::make_unique<Store>(view(), fields, participant);
@@ -92,10 +97,13 @@ class Written {
     RaggedWrite write(*store.ragged(), n_, sources());
     return store.append(lane, n_, columns(), rows, &write);
   }
-  std::uint64_t seal(Store& store, const OpenRows& open, std::uint64_t slot, std::uint64_t owner, std::int64_t* row) const {
-    RaggedWrite write(*store.ragged(), n_, sources());
-    return store.seal(open, slot, owner, 0, columns(), row, write);
+  /// The only row as a slot takes it: its id, and the items of each group from `from` to `to`.
+  std::vector<SlotValue> slot_values() const { return {{0, column_.data()}}; }
+  std::vector<SlotItems> slot_items(Rings from, Rings to) const {
+    return {{0, to.tokens - from.tokens, {as_bytes(tokens_) + from.tokens * kTokenBytes, as_bytes(others_) + from.tokens * kOtherBytes}},
+            {1, to.text - from.text, {as_bytes(text_) + from.text}}};
   }
+  Rings lengths() const { return {lengths_[0][0], lengths_[1][0]}; }
   std::uint64_t append_by_lane(Store& store, const std::int64_t* lanes, std::int64_t* rows = nullptr) const {
     RaggedWrite write(*store.ragged(), n_, sources());
     return store.append_by_lane(lanes, n_, columns(), rows, &write);

@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <cstring>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <thread>
 #include <utility>
@@ -106,59 +107,174 @@ TEST(a_death_at_any_instruction_leaves_whole_rows) {
   die_everywhere(of_rows, states);
 }
 
-// Died: the row is there, or it grows on in its slot. Never both, never neither.
+std::uint64_t self() {
+  const auto pid = static_cast<std::uint32_t>(getpid());
+  return OpenRows::owner_of(pid, start_time_of(pid));
+}
+
+// Some of them, the first and the last ones among them.
+std::vector<std::uint64_t> some(const std::vector<std::uint64_t>& begins) {
+  const auto most = stress::pick<std::size_t>(12, 1000000, 1000000);
+  if (begins.size() <= most) return begins;
+  std::vector<std::uint64_t> found;
+  for (std::size_t i = 0; i < most; ++i) found.push_back(begins[i * (begins.size() - 1) / (most - 1)]);
+  return found;
+}
+
+// The first id from some on whose row has items enough to be split.
+std::uint64_t long_row(std::uint64_t id) {
+  while (length_of(id, 0, kMost.tokens) < 4 || length_of(id, 1, kMost.text) < 2) ++id;
+  return id;
+}
+
+// The steps of an operation at which the memory is another one than before, from where the child stops on. None: no single steps here.
+std::vector<std::uint64_t> changes(World& world, const std::function<void()>& operation) {
+  std::vector<std::uint64_t> begins;
+  Stepped child(operation);
+  if (child.end() == Stepped::End::refused) return begins;
+  child.resume();
+  if (!child.finish()) return begins;
+  std::uint64_t last = 0;
+  for (std::uint64_t step = 0; child.end() == Stepped::End::running; ++step) {
+    const std::uint64_t hash = hash_of({world.pages.data(), world.memory.all.size()});
+    if (hash != std::exchange(last, hash)) begins.push_back(step);
+    child.step();
+  }
+  return begins;
+}
+
+// As many steps, and then it dies.
+void die_after(World& world, const std::function<void()>& operation, std::uint64_t steps) {
+  world.restore();
+  Stepped child(operation);
+  child.resume();
+  EXPECT(child.finish());
+  for (std::uint64_t step = 0; step < steps && child.end() == Stepped::End::running; ++step) child.step();
+  child.kill();
+}
+
+// Whether a slot has the items of a row, as far as it has grown: all of each group's.
+bool has_items_of(const OpenRows& open, std::uint64_t slot, std::uint64_t id, Rings lengths) {
+  const SlotLayout& layout = Memory::slots();
+  const auto at = [&](std::uint64_t field, std::uint64_t k) { return open.data(slot) + layout.places()[field] + k * layout.bytes(field); };
+  bool same = true;
+  for (std::uint64_t k = 0; k < lengths.tokens; ++k) {
+    std::uint64_t token = 0;
+    std::uint32_t other = 0;
+    std::memcpy(&token, at(1, k), sizeof token), std::memcpy(&other, at(2, k), sizeof other);
+    same &= token == token_of(id, k) && other == static_cast<std::uint32_t>(token);
+  }
+  for (std::uint64_t k = 0; k < lengths.text; ++k) same &= static_cast<std::uint8_t>(*at(3, k)) == char_of(id, k);
+  return same;
+}
+
+// Died: the row is there, or it grows on in its slot, with the last items or without them. Never both, never neither.
 TEST(a_row_is_sealed_once_or_grows_on) {
   World world(6, {40, 24});
-  const Written row({101}, kMost);
+  const std::uint64_t of = long_row(101);
+  const Written row({of}, kMost);
+  const Rings none{0, 0}, half{2, 1}, all = row.lengths();
+  const SlotLayout& layout = Memory::slots();
   const auto seal = [&] {
     const auto store = world.memory.open(1);
     OpenRows open(world.memory.open_rows);
     store->attach(open);
-    const std::uint64_t owner = OpenRows::owner_of(static_cast<std::uint32_t>(getpid()), start_time_of(static_cast<std::uint32_t>(getpid())));
-    const std::uint64_t slot = *open.take(owner);
+    const std::uint64_t owner = self(), slot = *open.take(owner, layout);
+    open.append(slot, layout, {}, row.slot_items(none, half));
+    const auto values = row.slot_values();
+    const auto items = row.slot_items(half, all);
     raise(SIGSTOP);  // where the steps begin
     std::int64_t at = -1;
-    row.seal(*store, open, slot, owner, &at);
+    store->seal(open, layout, slot, owner, open.times(slot), 0, values, items, &at);
   };
-  std::vector<std::uint64_t> begins;
-  const auto begin = [&](Stepped& child) {
-    child.resume();
-    return child.finish();
-  };
-  {
-    Stepped child(seal);
-    if (child.end() == Stepped::End::refused || !begin(child)) return;
-    std::uint64_t last = 0;
-    for (std::uint64_t step = 0; child.end() == Stepped::End::running; ++step) {
-      const std::uint64_t hash = hash_of({world.pages.data(), world.memory.all.size()});
-      if (hash != std::exchange(last, hash)) begins.push_back(step);
-      child.step();
-    }
-  }
+  const std::vector<std::uint64_t> begins = changes(world, seal);
+  if (begins.empty()) return;
   EXPECT(begins.size() > 20);
-  std::uint64_t sealed = 0;
-  for (const std::uint64_t steps : begins) {
-    world.restore();
-    {
-      Stepped child(seal);
-      EXPECT(begin(child));
-      for (std::uint64_t step = 0; step < steps && child.end() == Stepped::End::running; ++step) child.step();
-      child.kill();
-    }
+  const std::vector<std::uint64_t> deaths = some(begins);
+  std::uint64_t sealed = 0, early = 0;
+  for (const std::uint64_t steps : deaths) {
+    die_after(world, seal, steps);
     const auto store = world.memory.open(0, true);
     OpenRows open(world.memory.open_rows);
     store->attach(open);
+    store->free_sealed(open);
+    const bool resumed = open.hand_over(0, open.slot(0).owner.load(), self());  // before anybody knows whether it was written
+    early += resumed;
     store->recover();
     store->free_sealed(open);
-    bool torn = false, there = false;
-    for (const auto& [id, at] : live_rows(*store, kMost, &torn)) there |= id == 101;
-    const bool is_open = open.slot(0).owner.load() != 0;
-    EXPECT(!torn);
-    EXPECT(there != is_open);
+    const auto count = [&] {
+      bool torn = false;
+      std::uint64_t found = 0;
+      for (const auto& [id, at] : live_rows(*store, kMost, &torn)) found += id == of;
+      EXPECT(!torn);
+      return found;
+    };
+    const bool there = count() == 1, is_open = open.slot(0).owner.load() != 0;
+    EXPECT(there != is_open && !(there && resumed));
     sealed += there;
+    if (is_open) {  // another process goes on with it
+      EXPECT(resumed || open.hand_over(0, open.slot(0).owner.load(), self()));
+      const std::vector<std::uint32_t> lengths = open.lengths(0, layout);
+      const Rings now{lengths[0], lengths[1]};
+      EXPECT((now.tokens == half.tokens || now.tokens == all.tokens) && (now.text == half.text || now.text == all.text));
+      EXPECT(has_items_of(open, 0, of, now));
+      std::int64_t at = -1;
+      store->seal(open, layout, 0, self(), open.times(0), 0, row.slot_values(), row.slot_items(now, all), &at);
+      EXPECT(count() == 1 && open.slot(0).owner.load() == 0);
+    }
     if (expect::failures > 0) break;
   }
-  EXPECT(sealed > 0 && sealed < begins.size());
+  EXPECT(sealed > 0 && sealed < deaths.size() && early > 0 && early < deaths.size());
+}
+
+// Died while it opens a row and appends to it, in a slot that had another row: it has nothing of that one, and whole items or none.
+TEST(a_death_while_a_row_grows_leaves_what_was_appended) {
+  World world(6, {40, 24});
+  const std::uint64_t of = long_row(101);
+  const Written row({of}, kMost), other({long_row(of + 1)}, kMost);
+  const Rings none{0, 0}, half{2, 1}, all = row.lengths();
+  const SlotLayout& layout = Memory::slots();
+  {
+    OpenRows open(world.memory.open_rows);
+    const std::uint64_t slot = *open.take(self(), layout);
+    open.append(slot, layout, other.slot_values(), other.slot_items(none, other.lengths()));
+    open.free(slot);
+    world.state.assign(world.pages.data(), world.pages.data() + kBytes);
+  }
+  const auto grow = [&] {
+    OpenRows open(world.memory.open_rows);
+    const std::uint64_t owner = self();
+    const auto values = row.slot_values();
+    const auto first = row.slot_items(none, half), rest = row.slot_items(half, all);
+    raise(SIGSTOP);  // where the steps begin
+    const std::uint64_t slot = *open.take(owner, layout);
+    open.append(slot, layout, values, first);
+    open.append(slot, layout, {}, rest);
+    open.free(slot);
+  };
+  const std::vector<std::uint64_t> begins = changes(world, grow);
+  if (begins.empty()) return;
+  EXPECT(begins.size() > 12);
+  const std::vector<std::uint64_t> deaths = some(begins);
+  std::uint64_t grown = 0;
+  for (const std::uint64_t steps : deaths) {
+    die_after(world, grow, steps);
+    const auto store = world.memory.open(0, true);
+    OpenRows open(world.memory.open_rows);
+    store->attach(open);
+    store->free_sealed(open);
+    if (open.slot(0).owner.load() == 0) continue;
+    const std::vector<std::uint32_t> lengths = open.lengths(0, layout);
+    const Rings now{lengths[0], lengths[1]};
+    EXPECT((now.tokens == 0 || now.tokens == half.tokens || now.tokens == all.tokens) && (now.text == 0 || now.text == half.text || now.text == all.text));
+    EXPECT(has_items_of(open, 0, of, now));
+    const bool given = open.data(0)[layout.given(0)] != std::byte{0};
+    EXPECT(given || now.tokens + now.text == 0);
+    if (given) EXPECT(id_of(open.data(0) + layout.places()[0], 16) == of);
+    grown += now.tokens == all.tokens && now.text == all.text;
+    EXPECT(open.hand_over(0, open.slot(0).owner.load(), self()));
+  }
+  EXPECT(grown < deaths.size());
 }
 
 // It is stopped, not dead: others may not write over what it has, so they wait in vain for it, or pass it by.

@@ -256,4 +256,34 @@ TEST(threads_write_and_read_the_same_rings) {
   EXPECT(!broken);
 }
 
+TEST(a_slot_takes_what_it_has_room_for_and_refuses_the_rest) {
+  const Own own({16, 1, 16}, {40, 24});
+  const OpenRows open(own.memory.open_rows);
+  const SlotLayout& layout = Memory::slots();
+  const std::uint64_t slot = *open.take(7, layout);
+  const std::vector<std::uint32_t> none{0, 0}, three{3, 2};
+  EXPECT(open.is_held(slot, 7, 1) && !open.is_held(slot, 7, 2) && !open.is_held(slot, 8, 1));
+  const std::vector<std::uint64_t> tokens{1, 2, 3};
+  const std::byte* data = reinterpret_cast<const std::byte*>(tokens.data());
+  const SlotItems text{1, 2, {data}};
+  open.append(slot, layout, {}, std::vector<SlotItems>{{0, 3, {data, nullptr}}, text});
+  EXPECT(open.lengths(slot, layout) == three);
+  EXPECT(std::memcmp(open.data(slot) + layout.places()[1], data, 3 * kTokenBytes) == 0);
+  EXPECT(open.data(slot)[layout.given(1)] == std::byte{1} && open.data(slot)[layout.given(2)] == std::byte{0});
+  const SlotItems refused[] = {{0, 14, {data, data}}, {0, 1, {data}}, {2, 1, {data}}, {1, std::uint64_t{1} << 40, {nullptr}}};
+  for (const SlotItems& items : refused) EXPECT_THROWS(std::invalid_argument, open.append(slot, layout, {}, std::vector<SlotItems>{items}));
+  EXPECT_THROWS(std::invalid_argument, open.append(slot, layout, {}, std::vector<SlotItems>{text, text}));
+  EXPECT_THROWS(std::invalid_argument, open.append(slot, layout, std::vector<SlotValue>{{1, data}}, {}));
+  EXPECT_THROWS(std::invalid_argument, open.append(slot, SlotLayout({16, 8}, {{16, {1}}}), {}, {}));
+  EXPECT(open.lengths(slot, layout) == three);
+
+  open.free(slot);
+  EXPECT(*open.take(8, layout) == slot && open.lengths(slot, layout) == none && open.is_held(slot, 8, 2));
+  EXPECT(open.data(slot)[layout.given(1)] == std::byte{0});
+  const std::uint32_t many = 17;
+  std::memcpy(open.data(slot) + layout.length(0), &many, sizeof many);
+  EXPECT_THROWS(Damaged, open.lengths(slot, layout));
+  EXPECT_THROWS(Damaged, open.append(slot, layout, {}, std::vector<SlotItems>{text}));
+}
+
 }  // namespace

@@ -237,6 +237,32 @@ def test_processes_that_are_killed_lose_and_double_nothing(tmp_path):
         assert len(rb) == rounds + 1
 
 
+def test_the_next_to_open_the_folder_finds_each_row_once(tmp_path):
+    """As above, where the process that is killed is the only one that has the store open."""
+    with made(tmp_path / "store", open_rows=8, capacity=1_000) as rb:
+        rb.add({"prompt": -1, "reward": 0.0, "tokens": [0], "log_prob": [0.0], "text": ""})
+    rounds = stress.size(8, 500)
+    for number in range(rounds):
+
+        def generate(number=number):
+            row = ReplayBuffer.open(tmp_path / "store").open_row(prompt=number)
+            row.append(tokens=[number] * (number % 5 + 1))
+            signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            signal.setitimer(signal.ITIMER_REAL, 1e-5 * (number * 7 % 40 + 1))
+            row.seal(reward=float(number))
+
+        killed(generate)
+        with ReplayBuffer.open(tmp_path / "store") as rb:
+            left = [row for row in rb.unsealed() if int(row.fields["prompt"]) == number]
+            there = [row for row in range(len(rb)) if int(rb[row]["prompt"]) == number]
+            assert len(there) + len(left) == 1
+            tokens = rb[there[0]]["tokens"] if there else left[0].fields["tokens"]
+            assert tokens.tolist() == [number] * (number % 5 + 1)
+            if left:
+                left[0].resume().seal(reward=float(number))
+            assert (len(rb), rb.unsealed()) == (number + 2, [])
+
+
 def test_a_row_that_was_moved_is_sealed_where_it_is_now():
     rb = made()
     rb.add({"prompt": 0, "reward": 0.0, "tokens": [0], "log_prob": [0.0], "text": ""})
@@ -270,7 +296,7 @@ def test_no_field_is_added_where_slots_have_no_room_for_it(rb):
 def test_a_length_that_no_row_has_is_refused(length):
     rb = made()
     row = rb.open_row(prompt=1, late=LATE)
-    row._slot._lengths(min(row._slot.rows.layout.lengths)).fill_(length)
+    row._slot._bytes(8, 4).view(torch.int32).fill_(length)  # of the first group
     for change in (lambda: row.append(tokens=[1]), lambda: row.seal(reward=1.0), lambda: row.lengths):
         with pytest.raises(CorruptStore, match="expected at most"):
             change()

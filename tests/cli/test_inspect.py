@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engram import LazyMemmapStorage, PrioritizedSampler, ReplayBuffer
+from engram import LazyMemmapStorage, PrioritizedSampler, Ragged, ReplayBuffer
 from engram.cli import main
 from engram.saved import attempts, description
 from engram.saved.description import KINDS
@@ -327,6 +328,50 @@ def test_a_live_store(tmp_path):
     assert call("verify", tmp_path / "s").output.startswith("ok  store")
     rb.close()
     assert found(tmp_path / "s")["clean"]
+
+
+def test_a_live_store_with_ragged_rows_and_rows_that_grow(tmp_path):
+    """Items of 163 bytes a row, in a ring for seven such rows and a part of the eighth."""
+    fields = {
+        "tokens": Ragged(torch.int32, max_length=40),
+        "log_prob": Ragged(torch.float32, like="tokens"),
+        "text": Ragged("utf-8", max_length=20),
+    }
+    how = {"ragged": fields, "ragged_bytes": 1200, "open_rows": 3}
+    folder = tmp_path / "store"
+    with ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=folder, **how), batch_size=2) as rb:
+        for number in range(7):
+            rb.add({"tokens": [number] * 20, "log_prob": [0.0] * 20, "text": "abc", "x": number})
+        lanes = [{"lane": 0, "bytes_used": 7 * 163, "bytes_free": 141 * 8 + 70 - 7 * 163}]
+        store = found(folder)
+        assert store["items"] == {"evicted_rows": 0, "lanes": lanes}
+        assert store["open_rows"] == {"slots": 3, "growing": []}
+        rb.add({"tokens": [7] * 20, "log_prob": [0.0] * 20, "text": "abc", "x": 7})
+        rb.open_row(x=1).append(tokens=[1, 2], log_prob=[0.0, 0.0])
+        if (child := os.fork()) == 0:
+            try:
+                rb.open_row(x=2).append(text="hello")
+            finally:
+                os.kill(os.getpid(), signal.SIGKILL)
+        os.waitpid(child, 0)
+        rb.open_row(x=3).discard()
+        store = found(folder)
+        assert store["items"]["evicted_rows"] == rb.stats()["evicted_rows"] == 1
+        assert store["items"]["lanes"][0]["bytes_used"] <= 7 * 163 + 20 * 8  # what is skipped at the seam counts
+        assert store["open_rows"] == {
+            "slots": 3,
+            "growing": [
+                {"slot": 0, "process": os.getpid(), "abandoned": False, "items": {"tokens": 2, "text": 0}},
+                {"slot": 1, "process": child, "abandoned": True, "items": {"tokens": 0, "text": 5}},
+            ],
+        }
+        shown = call("inspect", folder).output
+        assert "1 row evicted for newer ones" in shown
+        assert "2 of 3, 1 of them of processes that have ended: rb.unsealed()" in shown
+    slots = folder / ".engram" / "indexes" / "main" / "open"
+    for damage in (b"", slots.read_bytes()[:-1], bytes(4096) + slots.read_bytes()[4096:]):
+        slots.write_bytes(damage)
+        assert "open_rows" not in found(folder)
 
 
 def test_a_live_store_with_rows_that_are_empty(tmp_path):

@@ -91,3 +91,32 @@ def test_other_fields_say_no_groups(key, said):
     )
     with pytest.raises(TypeError, match=f"sample: '{key}': expected one integer per row, or a text of at most.*{said}"):
         other.sample()
+
+
+@pytest.mark.parametrize(
+    ("key", "said"), [("long", r"max_length=1025\)"), ("tokens", r"torch\.int32"), ("data", "'json'")]
+)
+def test_declared_fields_that_say_no_groups_are_refused_when_a_buffer_takes_the_sampler(key, said):
+    fields = {
+        "long": Ragged("utf-8", max_length=1025),
+        "short": Ragged("utf-8", max_length=1024),
+        "tokens": Ragged(torch.int32, max_length=8),
+        "data": Ragged("json", max_length=8),
+        "unknown": Ragged("bytes"),
+    }
+
+    def over(key):
+        storage = LazyTensorStorage(8, ragged=fields)
+        return ReplayBuffer(
+            storage=storage, sampler=PromptGroupSampler(samples_per_group=1, group_key=key), batch_size=1
+        )
+
+    with pytest.raises(
+        TypeError, match=f"group_key: '{key}': expected one integer per row, or a text of at most 1024.*{said}"
+    ):
+        over(key)
+    for other in ("short", "unknown", "number"):  # what the last two are, the first row says
+        rb = over(other)
+        row = {"long": "", "short": "a", "tokens": [1], "data": 1, "unknown": b"", "number": 7}
+        rb.add(row)
+        assert int(rb.sample()["number"][0]) == 7

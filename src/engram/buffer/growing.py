@@ -66,16 +66,12 @@ class OpenRow:
     @property
     def fields(self) -> dict[Key, Tensor]:
         """What was given so far, by key: copies. The items of ragged fields, ``[length, *shape]``; texts as bytes, uint8."""
-        slot, schema = self._slot, self._slot.rows.schema
+        slot = self._slot
         return {
-            public(field.key): (slot.items(number) if number in schema.ragged else slot.column(number)).clone()
-            for number, field in enumerate(schema.fields)
+            public(key): slot.value(number).clone()
+            for key, number in slot.rows.numbers.items()
             if slot.is_given(number)
         }
-
-    @property
-    def _keys(self) -> list[Path]:
-        return [field.key for field in self._slot.rows.schema.fields]
 
     @property
     def is_abandoned(self) -> bool:
@@ -106,8 +102,8 @@ class OpenRow:
         {'tokens': 2}
         """
         self._check_mine("append")
-        given = self._growing.items_of(self._slot, paths_of(data, fields, self._keys, "append"), "append")
-        self._slot.fill({}, given)
+        given = paths_of(data, fields, self._slot.rows.numbers, "append")
+        self._slot.append({}, self._growing.items_of(self._slot, given, "append"))
 
     def seal(self, data: Given | None = None, /, *, timeout: float | None = None, **fields: object) -> int:
         """Make it a row of the buffer, in one step: whenever this process dies it is a row, or grows on.
@@ -135,7 +131,7 @@ class OpenRow:
         (0, 1)
         """
         self._check_mine("seal")
-        given = paths_of(data, fields, self._keys, "seal")
+        given = paths_of(data, fields, self._slot.rows.numbers, "seal")
         return self._growing.seal(self._slot, self._lane, given, checked_timeout(timeout, "seal"))
 
     def discard(self) -> None:
@@ -212,11 +208,11 @@ class GrowingRows:
             add_fields(nested, row)
             storage.prepare(nested, "open_row", batched=False)
         rows = rows or OpenRowIndex.of_store(storage.store, slots)
-        known = [field.key for field in rows.schema.fields]
-        columns, ragged = self._sorted(rows, paths_of(data, fields, known, "open_row"), "open_row")
+        columns, ragged = self._sorted(rows, paths_of(data, fields, rows.numbers, "open_row"), "open_row")
         slot = rows.take(timeout)
         try:
-            slot.fill(columns, self.items_of(slot, ragged, "open_row"))
+            if data or fields:
+                slot.append(columns, self.items_of(slot, ragged, "open_row"))
         except BaseException:
             slot.discard()
             raise
@@ -253,27 +249,24 @@ class GrowingRows:
             raise KeyError(
                 f"seal: expected a value for each field, got none for {', '.join(map(repr, lacking))}. Give them now."
             )
-        lane, before = self._lane("seal") if lane is None else lane, slot.lengths
-        try:
-            slot.fill(columns, given)
-            return self._sealed(slot, lane, timeout)
-        except BaseException:
-            slot.shorten(before)
-            raise
+        return self._sealed(slot, self._lane("seal") if lane is None else lane, columns, given, timeout)
 
     def _lane(self, call: str) -> int:
         """The lane of a row for which none was named."""
         default = self._lanes.default
         return int(self._wiring.storage.unnamed_lanes(call, batched=False)[0]) if default is None else default
 
-    def _sealed(self, slot: OpenSlot, lane: int, timeout: float) -> int:
+    def _sealed(
+        self, slot: OpenSlot, lane: int, columns: dict[int, Tensor], items: dict[int, dict[int, Tensor]], timeout: float
+    ) -> int:
         storage = self._wiring.storage
         try:
-            row, number = slot.seal(lane)
+            row, number = slot.seal(lane, columns, items)
         except NotAdmitted as refused:
             if timeout < 0:
                 raise
-            return self._wiring.gate.written(lambda _: self._sealed(slot, lane, -1.0), storage.memory, refused, timeout)
+            again = (slot, lane, columns, items, -1.0)
+            return self._wiring.gate.written(lambda _: self._sealed(*again), storage.memory, refused, timeout)
         storage.notify(Write(torch.tensor([row], device="cpu"), number), None)
         return row
 
@@ -281,8 +274,7 @@ class GrowingRows:
 
     def _sorted(self, rows: OpenRows, data: Fields, call: str) -> tuple[dict[int, Tensor], dict[Path, object]]:
         """The columns of fields of one size, by number, and what is given of ragged ones. Raises ``KeyError``: no such field."""
-        structure = self._wiring.storage.written()
-        numbers = {field.key: number for number, field in enumerate(rows.schema.fields)}
+        structure, numbers = self._wiring.storage.written(), rows.numbers
         columns, ragged = {}, {}
         for key, value in data.items():
             if key not in numbers:
@@ -290,46 +282,47 @@ class GrowingRows:
                 raise KeyError(
                     f"{call}: expected fields of {names}, got {public(key)!r}. The first row names them: open_row(late={{…}})."
                 )
-            if numbers[key] in rows.schema.ragged:
+            if numbers[key] in rows.groups:
                 ragged[key] = value
             else:
-                columns[numbers[key]] = structure.column(numbers[key], value, (1,), call=call)[0]
+                columns[numbers[key]] = structure.column(numbers[key], value, (1,), call=call)[0].contiguous()
         return columns, ragged
 
-    def items_of(self, slot: OpenSlot, data: Fields, call: str) -> dict[int, tuple[dict[int, Tensor], int]]:
-        """The items of ragged fields, by field and then by number, and how many each group gets. Raises as :meth:`OpenRow.append`."""
-        structure, schema = self._wiring.storage.written(), slot.rows.schema
+    def items_of(self, slot: OpenSlot, data: Fields, call: str) -> dict[int, dict[int, Tensor]]:
+        """The items of ragged fields, by group and then by number. There is room for them. Raises as :meth:`OpenRow.append`."""
+        structure, rows = self._wiring.storage.written(), slot.rows
         given: dict[int, dict[int, Tensor]] = {}
-        numbers = {field.key: number for number, field in enumerate(schema.fields)}
         for key, value in data.items():
-            number = numbers.get(key, -1)
-            if number not in schema.ragged:
-                names = [public(schema.fields[it].key) for it in schema.ragged]
+            number = rows.numbers.get(key, -1)
+            if number not in rows.groups:
+                names = [public(rows.schema.fields[it].key) for it in rows.groups]
                 raise KeyError(f"{call}: expected ragged fields, of {names}, got {public(key)!r}. seal() takes others.")
-            it = schema.ragged[number]
-            leader = number if it.is_leader else it.like
-            if it.kind == "json" and slot.length(leader):
+            if rows.schema.ragged[number].kind == "json" and slot.length(number):
                 raise ValueError(
                     f"{call}: {public(key)!r}: expected no JSON behind what is there already. Give it whole, once."
                 )
-            given.setdefault(leader, {})[number] = structure.items_in(number, value, call)
-        return {leader: (items, self._room_for(slot, leader, items, call)) for leader, items in given.items()}
+            given.setdefault(rows.groups[number], {})[number] = structure.items_in(number, value, call)
+        for items in given.values():
+            self._check_room(slot, items, call)
+        return given
 
     @staticmethod
-    def _room_for(slot: OpenSlot, leader: int, items: Mapping[int, Tensor], call: str) -> int:
+    def _check_room(slot: OpenSlot, items: Mapping[int, Tensor], call: str) -> None:
         schema = slot.rows.schema
-        sizes = {public(schema.fields[number].key): len(values) for number, values in items.items()}
-        if len({*sizes.values()}) > 1:
+        sizes = {number: values.shape[0] for number, values in items.items()}
+        number, n = next(iter(sizes.items()))
+        if any(size != n for size in sizes.values()):
+            said = {public(schema.fields[it].key): size for it, size in sizes.items()}
             raise RuntimeError(
-                f"{call}: expected as many items in fields of one length, got {sizes}. Give each its own."
+                f"{call}: expected as many items in fields of one length, got {said}. Give each its own."
             )
-        n, before, most = next(iter(sizes.values())), slot.length(leader), schema.ragged[leader].max_length
+        before, most = slot.length(number), schema.ragged[number].max_length
         if before + n > most:
+            leader = schema.fields[schema.ragged_groups[slot.rows.groups[number]].leader].key
             raise RuntimeError(
-                f"{call}: {public(schema.fields[leader].key)!r}: expected at most {count(most, 'item')} a row, its max_length, got "
-                f"{before} and {n} more. Seal the row, or make the storage with a larger max_length."
+                f"{call}: {public(leader)!r}: expected at most {count(most, 'item')} a row, its max_length, got {before} and {n} more. "
+                "Seal the row, or make the storage with a larger max_length."
             )
-        return n
 
 
 class Grows:
@@ -404,7 +397,9 @@ def paths_of(
         )
     found: dict[Path, object] = {}
     for key, value in (*(data or {}).items(), *fields.items()):
-        path = checked_path(key, call)
-        nested = isinstance(value, dict) and path not in known
-        found |= {(*path, *inner): leaf for inner, leaf in flatten(value)} if nested else {path: value}
+        path = (key,) if isinstance(key, str) else checked_path(key, call)
+        if isinstance(value, dict) and path not in known:
+            found |= {(*path, *inner): leaf for inner, leaf in flatten(value)}
+        else:
+            found[path] = value
     return found

@@ -439,15 +439,23 @@ def _store(store: Entries) -> Iterator[str]:
         state = f"open, or not closed in order; processes: {named}"
     rows, capacity, lanes = store["rows"], store["capacity"], store["lanes"]
     of_lanes = f", {lanes['count']} lanes of {lanes['fewest_rows']:,} to {lanes['most_rows']:,}" * (lanes["count"] > 1)
-    yield from table(
-        [
-            ("created", store.get("created", "–")),
-            ("written", _ago(store, "written")),
-            ("state", state),
-            ("rows", f"{rows:,} of {capacity:,} ({format_share(rows / capacity)}){of_lanes}"),
-            ("size", f"{format_size(store['bytes'])}, {format_size(store['row_bytes'])} a row"),
-        ]
-    )
+    facts = [
+        ("created", store.get("created", "–")),
+        ("written", _ago(store, "written")),
+        ("state", state),
+        ("rows", f"{rows:,} of {capacity:,} ({format_share(rows / capacity)}){of_lanes}"),
+        ("size", f"{format_size(store['bytes'])}, {format_size(store['row_bytes'])} a row"),
+    ]
+    if (items := store.get("items")) is not None:
+        used, free = ([lane[what] for lane in items["lanes"]] for what in ("bytes_used", "bytes_free"))
+        least = f", {format_size(min(free))} in the fullest lane" * (len(free) > 1)
+        evicted = f"{count(items['evicted_rows'], 'row')} evicted for newer ones"
+        facts.append(("items", f"{format_size(sum(used))}, {format_size(sum(free))} free{least}; {evicted}"))
+    if (slots := store.get("open_rows")) is not None:
+        abandoned = sum(it["abandoned"] for it in slots["growing"])
+        ended = f", {abandoned:,} of them of processes that have ended: rb.unsealed()" * (abandoned > 0)
+        facts.append(("open rows", f"{len(slots['growing']):,} of {slots['slots']:,}{ended}"))
+    yield from table(facts)
     yield from _fields(store["fields"])
     for index in store["indexes"]:
         yield from _priorities(index)

@@ -325,11 +325,12 @@ def processes(raw: bytes) -> list[int]:
     return [pid for state, pid in _PARTICIPANT.iter_unpack(raw[at : at + nbytes]) if state]
 
 
-def filled(raw: bytes, header: ControlHeader) -> list[int]:
-    """Rows inside each lane's extent, those that hold nothing included. ``raw``: the lanes."""
+def extents(raw: bytes, header: ControlHeader) -> list[range]:
+    """The positions inside each lane's extent, those of rows that hold nothing included. ``raw``: the lanes."""
     found = []
     for cursor, base, high in _LANE.iter_unpack(raw):
-        found.append(min(max(max(cursor, high) - base, 0), header.lane_length))
+        end = max(cursor, high)
+        found.append(range(end - min(max(end - base, 0), header.lane_length), end))
     return found
 
 

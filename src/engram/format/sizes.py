@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-priority_bytes = _core.priority_bytes
+priority_bytes, is_owner_alive = _core.priority_bytes, _core.is_owner_alive
 #: Children of a node of a sum tree on a device; a line of memory, at which parts of a block begin; bytes of a mirror's two blocks.
 _FANOUT, _LINE, _MIRROR = 128, 64, 32 << 20
 
@@ -33,6 +33,13 @@ def ragged_control_bytes(schema: Schema) -> int:
     """Size of the control block of ragged fields; 0: there are none."""
     groups = len(schema.ragged_groups)
     return _core.ragged_bytes(schema.lanes, groups) if groups else 0
+
+
+def slot_layout(schema: Schema) -> _core.SlotLayout:
+    """Where things lie in a slot of a row that grows."""
+    items = schema.ragged
+    row_bytes = [items[n].item_bytes if n in items else field.row_bytes for n, field in enumerate(schema.fields)]
+    return _core.SlotLayout(row_bytes, tuple((items[it.leader].max_length, it.members) for it in schema.ragged_groups))
 
 
 class ShownField(NamedTuple):

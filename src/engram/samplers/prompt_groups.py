@@ -76,8 +76,9 @@ class PromptGroupSampler(RuledSampler[Groups]):
 
     Raises:
         TypeError: both counts, or none, or no ints; when a buffer takes it: a list storage other than
-            :class:`LazyStackStorage`. ValueError: a count below 1, another strategy, ``complete=False`` with ``max_uses``; when a buffer
-            takes it: a list without a bound; when a batch is drawn: its size is no multiple of the count.
+            :class:`LazyStackStorage`, or a declared ragged field that says no group.
+        ValueError: a count below 1, another strategy, ``complete=False`` with ``max_uses``; when a buffer takes it: a list without a
+            bound; when a batch is drawn: its size is no multiple of the count.
         NotImplementedError: when a buffer takes it: a storage with ``ndim > 1``.
         KeyError (when drawing): no such field. TypeError: its content is no key, rewards or versions are no real numbers, or a field of
             ``ready`` has integers, of which none is NaN.
@@ -236,7 +237,8 @@ class PromptGroupSampler(RuledSampler[Groups]):
             raise NotImplementedError(
                 f"PromptGroupSampler: expected a storage with ndim=1, whose rows are in groups one by one, got ndim={storage.ndim}."
             )
-        groups = None if storage.traits.has_fields else self._index_of(storage)  # first: it may refuse
+        made = storage.traits.has_fields and storage.memory is not None  # before, declared fields may be refused
+        groups = None if made else self._index_of(storage)
         self._storage, self._index = storage, groups
         if self._rules.version is not None:
             self._consumer.bind(storage)

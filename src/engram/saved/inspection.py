@@ -18,8 +18,7 @@ import msgspec
 
 from engram._support.progress import OnProgress, Work
 from engram.errors import CorruptCheckpoint, CorruptStore, IncompatibleStore
-from engram.format import files, layout, schema
-from engram.format.sizes import ragged_control_bytes
+from engram.format import files, layout, schema, sizes
 from engram.saved import attempts, description, disk, documents
 from engram.saved.checkpoints import Checkpoint
 from engram.saved.part_reader import Level, PartReader
@@ -254,14 +253,14 @@ def _store(path: Path) -> Iterator[documents.Problem]:
     decoded, _ = read_store(path)
     folder = path / layout.FOLDER
     rows = layout.row_files(path, decoded).values()
-    sizes = {file: size * decoded.capacity for file, size in rows if size}  # empty rows have no file
+    expected = {file: size * decoded.capacity for file, size in rows if size}  # empty rows have no file
     earlier = schema.is_earlier(files.read_small(folder / layout.STORE, schema.MAX_BYTES))
-    sizes[folder / layout.TICKETS] = layout.tickets_bytes(decoded.capacity, earlier=earlier)
-    sizes[folder / layout.ALIVE] = 0
+    expected[folder / layout.TICKETS] = layout.tickets_bytes(decoded.capacity, earlier=earlier)
+    expected[folder / layout.ALIVE] = 0
     if decoded.ragged:
-        sizes |= dict(layout.values_files(path, decoded).values())
-        sizes[layout.ragged_control(path)] = ragged_control_bytes(decoded)
-    for file, nbytes in sizes.items():
+        expected |= dict(layout.values_files(path, decoded).values())
+        expected[layout.ragged_control(path)] = sizes.ragged_control_bytes(decoded)
+    for file, nbytes in expected.items():
         try:
             files.check_size(file, nbytes)
         except CorruptStore as error:
@@ -330,6 +329,8 @@ LEAVES = "leaves"
 INDEXES = "priorities"
 
 _CHUNK = 1 << 20
+#: Bytes of a page that begins an index, and of what begins a slot of a row that grows.
+_PAGE, _SLOT_HEAD = 4096, 64
 _PRIORITIES = struct.Struct("=8sQQdddd")
 
 
@@ -574,8 +575,8 @@ def _described_store(path: Path) -> Entries:
     decoded, header = read_store(path)
     raw = bytearray(files.control_bytes(header.lanes))
     _read_file(folder / layout.CONTROL, memoryview(raw), 0)
-    filled = files.filled(bytes(raw[files.FIXED_BYTES :]), header)
-    return {
+    filled = [*map(len, extents := files.extents(bytes(raw[files.FIXED_BYTES :]), header))]
+    found: Entries = {
         **moment("created", folder / layout.STORE),
         **moment("written", folder / layout.CONTROL, folder / layout.TICKETS),
         "capacity": decoded.capacity,
@@ -589,12 +590,62 @@ def _described_store(path: Path) -> Entries:
         "fields": [*map(described_field, decoded.fields)],
         "indexes": [_described_index(index) for index in sorted((folder / layout.INDEXES).glob("*/[!.]*"))],
     }
+    if decoded.ragged:
+        found["items"] = _described_items(path, decoded, header.lane_length, extents)
+    slots = folder / layout.INDEXES / "main" / "open"
+    described = _described_slots(slots, decoded) if decoded.ragged and slots.exists() else None
+    return found if described is None else found | {"open_rows": described}
+
+
+def _described_items(path: Path, decoded: schema.Schema, lane_length: int, extents: Sequence[range]) -> Entries:
+    """Bytes of each lane's rings of items that rows have; or more, as rows that are void may still count."""
+    groups, lanes, raw = decoded.ragged_groups, [], bytearray(sizes.ragged_control_bytes(decoded))
+    _read_file(layout.ragged_control(path), memoryview(raw), 0)
+    words = struct.iter_unpack(f"<{(len(raw) - _PAGE) // 8 // decoded.lanes}Q", raw[_PAGE:])
+    for lane, (extent, word) in enumerate(zip(extents, words, strict=True)):
+        oldest, used, room = max(word[0], extent.start), 0, 0
+        for group, head, floor in zip(groups, word[1::2], word[2::2], strict=False):
+            item_bytes = sum(decoded.ragged[number].item_bytes for number in group.members)
+            first, span = head, bytearray(schema.SPAN_BYTES)
+            if oldest < extent.stop:
+                row = lane * lane_length + oldest % lane_length
+                _read_file(layout.column_path(path, decoded, group.leader), memoryview(span), row * len(span))
+                first = max(int.from_bytes(span[:8], "little"), floor)
+            used += min(max(head - first, 0), group.items) * item_bytes
+            room += group.items * item_bytes
+        lanes.append({"lane": lane, "bytes_used": used, "bytes_free": room - used})
+    return {"evicted_rows": int.from_bytes(raw[32:40], "little"), "lanes": lanes}
+
+
+def _described_slots(path: Path, decoded: schema.Schema) -> Entries | None:
+    """How many rows may grow at once, and those that do: their processes, whether these have ended, and how many items there are.
+
+    None: the file holds no slots for rows of these fields.
+    """
+    page, slot_bytes = memoryview(bytearray(_PAGE)), sizes.slot_layout(decoded).nbytes
+    stride = -(-(_SLOT_HEAD + slot_bytes) // 64) * 64
+    slots, rest = divmod(path.lstat().st_size - _PAGE, stride)
+    if slots > 0 and not rest:
+        _read_file(path, page, 0)
+    if bytes(page[:24]) != struct.pack("=8sQQ", b"engopen\1", max(slots, 0), slot_bytes):
+        return None
+    groups = [decoded.fields[group.leader].name for group in decoded.ragged_groups]
+    head = memoryview(bytearray(_SLOT_HEAD + 8 + 4 * len(groups)))
+    growing = []
+    for slot in range(slots):
+        _read_file(path, head, _PAGE + slot * stride)
+        owner, sealed_as = struct.unpack_from("=QQ", head)
+        if owner and not sealed_as:
+            lengths = struct.unpack_from(f"={len(groups)}I", head, _SLOT_HEAD + 8)
+            it = {"slot": slot, "process": owner >> 32, "abandoned": not sizes.is_owner_alive(owner)}
+            growing.append({**it, "items": dict(zip(groups, lengths, strict=True))})
+    return {"slots": slots, "growing": growing}
 
 
 def _described_index(path: Path) -> Entries:
     nbytes = path.lstat().st_size
     found: Entries = {"name": path.parent.name, "kind": path.name, "bytes": nbytes}
-    page = bytearray(4096)
+    page = bytearray(_PAGE)
     if path.name != "priorities" or nbytes < len(page):
         return found
     _read_file(path, memoryview(page), 0)

@@ -24,7 +24,15 @@ from engram.storages.ragged import NO_RAGGED, RaggedOptions
 from engram.storages.tensor_state import KeptRows, unwritten
 from engram.store.keys import StoredKeys, no_index
 from engram.store.open_rows import OpenRowIndex
-from engram.store.row_indexes import ALL_ROWS, ConsumptionIndex, GroupRules, Groups
+from engram.store.row_indexes import (
+    ALL_ROWS,
+    MAX_KEY_BYTES,
+    TEXT_KEYS,
+    ConsumptionIndex,
+    GroupRules,
+    Groups,
+    no_group_key,
+)
 from engram.store.sampled import SampledStorage
 from engram.types import Declared, Form, ItemsSource, Listener, RowsSource, StorageLoad, Traits, Write, WritePlan
 
@@ -925,7 +933,12 @@ class Storage(Declared, Dumpable, Port):
     def groups(
         self, name: str, key: FieldPath, reward: FieldPath | None, rules: GroupRules = ALL_ROWS
     ) -> Groups | None:
-        return None if self.memory is None else Groups(self.memory, name, key, reward, rules)
+        if self.memory is not None:
+            return Groups(self.memory, name, key, reward, rules)
+        declared = self.ragged.fields.get(key)
+        if declared is not None and (declared.kind not in TEXT_KEYS or (declared.max_length or 0) > MAX_KEY_BYTES):
+            raise no_group_key("PromptGroupSampler: group_key", key, declared)
+        return None
 
     def some(self, columns: list[Tensor], which: slice | list[int]) -> list[Tensor]:
         """Some rows of what :meth:`read` returned or :meth:`prepare` made.

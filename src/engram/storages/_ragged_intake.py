@@ -119,7 +119,10 @@ def _fitting(field: ItemField, items: Items, call: str) -> Items:
         values = values.resolve_conj().resolve_neg()
         if values is not items.values:
             items = Items(values, items.starts, items.lengths)
-    return _of_length(field, items, int(items.lengths.max()) if len(items) else 0, call)
+    longest = items.longest
+    return _of_length(
+        field, items, longest if longest is not None else int(items.lengths.max()) if len(items) else 0, call
+    )
 
 
 def _of_length(field: ItemField, items: Items, longest: int, call: str) -> Items:
@@ -322,11 +325,13 @@ def _of_list(field: ItemField, given: Sequence[object], call: str) -> Items:
                     f"{call}: {field.where}: expected rows of {field.expected}, got {nested.describe(row)} as row {number}."
                 )
             _refuse_items(field, row, call, f" in row {number}")
+    if len(rows) == 1:
+        return Items.of_row(rows[0])
     lengths = torch.tensor([row.shape[0] for row in rows], dtype=torch.int32, device="cpu")
     if not rows:
         return Items.of_lengths(torch.empty((0, *field.shape), dtype=field.dtype, device="cpu"), lengths)
     with torch.no_grad():
-        return Items.of_lengths(rows[0] if len(rows) == 1 else torch.cat(rows), lengths)
+        return Items.of_lengths(torch.cat(rows), lengths)
 
 
 # ---- texts -------------------------------------------------------------------------------------------------------------

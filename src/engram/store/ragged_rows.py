@@ -54,7 +54,9 @@ class Items:
     @classmethod
     def of_row(cls, values: Tensor) -> Items:
         """One row."""
-        return cls(values, *_alone(values.shape[0]))
+        n = values.shape[0]
+        starts, lengths, offsets = _alone(n)
+        return cls(values, starts, lengths, None, offsets, None, n)
 
     @classmethod
     def joined(cls, several: Sequence[Items]) -> Items:
@@ -156,10 +158,11 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 @functools.lru_cache(1 << 12)
-def _alone(length: int) -> tuple[Tensor, Tensor]:
-    """Start and length of the only row. They are never changed."""
+def _alone(length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Start and length of the only row, and its offsets. They are never changed."""
     with torch.inference_mode(mode=False):
-        return torch.zeros(1, dtype=torch.int64, device="cpu"), torch.tensor([length], dtype=torch.int32, device="cpu")
+        offsets = torch.tensor([0, length], dtype=torch.int64, device="cpu")
+        return offsets[:1], torch.tensor([length], dtype=torch.int32, device="cpu"), offsets
 
 
 def offsets_of(lengths: Tensor) -> Tensor:

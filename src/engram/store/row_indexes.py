@@ -52,6 +52,8 @@ Progress: TypeAlias = tuple[int, int, int, int]
 NONE: Progress = (0, 0, 0, 0)
 #: Bytes of a key of a group at most.
 MAX_KEY_BYTES = 1024
+#: Kinds of ragged fields whose rows are texts that say a key.
+TEXT_KEYS = ("utf-8", "bytes")
 #: Fields of groups that are to be ready at most, and uses of a row, which are fewer.
 MAX_READY, MAX_USES = 16, 1 << 24
 #: Those with a NaN that groups look for.
@@ -538,10 +540,15 @@ def _key_field(store: Store, key: FieldPath) -> int:
     number, field = _stored(store, "group_key", key)
     integer = field.row_bytes == DTYPES[field.dtype] and not field.dtype.startswith(("float", "bfloat", "complex"))
     if not (is_text(field) or (integer and field.ragged is None)) or key_bytes_of(field) > MAX_KEY_BYTES:
-        raise TypeError(
-            f"sample: {public(key)!r}: expected one integer per row, or {TEXTS}; got {content_of(field)}. Number the prompts, or hash them."
-        )
+        raise no_group_key("sample", key, content_of(field))
     return number
+
+
+def no_group_key(call: str, key: FieldPath, got: object) -> TypeError:
+    """The error of a field whose content says no group."""
+    return TypeError(
+        f"{call}: {public(key)!r}: expected one integer per row, or {TEXTS}; got {got}. Number the prompts, or hash them."
+    )
 
 
 #: What a text is that a row is found by, or that says its group.
@@ -551,7 +558,7 @@ TEXTS = f'a text of at most {MAX_KEY_BYTES} bytes: Ragged("utf-8") or Ragged("by
 def is_text(field: Field) -> bool:
     """Whether rows of a field hold texts, or bytes."""
     if field.ragged is not None:
-        return field.ragged.kind in ("utf-8", "bytes")
+        return field.ragged.kind in TEXT_KEYS
     return field.dtype == "uint8" and len(field.shape) == 1
 
 
