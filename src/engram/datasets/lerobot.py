@@ -1,0 +1,352 @@
+"""Data sets of LeRobot, format v3.0: tables in Parquet files, frames in videos, and what ``meta/`` says of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeAlias, Unpack, cast
+
+import numpy as np
+
+from engram._support.checks import check_number, check_path
+from engram.datasets import importing as of
+from engram.datasets.tables import ParquetRows, Stored, arrow_table, distinct, stored, written_whole
+from engram.env.robot import record_robot
+from engram.errors import DatasetError
+from engram.types import StrPath
+
+if TYPE_CHECKING:
+    from engram._support.field_paths import FieldPath
+    from engram.env.robot import RobotRecorder
+
+#: Columns by name; and numbers that ``meta/`` has of an episode.
+Named: TypeAlias = dict[str, of.Array]
+Meta: TypeAlias = dict[str, float]
+_VERSION, _INFO, _EPISODES, _TASKS = "v3.0", "meta/info.json", "meta/episodes", "meta/tasks.parquet"
+_CHUNK = "chunk-{chunk_index:03d}/file-{file_index:03d}"
+#: Columns that say where a row belongs.
+_PLACE = ("episode_index", "frame_index", "timestamp")
+#: Columns that say where a row belongs.
+_PLACE = ("episode_index", "frame_index", "timestamp")
+#: Megabytes of a file, and files of a chunk, after which LeRobot begins the next one.
+DATA_MB, VIDEO_MB, CHUNK_FILES = 100, 200, 1000
+
+
+class _Frames:
+    """The frames of an episode, ``[T, H, W, 3]``: a column that is read once, in order, and never in memory as a whole."""
+
+    dtype, ndim = np.dtype(np.uint8), 4
+
+    def __init__(self, shape: tuple[int, ...], frames: Iterator[of.Array]) -> None:
+        self.shape, self.nbytes, self._frames = shape, int(np.prod(shape)), frames
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: slice) -> of.Array:
+        return np.stack([*islice(self._frames, min(rows.stop, len(self)) - rows.start)])
+
+
+class _Episodes(ParquetRows):
+    """The episodes of a data set, in the order of their numbers. A number is no place: there may be gaps."""
+
+    def __init__(self, call: str, path: Path, arguments: of.ImportArguments) -> None:
+        of.Source.__init__(self, call, path)
+        self._folder, table = path, of.required("pyarrow.parquet", "datasets", call).read_table
+        info = json.loads((path / _INFO).read_bytes())
+        self._expect(
+            info.get("codebase_version"), _VERSION, f"{_INFO}: codebase_version, which LeRobot's scripts convert"
+        )
+        try:
+            features, self._fps, totals = (
+                info["features"],
+                float(info["fps"]),
+                [info["total_episodes"], info["total_frames"]],
+            )
+            self._shapes = {key: tuple(one["shape"]) for key, one in features.items() if one["dtype"] == "video"}
+            kinds = ["data", *map("videos/{}".format, self._shapes)]
+            wanted = [
+                "episode_index",
+                "length",
+                *(f"{kind}/{part}_index" for kind in kinds for part in ("chunk", "file")),
+            ]
+            wanted += [f"{kind}/{side}_timestamp" for kind in kinds[1:] for side in ("from", "to")]
+            listed: list[Meta] = table(path / _EPISODES, columns=wanted).to_pylist()
+            tasks = table(path / _TASKS).sort_by("task_index").to_pydict()
+        except (LookupError, TypeError, ValueError) as error:
+            raise self.refuse(f"meta/: expected whole files, as LeRobot writes them ({error!r}).") from error
+        self._listed = sorted(listed, key=lambda one: one["episode_index"])
+        files = {kind: dict.fromkeys(self._file(kind, one) for one in self._listed) for kind in kinds}
+        super().__init__(call, path, [*files.pop("data")], arguments)
+        if arguments.get("end_keys") is None:
+            self.ends = ()  # the number alone tells episodes apart
+        numbers = {one["episode_index"] for one in listed}
+        got = [len(numbers), len(listed), sum(one["length"] for one in listed), self.rows]
+        expected = [totals[0], *totals, totals[1]]
+        self._expect(got, expected, f"{_EPISODES}: numbers, episodes, and rows of them, and rows in data/")
+        kept = [self.names.get((key,)) for key in _PLACE]
+        self._expect(kept, [of.TRAJECTORY, *((key,) for key in _PLACE[1:])], f"names of the columns {_PLACE}")
+        self.files = [*self.files, path / _INFO, path / _TASKS, *(one for each in files.values() for one in each)]
+        names = {key: one.get("names") for key, one in features.items()}
+        self.about = {
+            "fps": self._fps,
+            "tasks": next((tasks[key] for key in tasks if key != "task_index"), []),
+            "names": names,
+        }
+
+    def _expect(self, got: object, expected: object, what: str) -> None:
+        if got != expected:
+            raise self.refuse(f"{what}: expected {expected}, got {got}.")
+
+    def _file(self, kind: str, listed: Meta) -> Path:
+        at = {f"{part}_index": listed[f"{kind}/{part}_index"] for part in ("chunk", "file")}
+        return self._folder / kind / (_CHUNK.format(**at) + (".parquet" if kind == "data" else ".mp4"))
+
+    def named(self, found: Iterable[FieldPath], arguments: of.ImportArguments, usual: of.Usual = of.USUAL) -> None:
+        super().named([*found, *(tuple(key.split(".")) for key in self._shapes)], arguments, {**usual, "index": None})
+
+    def blocks(self, row: int, episode: int) -> Iterator[of.Block]:
+        for block in super().blocks(row, episode):
+            frames: of.Columns = {}
+            for columns in block.episodes():
+                if frames := self._checked(self._listed[episode], columns):
+                    yield of.Block(columns | frames, np.array([len(columns[of.TRAJECTORY])]), {})
+                episode += 1
+            if not frames:
+                yield block
+
+    def _checked(self, listed: Meta, columns: of.Columns) -> of.Columns:
+        """The frames of an episode. Raises ``DatasetError``: it is not the one that follows in ``meta/``."""
+        numbers, frame, time = (columns[cast("FieldPath", self.names[key,])].reshape(-1) for key in _PLACE)
+        got, expected = [int(numbers[0]), len(frame)], [listed["episode_index"], listed["length"]]
+        self._expect(got, expected, "number and rows of the next episode")
+        if (frame != np.arange(len(frame))).any() or (np.diff(time) <= 0).any():
+            raise self.refuse(f"episode {numbers[0]}: expected frame_index from 0 on, and timestamps that grow.")
+        found = of.Columns()
+        for key, shape in self._shapes.items():
+            if (new := self.names[tuple(key.split("."))]) is not None:
+                begin, end = (listed[f"videos/{key}/{side}_timestamp"] for side in ("from", "to"))
+                frames = self._frames(self._file(f"videos/{key}", listed), time.astype(np.float64) + begin, end)
+                found[new] = cast("of.Array", _Frames((len(time), *shape), frames))
+        return found
+
+    def _frames(self, path: Path, times: of.Array, end: float) -> Iterator[of.Array]:
+        """The frames of a video at times, which grow and lie before its end."""
+        half, name = 0.5 / self._fps, path.relative_to(self._folder)
+        try:
+            found, at = of.required("engram.env.video", "robot", self.call).timed(path, times[0]), -np.inf
+            for time in times:
+                while at < time - half:
+                    at, frame = next(found, (np.inf, times))
+                if max(at, time) > min(time + half, end):
+                    raise self.refuse(
+                        f"{name}: expected a frame at {time:.3f} s: it has fewer than its episodes have rows."
+                    )
+                yield frame
+        except OSError as error:
+            raise self.refuse(f"{name}: expected a whole video ({error}).") from error
+
+
+def from_lerobot(path: StrPath, directory: StrPath, **more: Unpack[of.ImportArguments]) -> of.DataSet:
+    """Write a data set of LeRobot's, format v3.0, to a store in a directory, and open it read-only."""
+    call = "from_lerobot"
+    return of.import_source(_Episodes(call, check_path(f"{call}: path", path), more), directory, more)
+
+
+# ---- out ----------------------------------------------------------------------------------------------------------------
+
+
+class _Writer(Protocol):
+    def write(self, part: object) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _Files:
+    """Files of one kind, one after the other, each of the size that LeRobot gives them."""
+
+    def __init__(self, root: Path, kind: str, megabytes: float) -> None:
+        self._root, self._kind, self._limit = root, kind, megabytes * 2**20
+        self._number, self._frames, self._path = 0, 0, root
+        self._writer: _Writer | None = None
+
+    def take(
+        self, frames: int, make: Callable[[Path], _Writer], row: dict[str, object], suffix: str
+    ) -> tuple[_Writer, int]:
+        """What writes the next frames, and how many its file had before. ``row``, of ``meta/``, gets the numbers of the file."""
+        if self._writer is not None and self._path.stat().st_size * (1 + frames / self._frames) >= self._limit:
+            self.close()
+            self._number += 1
+        at = dict(zip(("chunk_index", "file_index"), divmod(self._number, CHUNK_FILES), strict=True))
+        if self._writer is None:
+            self._path, self._frames = self._root / self._kind / (_CHUNK.format(**at) + suffix), 0
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._writer = make(self._path)
+        row |= {f"{self._kind}/{key}": value for key, value in at.items()}
+        self._frames += frames
+        return self._writer, self._frames - frames
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None
+
+
+_QUANTILES = {"min": 0.0, "max": 1.0, "q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
+
+
+def _stats(values: of.Array, steps: int, shape: tuple[int, ...]) -> Named:
+    """What LeRobot normalizes by, from values ``[N, *]`` of an episode."""
+    values = values.astype(np.float64)
+    quantiles = zip(_QUANTILES, np.quantile(values, [*_QUANTILES.values()], axis=0), strict=True)
+    found = {"mean": values.mean(0), "std": values.std(0), **dict(quantiles)}
+    return {key: value.reshape(shape) for key, value in found.items()} | {"count": np.array([steps])}
+
+
+def _together(episodes: list[Named]) -> dict[str, object]:
+    """The statistics of several episodes. Quantiles are means of theirs, as LeRobot's are."""
+    one = {key: np.stack([found[key] for found in episodes]) for key in episodes[0]}
+    count = one.pop("count")
+    mean = {key: np.average(value, 0, weights=count[:, 0]) for key, value in one.items()}
+    spread = np.average(one["std"] ** 2 + (one["mean"] - mean["mean"]) ** 2, 0, weights=count[:, 0])
+    exact = {"min": one["min"].min(0), "max": one["max"].max(0), "std": np.sqrt(spread), "count": count.sum(0)}
+    return {key: value.tolist() for key, value in (mean | exact).items()}
+
+
+def _encoded(frames: of.Array, encoder: _Writer) -> of.Array:
+    """Write frames to a video. Returns pixels ``[N, 3]`` of some: at most 100 frames, of about 150 x 150."""
+    looked_at, found = {*np.linspace(0, len(frames) - 1, 100).round().astype(int).tolist()}, []
+    for number in range(len(frames)):
+        (frame,) = frames[number : number + 1]
+        encoder.write(frame)
+        if number in looked_at:
+            step = max(1, max(frame.shape) // 150)
+            found.append(frame[::step, ::step].reshape(-1, 3) / 255)
+    return np.concatenate(found)
+
+
+def _write(root: Path, episodes: Iterator[Named], fps: int, tasks: list[str], names: Mapping[str, object]) -> None:
+    """Write episodes as a data set: columns, of which those of cameras are ``[T, H, W, 3]``."""
+    arrow, parquet = (of.required(module, "datasets", "to_lerobot") for module in ("pyarrow", "pyarrow.parquet"))
+    meta, features, total = list[dict[str, object]](), dict[str, object](), 0
+    stats, files = dict[str, list[Named]](), dict[str, _Files]()
+    with ExitStack() as stack:
+        for number, columns in enumerate(episodes):
+            n = len(next(iter(columns.values())))
+            columns = {
+                "task_index": np.zeros(n, np.int64),
+                **columns,
+                "timestamp": (np.arange(n) / fps).astype(np.float32),
+            }
+            columns |= {"frame_index": np.arange(n), "episode_index": np.full(n, number), "index": np.arange(n) + total}
+            row: dict[str, object] = {"episode_index": number, "length": n, "dataset_from_index": total}
+            total += n
+            row |= {"dataset_to_index": total, "tasks": [tasks[one] for one in {*columns["task_index"].tolist()}]}
+            rows: of.Columns = {}
+            for name, column in columns.items():
+                shape, dtype = column.shape[1:] or (1,), str(column.dtype)
+                if dtype == "uint8" and column.ndim == 4 and shape[2] == 3:
+                    kind, dtype = f"videos/{name}", "video"
+                    if kind not in files:
+                        files[kind] = stack.enter_context(closing(_Files(root, kind, VIDEO_MB)))
+                    make = partial(of.required("engram.env.video", "robot", "to_lerobot").Encoder, fps=fps, keys=2)
+                    encoder, before = files[kind].take(n, make, row, ".mp4")
+                    row |= {f"{kind}/from_timestamp": before / fps, f"{kind}/to_timestamp": (before + n) / fps}
+                    found = _stats(_encoded(column, encoder), n, (3, 1, 1))
+                else:
+                    rows[name,] = column = column.reshape(n) if shape == (1,) else column
+                    found = _stats(column.reshape(-1, shape[-1]), n, (shape[-1],))
+                row |= {f"stats/{name}/{key}": value.tolist() for key, value in found.items()}
+                stats.setdefault(name, []).append(found)
+                features[name] = {"dtype": dtype, "shape": shape, "names": names.get(name)}
+            table = arrow_table(rows, "to_lerobot")
+            if "data" not in files:
+                files["data"] = stack.enter_context(closing(_Files(root, "data", DATA_MB)))
+            files["data"].take(n, partial(parquet.ParquetWriter, schema=table.schema), row, ".parquet")[0].write(table)
+            meta.append(row | {f"{_EPISODES}/chunk_index": 0, f"{_EPISODES}/file_index": 0})
+    if not meta:
+        raise DatasetError("to_lerobot: expected an episode that was ended, got none.")
+    place = {"chunk_index": 0, "file_index": 0}
+    (root / _EPISODES / "chunk-000").mkdir(parents=True)
+    parquet.write_table(arrow.Table.from_pylist(meta), root / _EPISODES / (_CHUNK.format(**place) + ".parquet"))
+    task = {"name": "task", "field_name": "task", "pandas_type": "unicode", "numpy_type": "object", "metadata": None}
+    pandas = {"index_columns": ["task"], "columns": [task], "column_indexes": [], "pandas_version": "2.0.0"}
+    table = arrow.table({"task_index": np.arange(len(tasks)), "task": tasks})
+    table = table.replace_schema_metadata({"pandas": json.dumps(pandas)})
+    parquet.write_table(table, root / _TASKS)
+    info = {"codebase_version": _VERSION, "fps": fps, "features": features, "robot_type": None}
+    info |= {"total_episodes": len(meta), "total_frames": total, "total_tasks": len(tasks), "chunks_size": CHUNK_FILES}
+    info |= {
+        "data_files_size_in_mb": DATA_MB,
+        "video_files_size_in_mb": VIDEO_MB,
+        "splits": {"train": f"0:{len(meta)}"},
+    }
+    video_path = f"videos/{{video_key}}/{_CHUNK}.mp4" if len(files) > 1 else None
+    info |= {"data_path": f"data/{_CHUNK}.parquet", "video_path": video_path}
+    (root / _INFO).write_text(json.dumps(info, indent=4))
+    together = {name: _together(found) for name, found in stats.items()}
+    (root / "meta/stats.json").write_text(json.dumps(together, indent=4))
+
+
+def _steps(store: Stored, fps: float) -> Iterator[Named]:
+    """The episodes of a store. What LeRobot takes from the next row, and what an import has added, is left out."""
+    for found in (one for block in store.blocks(0, 0) for one in block.episodes()):
+        left = {path for path in found if path in (of.TRAJECTORY, of.RETURN) or path[:2] == ("next", "observation")}
+        kept = {path: one for path, one in found.items() if path not in left}
+        columns = dict(zip(distinct([*map(".".join, kept)], store.call), kept.values(), strict=True))
+        time = columns.get("timestamp", np.zeros(1)).reshape(-1)
+        off = abs(time - time[0] - np.arange(len(time)) / fps).max()
+        if off > 0.5 / fps:
+            raise store.refuse(f"fps: expected timestamps 1/{fps:g} s apart, got one {off:.3f} s off. Name their rate.")
+        yield columns
+
+
+def _recorded(recorder: RobotRecorder, fps: float, tolerance: float) -> Iterator[Named]:
+    """The episodes of a robot that were ended: a row for each one of the sensors of a rate, or else of a camera."""
+    streams = sorted(recorder.streams, key=lambda one: (one.spec.fps != fps, one.spec.is_video))
+    for episode in recorder.episodes() if streams[0].spec.fps == fps else ():
+        rows, columns = episode.timestamps(next(iter(streams[0].spec.features))), Named()
+        for stream in streams if episode.complete else ():
+            times = episode.timestamps(next(iter(stream.spec.features)))
+            near = np.searchsorted((times[1:] + times[:-1]) / 2, rows)
+            far = abs(times[near] - rows).max() if len(times) and len(rows) else np.inf
+            if far > tolerance:
+                said = (
+                    f"expected {[*stream.spec.features]} within {tolerance:g} s of each row, got some {far:.3f} s away"
+                )
+                where = f"to_lerobot: {recorder.directory}: episode {episode.number}"
+                raise DatasetError(f"{where}: {said}. tolerance= allows more.")
+            for name, leaf in stream.spec.features.items():
+                if stream.spec.is_video:
+                    pairs = zip(episode.frames(name), np.bincount(near, minlength=len(times)).tolist(), strict=True)
+                    frames = (frame for frame, often in pairs for _ in range(often))
+                    columns[name] = cast("of.Array", _Frames((len(rows), *leaf.shape), frames))
+                else:
+                    columns[name] = episode.read(name)[near]
+        if columns:
+            yield columns
+
+
+def to_lerobot(
+    directory: StrPath, path: StrPath, *, fps: float | None = None, task: str | None = None, tolerance: float = 0.1
+) -> None:
+    """Write the episodes of a store, or of a robot's recording, as a data set of LeRobot's, format v3.0."""
+    call = "to_lerobot"
+    folder = check_path(f"{call}: directory", directory)
+    robot, note = folder / "robot.json", folder / of.NOTE
+    known = json.loads(next((one.read_bytes() for one in (robot, note) if one.is_file()), b"{}"))
+    about = {"fps": 0, **known, **known.get("about", {})}
+    rate = check_number(f"{call}: fps", about["fps"] if fps is None else fps, least=0)
+    if rate < 1 or rate != int(rate):
+        raise ValueError(f"{call}: fps: expected the rows of a second, a whole number, got {rate:g}.")
+    tasks = (about.get("tasks") or [""]) if task is None else [task]
+    names = about.get("names") or {key: one.get("names") for key, one in about.get("features", {}).items()}
+    opened = record_robot(folder, encode=False) if robot.is_file() else stored(folder, call)
+    with opened as source, written_whole(path, call) as whole:
+        whole.mkdir()
+        episodes = _steps(source, rate) if isinstance(source, Stored) else _recorded(source, rate, tolerance)
+        _write(whole, episodes, int(rate), tasks, names)
