@@ -441,11 +441,11 @@ class _Import:
                 storage.set(range(at, at + again), nested({path: column[:again] for path, column in part.items()}))
             if again < n:
                 buffer.extend(nested({path: column[again:] for path, column in part.items()}))
-        self._unforgotten += sum(column.nbytes for column in columns.values())
-        if self._unforgotten > _FORGET_BYTES:
-            self._unforgotten = 0
-            for tensor in (*storage.store.tensors, *storage.store.control_memory):
-                forget(tensor.data_ptr(), tensor.nbytes)
+            self._unforgotten += sum(column.nbytes for column in part.values())
+            if self._unforgotten > _FORGET_BYTES:
+                self._unforgotten = 0
+                for tensor in (*storage.store.tensors, *storage.store.control_memory):
+                    forget(tensor.data_ptr(), tensor.nbytes)
 
 
 def _storage(folder: Path, rows: int) -> LazyMemmapStorage:

@@ -48,7 +48,7 @@ class _Frames:
         return self.shape[0]
 
     def __getitem__(self, rows: slice) -> of.Array:
-        return np.stack([*islice(self._frames, min(rows.stop, len(self)) - rows.start)])
+        return np.stack([*islice(self._frames, len(range(*rows.indices(len(self)))))])
 
 
 class _Episodes(ParquetRows):
@@ -77,7 +77,7 @@ class _Episodes(ParquetRows):
             wanted += [f"{kind}/{side}_timestamp" for kind in kinds[1:] for side in ("from", "to")]
             listed: list[Meta] = table(path / _EPISODES, columns=wanted).to_pylist()
             tasks = table(path / _TASKS).sort_by("task_index").to_pydict()
-        except (LookupError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise self.refuse(f"meta/: expected whole files, as LeRobot writes them ({error!r}).") from error
         self._listed = sorted(listed, key=lambda one: one["episode_index"])
         files = {kind: dict.fromkeys(self._file(kind, one) for one in self._listed) for kind in kinds}
@@ -91,6 +91,7 @@ class _Episodes(ParquetRows):
         kept = [self.names.get((key,)) for key in _PLACE]
         self._expect(kept, [of.TRAJECTORY, *((key,) for key in _PLACE[1:])], f"names of the columns {_PLACE}")
         self.files = [*self.files, path / _INFO, path / _TASKS, *(one for each in files.values() for one in each)]
+        [one.stat() for one in self.files]  # raises FileNotFoundError, which names it
         names = {key: one.get("names") for key, one in features.items()}
         self.about = {
             "fps": self._fps,
@@ -152,7 +153,33 @@ class _Episodes(ParquetRows):
 
 
 def from_lerobot(path: StrPath, directory: StrPath, **more: Unpack[of.ImportArguments]) -> of.DataSet:
-    """Write a data set of LeRobot's, format v3.0, to a store in a directory, and open it read-only."""
+    """Write a data set of LeRobot's, format v3.0, to a store in a directory, and open it read-only.
+
+    A feature ``observation.state`` is the field ``("observation", "state")``, ``episode_index`` is ``("collector", "traj_ids")``, and
+    ``index`` is left out. Videos are decoded: a camera is a field of uint8 frames ``[H, W, 3]``, a few of which are in memory at a time.
+    ``import.json`` in the directory keeps the texts of tasks, which ``task_index`` numbers: ``["about"]["tasks"]``.
+
+    Args:
+        path: the folder of the data set on this machine; nothing is downloaded.
+        directory, rename, end_keys, batch_size, progress, show: as for :func:`from_numpy`.
+            ``rename={("observation", "images", "top"): None}`` leaves a camera out, and its video is not decoded.
+
+    Raises:
+        DatasetError: the data set is of another version; a file is damaged; an episode is missing, has another number of rows than
+            ``meta/`` says, timestamps that do not grow, or fewer frames than rows; a feature is of text, or of images in tables.
+        FileNotFoundError: there is no such data set, or a file is missing.
+        ModuleNotFoundError: pyarrow or PyAV is missing, which ``engram-replay[datasets,robot]`` brings. Others as :func:`from_numpy`.
+
+    >>> import tempfile
+    >>> import numpy as np
+    >>> from engram.datasets import from_lerobot, from_numpy, to_lerobot
+    >>> folder = tempfile.mkdtemp()
+    >>> from_numpy({"action": np.arange(4.0), "episode": [0, 0, 1, 1]}, folder + "/data").close()
+    >>> to_lerobot(folder + "/data", folder + "/dataset", fps=10)
+    >>> rb = from_lerobot(folder + "/dataset", folder + "/again")
+    >>> rb["action"].tolist(), rb["collector", "traj_ids"].tolist()
+    ([0.0, 1.0, 2.0, 3.0], [0, 0, 1, 1])
+    """
     call = "from_lerobot"
     return of.import_source(_Episodes(call, check_path(f"{call}: path", path), more), directory, more)
 
@@ -269,7 +296,7 @@ def _write(root: Path, episodes: Iterator[Named], fps: int, tasks: list[str], na
             files["data"].take(n, partial(parquet.ParquetWriter, schema=table.schema), row, ".parquet")[0].write(table)
             meta.append(row | {f"{_EPISODES}/chunk_index": 0, f"{_EPISODES}/file_index": 0})
     if not meta:
-        raise DatasetError("to_lerobot: expected an episode that was ended, got none.")
+        raise DatasetError(f"to_lerobot: expected an episode that was ended, and a rate of fps={fps}, got none.")
     place = {"chunk_index": 0, "file_index": 0}
     (root / _EPISODES / "chunk-000").mkdir(parents=True)
     parquet.write_table(arrow.Table.from_pylist(meta), root / _EPISODES / (_CHUNK.format(**place) + ".parquet"))
@@ -334,7 +361,39 @@ def _recorded(recorder: RobotRecorder, fps: float, tolerance: float) -> Iterator
 def to_lerobot(
     directory: StrPath, path: StrPath, *, fps: float | None = None, task: str | None = None, tolerance: float = 0.1
 ) -> None:
-    """Write the episodes of a store, or of a robot's recording, as a data set of LeRobot's, format v3.0."""
+    """Write the episodes of a store, or of a robot's recording, as a data set of LeRobot's, format v3.0.
+
+    A field ``("observation", "state")`` is the feature ``observation.state``. Fields of uint8 ``[H, W, 3]`` become videos, of which
+    every second frame is a key frame; others are columns, as they are. Timestamps, numbers of episodes and statistics are written anew.
+    Next observations are left out, since LeRobot reads them from the next row.
+
+    Of what :func:`record_robot` has recorded, the episodes that were ended are written. Every row of the sensors whose rate is ``fps``,
+    or of a camera if there are none, is a row; of the other streams it has what was recorded nearest to its timestamp.
+
+    Args:
+        directory: of the store, which is only read, or of the recording, which is not recorded to meanwhile.
+        path: the folder. It must not exist, and appears when it is whole.
+        fps: the rows of a second, a whole number. Default: that of the data set which was imported, or of the recording.
+        task: the text of the task of all episodes. Default: those of the data set which was imported, or none.
+        tolerance: how many seconds from a row what it gets of other streams may lie.
+
+    Raises:
+        DatasetError: there is no episode; stored timestamps are not ``1 / fps`` apart; of a stream nothing is near enough to a row, or
+            none has the rate ``fps``; a field is of a dtype that Arrow lacks. FileExistsError: the folder is there.
+        ValueError: ``fps`` is not known, or no whole number. StoreInUse: the robot is recorded.
+        ModuleNotFoundError: pyarrow, or PyAV for frames, is missing; ``engram-replay[datasets,robot]`` brings both.
+
+    Cost: the longest episode of a store is in memory; of a recording, the sensors of the longest one and a few frames.
+
+    >>> import json, pathlib, tempfile
+    >>> import numpy as np
+    >>> from engram.datasets import from_numpy, to_lerobot
+    >>> folder = tempfile.mkdtemp()
+    >>> from_numpy({"action": np.arange(4.0), "episode": [0, 0, 1, 1]}, folder + "/data").close()
+    >>> to_lerobot(folder + "/data", folder + "/dataset", fps=10, task="push")
+    >>> json.loads(pathlib.Path(folder, "dataset/meta/info.json").read_text())["total_episodes"]
+    2
+    """
     call = "to_lerobot"
     folder = check_path(f"{call}: directory", directory)
     robot, note = folder / "robot.json", folder / of.NOTE
