@@ -132,21 +132,26 @@ STEPS = np.concatenate([np.arange(n) for n in LENGTHS])
 @pytest.mark.parametrize(
     ("how", "changes", "error", "said"),
     [
-        ("", {"codebase_version": "v2.1"}, DatasetError, "codebase_version.*expected v3.0, got v2.1"),
-        ("no json", {}, DatasetError, "codebase_version.*expected v3.0, got None"),
-        ("", {"features": None}, DatasetError, "meta/: expected whole files, as LeRobot writes them"),
+        (
+            "",
+            {"codebase_version": "v2.1"},
+            DatasetError,
+            "meta/: expected whole files of format v3.0: codebase_version is 'v2.1'",
+        ),
+        ("no json", {}, DatasetError, "meta/: expected whole files of format v3.0.*codebase_version"),
+        ("", {"features": None}, DatasetError, "meta/: expected whole files of format v3.0"),
         ("", {"total_episodes": 5}, DatasetError, r"meta/episodes: .*expected \[5, 5, 26, 26\], got \[4, 4, 26, 26\]"),
         ("an episode less in meta", {}, DatasetError, r"expected \[4, 4, 26, 26\], got \[3, 3, 19, 26\]"),
         ("an episode less in the table", {}, DatasetError, r"expected \[4, 4, 26, 26\], got \[4, 4, 26, 19\]"),
         ("an episode twice", {}, DatasetError, r"expected \[4, 4, 26, 26\], got \[3, 4,"),
         ("truncated table", {}, DatasetError, "file-000.parquet: expected a whole Parquet file"),
-        ("truncated meta", {}, DatasetError, "meta/: expected whole files, as LeRobot writes them"),
+        ("truncated meta", {}, DatasetError, "meta/: expected whole files of format v3.0"),
         ("no video", {}, FileNotFoundError, "file-000.mp4"),
         (
             "",
             {"episode_index": np.repeat([0, 1, 3, 5], LENGTHS)},
             DatasetError,
-            r"number and rows of the next episode: expected \[2, 1\], got \[3, 1\]",
+            r"the next episode, and its rows: expected \(2, 1\), got \(3, 1\)",
         ),
         ("", {"frame_index": np.maximum(STEPS, 1)}, DatasetError, "episode 0: expected frame_index from 0 on"),
         ("", {"timestamp": (-STEPS / 10).astype(np.float32)}, DatasetError, "episode 0: .*timestamps that grow"),
@@ -260,7 +265,9 @@ def test_files_are_of_lerobots_size(tmp_path, monkeypatch):
         assert {place[1] for place in places} == {0, 1}
         for place in set(places):
             path = tmp_path / "out" / kind / "chunk-{:03d}/file-{:03d}.{}".format(*place, suffix)
-            assert path.stat().st_size < limit * 2**20
+            assert (
+                path.stat().st_size < 1.25 * limit * 2**20
+            )  # small files: of the newest part some is not yet on the disk
             first = places.index(place)
             if kind == "data":
                 assert pq.read_table(path)["episode_index"][0].as_py() == first
@@ -318,10 +325,11 @@ def test_a_robots_recording(tmp_path, encode):
 def test_recordings_that_do_not_fit(tmp_path):
     record(tmp_path / "robot", encode=False)
     with pytest.raises(
-        DatasetError, match=r"episode 0: expected \['observation.images.wrist'\] within 0.05 s .* 0.100 s away"
+        DatasetError,
+        match=r"episode 0: expected \['observation.images.wrist'\] within 0.05 s of a row, got one 0.100 s away",
     ):
         to_lerobot(tmp_path / "robot", tmp_path / "out", tolerance=0.05)
-    with pytest.raises(DatasetError, match="expected an episode that was ended, and a rate of fps=7"):
+    with pytest.raises(DatasetError, match="expected an episode that was ended, at a rate of fps=7"):
         to_lerobot(tmp_path / "robot", tmp_path / "out", fps=7)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["robot"]
 
@@ -329,7 +337,7 @@ def test_recordings_that_do_not_fit(tmp_path):
 def test_stores_that_do_not_fit(tmp_path):
     rows = {"action": np.zeros(4), "timestamp": np.arange(4) / 10, "episode": np.zeros(4, int)}
     from_numpy(rows, tmp_path / "data").close()
-    with pytest.raises(ValueError, match="fps: expected the rows of a second, a whole number, got 0"):
+    with pytest.raises(TypeError, match="to_lerobot: fps: expected a finite number .*, got NoneType"):
         to_lerobot(tmp_path / "data", tmp_path / "out")
     with pytest.raises(DatasetError, match="fps: expected timestamps 1/20 s apart, got one 0.150 s off"):
         to_lerobot(tmp_path / "data", tmp_path / "out", fps=20)
@@ -375,4 +383,4 @@ def test_the_commands(tmp_path):
     arguments = ["export", tmp_path / "robot", tmp_path / "recorded", "--to", "lerobot", "--fps", "7"]
     result = CliRunner().invoke(main, [*map(str, arguments)])
     assert result.exit_code == 1
-    assert "expected an episode that was ended, and a rate of fps=7" in result.output
+    assert "expected an episode that was ended, at a rate of fps=7" in result.output

@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias, Unpack, cast
+from typing import Protocol, TypeAlias, Unpack, cast
 
 import numpy as np
 
 from engram._support.checks import check_number, check_path
+from engram._support.field_paths import FieldPath
 from engram.datasets import importing as of
 from engram.datasets.tables import ParquetRows, Stored, arrow_table, distinct, stored, written_whole
-from engram.env.robot import record_robot
+from engram.env.robot import RobotRecorder, record_robot
 from engram.errors import DatasetError
 from engram.types import StrPath
 
-if TYPE_CHECKING:
-    from engram._support.field_paths import FieldPath
-    from engram.env.robot import RobotRecorder
-
-#: Columns by name; and numbers that ``meta/`` has of an episode.
+#: Columns by name; and what ``meta/`` says of an episode.
 Named: TypeAlias = dict[str, of.Array]
+Row: TypeAlias = dict[str, object]
 Meta: TypeAlias = dict[str, float]
 _VERSION, _INFO, _EPISODES, _TASKS = "v3.0", "meta/info.json", "meta/episodes", "meta/tasks.parquet"
 _CHUNK = "chunk-{chunk_index:03d}/file-{file_index:03d}"
-#: Columns that say where a row belongs.
-_PLACE = ("episode_index", "frame_index", "timestamp")
 #: Columns that say where a row belongs.
 _PLACE = ("episode_index", "frame_index", "timestamp")
 #: Megabytes of a file, and files of a chunk, after which LeRobot begins the next one.
@@ -57,81 +52,63 @@ class _Episodes(ParquetRows):
     def __init__(self, call: str, path: Path, arguments: of.ImportArguments) -> None:
         of.Source.__init__(self, call, path)
         self._folder, table = path, of.required("pyarrow.parquet", "datasets", call).read_table
-        info = json.loads((path / _INFO).read_bytes())
-        self._expect(
-            info.get("codebase_version"), _VERSION, f"{_INFO}: codebase_version, which LeRobot's scripts convert"
-        )
         try:
-            features, self._fps, totals = (
-                info["features"],
-                float(info["fps"]),
-                [info["total_episodes"], info["total_frames"]],
-            )
+            info, sides = json.loads((path / _INFO).read_bytes()), ("from", "to")
+            if info["codebase_version"] != _VERSION:
+                raise LookupError(f"codebase_version is {info['codebase_version']!r}")
+            features, self._fps = info["features"], float(info["fps"])
             self._shapes = {key: tuple(one["shape"]) for key, one in features.items() if one["dtype"] == "video"}
             kinds = ["data", *map("videos/{}".format, self._shapes)]
-            wanted = [
-                "episode_index",
-                "length",
-                *(f"{kind}/{part}_index" for kind in kinds for part in ("chunk", "file")),
-            ]
-            wanted += [f"{kind}/{side}_timestamp" for kind in kinds[1:] for side in ("from", "to")]
+            wanted = [f"{kind}/{part}_index" for kind in kinds for part in ("chunk", "file")]
+            wanted += ["episode_index", "length", *(f"{kind}/{side}_timestamp" for kind in kinds[1:] for side in sides)]
             listed: list[Meta] = table(path / _EPISODES, columns=wanted).to_pylist()
             tasks = table(path / _TASKS).sort_by("task_index").to_pydict()
+            totals = [info["total_episodes"], info["total_frames"]]
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise self.refuse(f"meta/: expected whole files, as LeRobot writes them ({error!r}).") from error
+            raise self.refuse(f"meta/: expected whole files of format {_VERSION}: {error}.") from error
         self._listed = sorted(listed, key=lambda one: one["episode_index"])
-        files = {kind: dict.fromkeys(self._file(kind, one) for one in self._listed) for kind in kinds}
+        files = {kind: dict.fromkeys(_file(path, kind, one) for one in self._listed) for kind in kinds}
         super().__init__(call, path, [*files.pop("data")], arguments)
-        if arguments.get("end_keys") is None:
-            self.ends = ()  # the number alone tells episodes apart
-        numbers = {one["episode_index"] for one in listed}
-        got = [len(numbers), len(listed), sum(one["length"] for one in listed), self.rows]
-        expected = [totals[0], *totals, totals[1]]
-        self._expect(got, expected, f"{_EPISODES}: numbers, episodes, and rows of them, and rows in data/")
-        kept = [self.names.get((key,)) for key in _PLACE]
-        self._expect(kept, [of.TRAJECTORY, *((key,) for key in _PLACE[1:])], f"names of the columns {_PLACE}")
+        self.ends = ()  # the number alone tells episodes apart
+        numbers, rows = {one["episode_index"] for one in listed}, sum(one["length"] for one in listed)
+        got = [len(numbers), len(listed), rows, self.rows]
+        self._expect(got, [totals[0], *totals, totals[1]], f"{_EPISODES}: numbers, episodes, rows; and rows in data/")
+        lacking = {*_PLACE} - {".".join(path) for path, new in self.names.items() if new is not None}
+        self._expect(lacking, set(), "missing columns in data/, or columns that were left out")
         self.files = [*self.files, path / _INFO, path / _TASKS, *(one for each in files.values() for one in each)]
         [one.stat() for one in self.files]  # raises FileNotFoundError, which names it
+        texts: list[str] = next((tasks[key] for key in tasks if key != "task_index"), [])
         names = {key: one.get("names") for key, one in features.items()}
-        self.about = {
-            "fps": self._fps,
-            "tasks": next((tasks[key] for key in tasks if key != "task_index"), []),
-            "names": names,
-        }
+        self.about = {"fps": info["fps"], "tasks": texts, "names": names}
 
     def _expect(self, got: object, expected: object, what: str) -> None:
         if got != expected:
             raise self.refuse(f"{what}: expected {expected}, got {got}.")
-
-    def _file(self, kind: str, listed: Meta) -> Path:
-        at = {f"{part}_index": listed[f"{kind}/{part}_index"] for part in ("chunk", "file")}
-        return self._folder / kind / (_CHUNK.format(**at) + (".parquet" if kind == "data" else ".mp4"))
 
     def named(self, found: Iterable[FieldPath], arguments: of.ImportArguments, usual: of.Usual = of.USUAL) -> None:
         super().named([*found, *(tuple(key.split(".")) for key in self._shapes)], arguments, {**usual, "index": None})
 
     def blocks(self, row: int, episode: int) -> Iterator[of.Block]:
         for block in super().blocks(row, episode):
-            frames: of.Columns = {}
-            for columns in block.episodes():
-                if frames := self._checked(self._listed[episode], columns):
-                    yield of.Block(columns | frames, np.array([len(columns[of.TRAJECTORY])]), {})
-                episode += 1
-            if not frames:
-                yield block
+            pairs = zip(islice(self._listed, episode, None), block.episodes(), strict=False)
+            whole = [columns | self._checked(listed, columns) for listed, columns in pairs]
+            lengths = [np.array([length]) for length in block.lengths]
+            yield from map(of.Block, whole, lengths, [{}] * len(whole)) if self._shapes else [block]
+            episode += len(whole)
 
     def _checked(self, listed: Meta, columns: of.Columns) -> of.Columns:
         """The frames of an episode. Raises ``DatasetError``: it is not the one that follows in ``meta/``."""
         numbers, frame, time = (columns[cast("FieldPath", self.names[key,])].reshape(-1) for key in _PLACE)
-        got, expected = [int(numbers[0]), len(frame)], [listed["episode_index"], listed["length"]]
-        self._expect(got, expected, "number and rows of the next episode")
+        place = listed["episode_index"], listed["length"]
+        self._expect((int(numbers[0]), len(frame)), place, "the next episode, and its rows")
         if (frame != np.arange(len(frame))).any() or (np.diff(time) <= 0).any():
             raise self.refuse(f"episode {numbers[0]}: expected frame_index from 0 on, and timestamps that grow.")
         found = of.Columns()
         for key, shape in self._shapes.items():
             if (new := self.names[tuple(key.split("."))]) is not None:
                 begin, end = (listed[f"videos/{key}/{side}_timestamp"] for side in ("from", "to"))
-                frames = self._frames(self._file(f"videos/{key}", listed), time.astype(np.float64) + begin, end)
+                file = _file(self._folder, f"videos/{key}", listed)
+                frames = self._frames(file, time.astype(np.float64) + begin, end)
                 found[new] = cast("of.Array", _Frames((len(time), *shape), frames))
         return found
 
@@ -144,12 +121,16 @@ class _Episodes(ParquetRows):
                 while at < time - half:
                     at, frame = next(found, (np.inf, times))
                 if max(at, time) > min(time + half, end):
-                    raise self.refuse(
-                        f"{name}: expected a frame at {time:.3f} s: it has fewer than its episodes have rows."
-                    )
+                    raise self.refuse(f"{name}: expected a frame at {time:.3f} s: it has fewer than there are rows.")
                 yield frame
         except OSError as error:
             raise self.refuse(f"{name}: expected a whole video ({error}).") from error
+
+
+def _file(root: Path, kind: str, listed: Row | Meta) -> Path:
+    """Where the data, or a video, of an episode lies."""
+    at = {f"{part}_index": listed[f"{kind}/{part}_index"] for part in ("chunk", "file")}
+    return root / kind / (_CHUNK.format(**at) + (".mp4" if kind.startswith("videos") else ".parquet"))
 
 
 def from_lerobot(path: StrPath, directory: StrPath, **more: Unpack[of.ImportArguments]) -> of.DataSet:
@@ -161,7 +142,7 @@ def from_lerobot(path: StrPath, directory: StrPath, **more: Unpack[of.ImportArgu
 
     Args:
         path: the folder of the data set on this machine; nothing is downloaded.
-        directory, rename, end_keys, batch_size, progress, show: as for :func:`from_numpy`.
+        directory, rename, batch_size, progress, show: as for :func:`from_numpy`.
             ``rename={("observation", "images", "top"): None}`` leaves a camera out, and its video is not decoded.
 
     Raises:
@@ -180,8 +161,8 @@ def from_lerobot(path: StrPath, directory: StrPath, **more: Unpack[of.ImportArgu
     >>> rb["action"].tolist(), rb["collector", "traj_ids"].tolist()
     ([0.0, 1.0, 2.0, 3.0], [0, 0, 1, 1])
     """
-    call = "from_lerobot"
-    return of.import_source(_Episodes(call, check_path(f"{call}: path", path), more), directory, more)
+    source = _Episodes("from_lerobot", check_path("from_lerobot: path", path), more)
+    return of.import_source(source, directory, more)
 
 
 # ---- out ----------------------------------------------------------------------------------------------------------------
@@ -196,24 +177,21 @@ class _Writer(Protocol):
 class _Files:
     """Files of one kind, one after the other, each of the size that LeRobot gives them."""
 
-    def __init__(self, root: Path, kind: str, megabytes: float) -> None:
-        self._root, self._kind, self._limit = root, kind, megabytes * 2**20
+    def __init__(self, root: Path, kind: str) -> None:
+        self._root, self._kind, self._limit = root, kind, (DATA_MB if kind == "data" else VIDEO_MB) * 2**20
         self._number, self._frames, self._path = 0, 0, root
         self._writer: _Writer | None = None
 
-    def take(
-        self, frames: int, make: Callable[[Path], _Writer], row: dict[str, object], suffix: str
-    ) -> tuple[_Writer, int]:
+    def take(self, frames: int, make: Callable[[Path], _Writer], row: Row) -> tuple[_Writer, int]:
         """What writes the next frames, and how many its file had before. ``row``, of ``meta/``, gets the numbers of the file."""
         if self._writer is not None and self._path.stat().st_size * (1 + frames / self._frames) >= self._limit:
             self.close()
             self._number += 1
-        at = dict(zip(("chunk_index", "file_index"), divmod(self._number, CHUNK_FILES), strict=True))
+        row[f"{self._kind}/chunk_index"], row[f"{self._kind}/file_index"] = divmod(self._number, CHUNK_FILES)
         if self._writer is None:
-            self._path, self._frames = self._root / self._kind / (_CHUNK.format(**at) + suffix), 0
+            self._path, self._frames = _file(self._root, self._kind, row), 0
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._writer = make(self._path)
-        row |= {f"{self._kind}/{key}": value for key, value in at.items()}
         self._frames += frames
         return self._writer, self._frames - frames
 
@@ -246,84 +224,76 @@ def _together(episodes: list[Named]) -> dict[str, object]:
 
 def _encoded(frames: of.Array, encoder: _Writer) -> of.Array:
     """Write frames to a video. Returns pixels ``[N, 3]`` of some: at most 100 frames, of about 150 x 150."""
-    looked_at, found = {*np.linspace(0, len(frames) - 1, 100).round().astype(int).tolist()}, []
+    samples, found = {*np.linspace(0, len(frames) - 1, 100).round().astype(int).tolist()}, []
     for number in range(len(frames)):
         (frame,) = frames[number : number + 1]
         encoder.write(frame)
-        if number in looked_at:
+        if number in samples:
             step = max(1, max(frame.shape) // 150)
             found.append(frame[::step, ::step].reshape(-1, 3) / 255)
     return np.concatenate(found)
 
 
-def _write(root: Path, episodes: Iterator[Named], fps: int, tasks: list[str], names: Mapping[str, object]) -> None:
+def _write(root: Path, episodes: Iterator[Named], fps: float, tasks: list[str], names: Mapping[str, object]) -> None:
     """Write episodes as a data set: columns, of which those of cameras are ``[T, H, W, 3]``."""
-    arrow, parquet = (of.required(module, "datasets", "to_lerobot") for module in ("pyarrow", "pyarrow.parquet"))
-    meta, features, total = list[dict[str, object]](), dict[str, object](), 0
+    parquet = of.required("pyarrow.parquet", "datasets", "to_lerobot")
+    meta, features, total = list[Row](), dict[str, object](), 0
     stats, files = dict[str, list[Named]](), dict[str, _Files]()
-    with ExitStack() as stack:
-        for number, columns in enumerate(episodes):
-            n = len(next(iter(columns.values())))
-            columns = {
-                "task_index": np.zeros(n, np.int64),
-                **columns,
-                "timestamp": (np.arange(n) / fps).astype(np.float32),
-            }
-            columns |= {"frame_index": np.arange(n), "episode_index": np.full(n, number), "index": np.arange(n) + total}
-            row: dict[str, object] = {"episode_index": number, "length": n, "dataset_from_index": total}
-            total += n
-            row |= {"dataset_to_index": total, "tasks": [tasks[one] for one in {*columns["task_index"].tolist()}]}
-            rows: of.Columns = {}
-            for name, column in columns.items():
-                shape, dtype = column.shape[1:] or (1,), str(column.dtype)
-                if dtype == "uint8" and column.ndim == 4 and shape[2] == 3:
-                    kind, dtype = f"videos/{name}", "video"
-                    if kind not in files:
-                        files[kind] = stack.enter_context(closing(_Files(root, kind, VIDEO_MB)))
-                    make = partial(of.required("engram.env.video", "robot", "to_lerobot").Encoder, fps=fps, keys=2)
-                    encoder, before = files[kind].take(n, make, row, ".mp4")
-                    row |= {f"{kind}/from_timestamp": before / fps, f"{kind}/to_timestamp": (before + n) / fps}
-                    found = _stats(_encoded(column, encoder), n, (3, 1, 1))
-                else:
-                    rows[name,] = column = column.reshape(n) if shape == (1,) else column
-                    found = _stats(column.reshape(-1, shape[-1]), n, (shape[-1],))
-                row |= {f"stats/{name}/{key}": value.tolist() for key, value in found.items()}
-                stats.setdefault(name, []).append(found)
-                features[name] = {"dtype": dtype, "shape": shape, "names": names.get(name)}
-            table = arrow_table(rows, "to_lerobot")
-            if "data" not in files:
-                files["data"] = stack.enter_context(closing(_Files(root, "data", DATA_MB)))
-            files["data"].take(n, partial(parquet.ParquetWriter, schema=table.schema), row, ".parquet")[0].write(table)
-            meta.append(row | {f"{_EPISODES}/chunk_index": 0, f"{_EPISODES}/file_index": 0})
+    for number, columns in enumerate(episodes):
+        rows, steps = of.Columns(), np.arange(len(next(iter(columns.values()))))
+        n, task = len(steps), columns.get("task_index", steps * 0) * (len(tasks) > 1)
+        columns |= {"task_index": task, "timestamp": (steps / fps).astype(np.float32), "frame_index": steps}
+        columns |= {"episode_index": steps * 0 + number, "index": steps + total}
+        row: Row = {"episode_index": number, "length": n, "dataset_from_index": total}
+        row |= {"dataset_to_index": (total := total + n), "tasks": [tasks[one] for one in {*task.tolist()}]}
+        for name, column in columns.items():
+            shape, dtype, kind = column.shape[1:] or (1,), str(column.dtype), f"videos/{name}"
+            if dtype == "uint8" and column.ndim == 4 and shape[2] == 3:
+                make = partial(of.required("engram.env.video", "robot", "to_lerobot").Encoder, fps=fps, keys=2)
+                encoder, before = files.setdefault(kind, _Files(root, kind)).take(n, make, row)
+                row |= {f"{kind}/from_timestamp": before / fps, f"{kind}/to_timestamp": (before + n) / fps}
+                found, dtype = _stats(_encoded(column, encoder), n, (3, 1, 1)), "video"
+            else:
+                rows[name,] = column = column.reshape(n) if shape == (1,) else column
+                found = _stats(column.reshape(-1, shape[-1]), n, (shape[-1],))
+            row |= {f"stats/{name}/{key}": value.tolist() for key, value in found.items()}
+            stats.setdefault(name, []).append(found)
+            features[name] = {"dtype": dtype, "shape": shape, "names": names.get(name)}
+        table = arrow_table(rows, "to_lerobot")
+        make = partial(parquet.ParquetWriter, schema=table.schema)
+        files.setdefault("data", _Files(root, "data")).take(n, make, row)[0].write(table)
+        meta.append(row | {f"{_EPISODES}/chunk_index": 0, f"{_EPISODES}/file_index": 0})
+    for one in files.values():
+        one.close()
+    info: Row = {"fps": int(fps) if fps == int(fps) else fps, "features": features, "total_frames": total}
+    info |= {"video_path": f"videos/{{video_key}}/{_CHUNK}.mp4" if len(files) > 1 else None}
+    _describe(root, meta, info, tasks, {name: _together(found) for name, found in stats.items()})
+
+
+def _describe(root: Path, meta: list[Row], info: Row, tasks: list[str], stats: object) -> None:
+    """Write ``meta/``. Raises ``DatasetError``: there is no episode."""
+    arrow, parquet = (of.required(module, "datasets", "to_lerobot") for module in ("pyarrow", "pyarrow.parquet"))
     if not meta:
-        raise DatasetError(f"to_lerobot: expected an episode that was ended, and a rate of fps={fps}, got none.")
-    place = {"chunk_index": 0, "file_index": 0}
-    (root / _EPISODES / "chunk-000").mkdir(parents=True)
-    parquet.write_table(arrow.Table.from_pylist(meta), root / _EPISODES / (_CHUNK.format(**place) + ".parquet"))
+        raise DatasetError(f"to_lerobot: expected an episode that was ended, at a rate of fps={info['fps']}, got none.")
+    path = _file(root, _EPISODES, meta[0])
+    path.parent.mkdir(parents=True)
+    parquet.write_table(arrow.Table.from_pylist(meta), path)
     task = {"name": "task", "field_name": "task", "pandas_type": "unicode", "numpy_type": "object", "metadata": None}
     pandas = {"index_columns": ["task"], "columns": [task], "column_indexes": [], "pandas_version": "2.0.0"}
     table = arrow.table({"task_index": np.arange(len(tasks)), "task": tasks})
-    table = table.replace_schema_metadata({"pandas": json.dumps(pandas)})
-    parquet.write_table(table, root / _TASKS)
-    info = {"codebase_version": _VERSION, "fps": fps, "features": features, "robot_type": None}
-    info |= {"total_episodes": len(meta), "total_frames": total, "total_tasks": len(tasks), "chunks_size": CHUNK_FILES}
-    info |= {
-        "data_files_size_in_mb": DATA_MB,
-        "video_files_size_in_mb": VIDEO_MB,
-        "splits": {"train": f"0:{len(meta)}"},
-    }
-    video_path = f"videos/{{video_key}}/{_CHUNK}.mp4" if len(files) > 1 else None
-    info |= {"data_path": f"data/{_CHUNK}.parquet", "video_path": video_path}
+    parquet.write_table(table.replace_schema_metadata({"pandas": json.dumps(pandas)}), root / _TASKS)
+    info |= {"codebase_version": _VERSION, "total_episodes": len(meta), "total_tasks": len(tasks), "robot_type": None}
+    info |= {"chunks_size": CHUNK_FILES, "data_files_size_in_mb": DATA_MB, "video_files_size_in_mb": VIDEO_MB}
+    info |= {"data_path": f"data/{_CHUNK}.parquet", "splits": {"train": f"0:{len(meta)}"}}
     (root / _INFO).write_text(json.dumps(info, indent=4))
-    together = {name: _together(found) for name, found in stats.items()}
-    (root / "meta/stats.json").write_text(json.dumps(together, indent=4))
+    (root / "meta/stats.json").write_text(json.dumps(stats, indent=4))
 
 
 def _steps(store: Stored, fps: float) -> Iterator[Named]:
     """The episodes of a store. What LeRobot takes from the next row, and what an import has added, is left out."""
     for found in (one for block in store.blocks(0, 0) for one in block.episodes()):
-        left = {path for path in found if path in (of.TRAJECTORY, of.RETURN) or path[:2] == ("next", "observation")}
-        kept = {path: one for path, one in found.items() if path not in left}
+        left = (of.TRAJECTORY, of.RETURN, ("next", "observation"))
+        kept = {path: one for path, one in found.items() if path[:2] not in left}
         columns = dict(zip(distinct([*map(".".join, kept)], store.call), kept.values(), strict=True))
         time = columns.get("timestamp", np.zeros(1)).reshape(-1)
         off = abs(time - time[0] - np.arange(len(time)) / fps).max()
@@ -342,11 +312,8 @@ def _recorded(recorder: RobotRecorder, fps: float, tolerance: float) -> Iterator
             near = np.searchsorted((times[1:] + times[:-1]) / 2, rows)
             far = abs(times[near] - rows).max() if len(times) and len(rows) else np.inf
             if far > tolerance:
-                said = (
-                    f"expected {[*stream.spec.features]} within {tolerance:g} s of each row, got some {far:.3f} s away"
-                )
-                where = f"to_lerobot: {recorder.directory}: episode {episode.number}"
-                raise DatasetError(f"{where}: {said}. tolerance= allows more.")
+                said = f"episode {episode.number}: expected {[*stream.spec.features]} within {tolerance:g} s of a row"
+                raise DatasetError(f"to_lerobot: {recorder.directory}: {said}, got one {far:.3f} s away.")
             for name, leaf in stream.spec.features.items():
                 if stream.spec.is_video:
                     pairs = zip(episode.frames(name), np.bincount(near, minlength=len(times)).tolist(), strict=True)
@@ -373,14 +340,14 @@ def to_lerobot(
     Args:
         directory: of the store, which is only read, or of the recording, which is not recorded to meanwhile.
         path: the folder. It must not exist, and appears when it is whole.
-        fps: the rows of a second, a whole number. Default: that of the data set which was imported, or of the recording.
+        fps: the rows of a second. Default: that of the data set which was imported, or of the recording.
         task: the text of the task of all episodes. Default: those of the data set which was imported, or none.
         tolerance: how many seconds from a row what it gets of other streams may lie.
 
     Raises:
         DatasetError: there is no episode; stored timestamps are not ``1 / fps`` apart; of a stream nothing is near enough to a row, or
             none has the rate ``fps``; a field is of a dtype that Arrow lacks. FileExistsError: the folder is there.
-        ValueError: ``fps`` is not known, or no whole number. StoreInUse: the robot is recorded.
+        TypeError, ValueError: ``fps`` is not known, or no number. StoreInUse: the robot is recorded.
         ModuleNotFoundError: pyarrow, or PyAV for frames, is missing; ``engram-replay[datasets,robot]`` brings both.
 
     Cost: the longest episode of a store is in memory; of a recording, the sensors of the longest one and a few frames.
@@ -398,14 +365,12 @@ def to_lerobot(
     folder = check_path(f"{call}: directory", directory)
     robot, note = folder / "robot.json", folder / of.NOTE
     known = json.loads(next((one.read_bytes() for one in (robot, note) if one.is_file()), b"{}"))
-    about = {"fps": 0, **known, **known.get("about", {})}
-    rate = check_number(f"{call}: fps", about["fps"] if fps is None else fps, least=0)
-    if rate < 1 or rate != int(rate):
-        raise ValueError(f"{call}: fps: expected the rows of a second, a whole number, got {rate:g}.")
-    tasks = (about.get("tasks") or [""]) if task is None else [task]
+    about = {"fps": None, "tasks": None, **known, **known.get("about", {})}
+    rate = check_number(f"{call}: fps", about["fps"] if fps is None else fps, least=0.001)
+    tasks = (about["tasks"] or [""]) if task is None else [task]
     names = about.get("names") or {key: one.get("names") for key, one in about.get("features", {}).items()}
     opened = record_robot(folder, encode=False) if robot.is_file() else stored(folder, call)
     with opened as source, written_whole(path, call) as whole:
         whole.mkdir()
         episodes = _steps(source, rate) if isinstance(source, Stored) else _recorded(source, rate, tolerance)
-        _write(whole, episodes, int(rate), tasks, names)
+        _write(whole, episodes, rate, tasks, names)
