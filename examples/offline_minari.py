@@ -1,6 +1,6 @@
 """Offline: an agent learns to cross a frozen lake from a data set of Minari's, in which nobody meant to arrive.
 
-Random walks are recorded by Minari's own collector. The import writes them to a directory once; killed, it goes on where it was. From
+Random walks become a data set of Minari's. The import writes them to a directory once; killed, it goes on where it was. From
 then on it is a store as any other, which several trainings may read: here 64 of its steps are drawn at a time, with what was seen after
 them, and Q-learning makes a table of values of them. In the lake itself the agent acts for the first time when it is judged.
 """
@@ -23,16 +23,22 @@ GAMMA, RATE, BATCH = 0.95, 0.5, 64
 def record(episodes: int, seed: int) -> None:
     """A data set of Minari's, by name."""
     import minari
+    from minari.data_collector import EpisodeBuffer
 
-    env = minari.DataCollector(gym.make(LAKE, is_slippery=False))
+    env, walks = gym.make(LAKE, is_slippery=False), []
     env.action_space.seed(seed)
     for number in range(episodes):
-        env.reset(seed=seed + number)
-        ended = False
-        while not ended:
-            _, _, terminated, truncated, _ = env.step(env.action_space.sample())
-            ended = terminated or truncated
-    env.create_dataset(dataset_id=NAME, algorithm_name="random walks", author="engram", description="of a frozen lake")
+        places, actions, rewards, flags = [env.reset(seed=seed + number)[0]], [], [], [(False, False)]
+        while not any(flags[-1]):
+            actions.append(env.action_space.sample())
+            place, reward, *flag, _ = env.step(actions[-1])
+            places.append(place)
+            rewards.append(reward)
+            flags.append(tuple(flag))
+        ends = {"terminations": [one for one, _ in flags[1:]], "truncations": [one for _, one in flags[1:]]}
+        walks.append(EpisodeBuffer(number, observations=places, actions=actions, rewards=rewards, **ends))
+    about = {"algorithm_name": "random walks", "author": "engram", "author_email": "none", "code_permalink": "none"}
+    minari.create_dataset_from_buffers(NAME, buffer=walks, env=env, eval_env=env, description="of a lake", **about)
     env.close()
 
 
@@ -63,7 +69,7 @@ def arrives(values: torch.Tensor) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--episodes", type=int, default=1500)
+    parser.add_argument("--episodes", type=int, default=800)
     parser.add_argument("--updates", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
