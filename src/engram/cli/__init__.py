@@ -391,9 +391,7 @@ def import_(source: str, directory: Path, kind: str | None, rename: tuple[str, .
     is_flag=True,
     help="After last steps, write their own observations where no later ones are stored.",
 )
-@click.option(
-    "--fps", type=float, help="Of LeRobot: the rows of a second. Default: as the import or the recording says."
-)
+@click.option("--fps", type=float, help="Of LeRobot: rows of a second. Default: as an import or a recording says.")
 def export(directory: Path, out: Path, kind: str, repeat_final: bool, fps: float | None) -> None:
     """Write the episodes of the store in DIRECTORY to OUT, a file or folder that appears when it is whole.
 

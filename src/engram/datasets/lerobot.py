@@ -22,8 +22,8 @@ from engram.types import StrPath
 #: Columns by name; and what ``meta/`` says of an episode.
 Named: TypeAlias = dict[str, of.Array]
 Row: TypeAlias = dict[str, object]
-Meta: TypeAlias = dict[str, float]
 _VERSION, _INFO, _EPISODES, _TASKS = "v3.0", "meta/info.json", "meta/episodes", "meta/tasks.parquet"
+_LEFT_OUT = (of.TRAJECTORY, of.RETURN, ("next", "observation"))
 _CHUNK = "chunk-{chunk_index:03d}/file-{file_index:03d}"
 #: Columns that say where a row belongs.
 _PLACE = ("episode_index", "frame_index", "timestamp")
@@ -56,15 +56,15 @@ class _Episodes(ParquetRows):
             info, sides = json.loads((path / _INFO).read_bytes()), ("from", "to")
             if info["codebase_version"] != _VERSION:
                 raise LookupError(f"codebase_version is {info['codebase_version']!r}")
-            features, self._fps = info["features"], float(info["fps"])
+            features, self._half = info["features"], 0.5 / info["fps"]
             self._shapes = {key: tuple(one["shape"]) for key, one in features.items() if one["dtype"] == "video"}
             kinds = ["data", *map("videos/{}".format, self._shapes)]
             wanted = [f"{kind}/{part}_index" for kind in kinds for part in ("chunk", "file")]
             wanted += ["episode_index", "length", *(f"{kind}/{side}_timestamp" for kind in kinds[1:] for side in sides)]
-            listed: list[Meta] = table(path / _EPISODES, columns=wanted).to_pylist()
+            listed: list[dict[str, float]] = table(path / _EPISODES, columns=wanted).to_pylist()
             tasks = table(path / _TASKS).sort_by("task_index").to_pydict()
             totals = [info["total_episodes"], info["total_frames"]]
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise self.refuse(f"meta/: expected whole files of format {_VERSION}: {error}.") from error
         self._listed = sorted(listed, key=lambda one: one["episode_index"])
         files = {kind: dict.fromkeys(_file(path, kind, one) for one in self._listed) for kind in kinds}
@@ -78,8 +78,11 @@ class _Episodes(ParquetRows):
         self.files = [*self.files, path / _INFO, path / _TASKS, *(one for each in files.values() for one in each)]
         [one.stat() for one in self.files]  # raises FileNotFoundError, which names it
         texts: list[str] = next((tasks[key] for key in tasks if key != "task_index"), [])
-        names = {key: one.get("names") for key, one in features.items()}
-        self.about = {"fps": info["fps"], "tasks": texts, "names": names}
+        self.about = {
+            "fps": info["fps"],
+            "tasks": texts,
+            "names": {key: features[key].get("names") for key in features},
+        }
 
     def _expect(self, got: object, expected: object, what: str) -> None:
         if got != expected:
@@ -96,7 +99,7 @@ class _Episodes(ParquetRows):
             yield from map(of.Block, whole, lengths, [{}] * len(whole)) if self._shapes else [block]
             episode += len(whole)
 
-    def _checked(self, listed: Meta, columns: of.Columns) -> of.Columns:
+    def _checked(self, listed: Mapping[str, float], columns: of.Columns) -> of.Columns:
         """The frames of an episode. Raises ``DatasetError``: it is not the one that follows in ``meta/``."""
         numbers, frame, time = (columns[cast("FieldPath", self.names[key,])].reshape(-1) for key in _PLACE)
         place = listed["episode_index"], listed["length"]
@@ -114,7 +117,7 @@ class _Episodes(ParquetRows):
 
     def _frames(self, path: Path, times: of.Array, end: float) -> Iterator[of.Array]:
         """The frames of a video at times, which grow and lie before its end."""
-        half, name = 0.5 / self._fps, path.relative_to(self._folder)
+        half, name = self._half, path.relative_to(self._folder)
         try:
             found, at = of.required("engram.env.video", "robot", self.call).timed(path, times[0]), -np.inf
             for time in times:
@@ -127,7 +130,7 @@ class _Episodes(ParquetRows):
             raise self.refuse(f"{name}: expected a whole video ({error}).") from error
 
 
-def _file(root: Path, kind: str, listed: Row | Meta) -> Path:
+def _file(root: Path, kind: str, listed: Mapping[str, object]) -> Path:
     """Where the data, or a video, of an episode lies."""
     at = {f"{part}_index": listed[f"{kind}/{part}_index"] for part in ("chunk", "file")}
     return root / kind / (_CHUNK.format(**at) + (".mp4" if kind.startswith("videos") else ".parquet"))
@@ -225,11 +228,10 @@ def _together(episodes: list[Named]) -> dict[str, object]:
 def _encoded(frames: of.Array, encoder: _Writer) -> of.Array:
     """Write frames to a video. Returns pixels ``[N, 3]`` of some: at most 100 frames, of about 150 x 150."""
     samples, found = {*np.linspace(0, len(frames) - 1, 100).round().astype(int).tolist()}, []
+    step = max(1, max(frames.shape[1:]) // 150)
     for number in range(len(frames)):
-        (frame,) = frames[number : number + 1]
-        encoder.write(frame)
+        encoder.write(frame := frames[number : number + 1][0])
         if number in samples:
-            step = max(1, max(frame.shape) // 150)
             found.append(frame[::step, ::step].reshape(-1, 3) / 255)
     return np.concatenate(found)
 
@@ -292,8 +294,7 @@ def _describe(root: Path, meta: list[Row], info: Row, tasks: list[str], stats: o
 def _steps(store: Stored, fps: float) -> Iterator[Named]:
     """The episodes of a store. What LeRobot takes from the next row, and what an import has added, is left out."""
     for found in (one for block in store.blocks(0, 0) for one in block.episodes()):
-        left = (of.TRAJECTORY, of.RETURN, ("next", "observation"))
-        kept = {path: one for path, one in found.items() if path[:2] not in left}
+        kept = {path: one for path, one in found.items() if path[:2] not in _LEFT_OUT}
         columns = dict(zip(distinct([*map(".".join, kept)], store.call), kept.values(), strict=True))
         time = columns.get("timestamp", np.zeros(1)).reshape(-1)
         off = abs(time - time[0] - np.arange(len(time)) / fps).max()

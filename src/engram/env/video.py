@@ -32,9 +32,9 @@ _CODEC, _OPTIONS = "libx264", {"preset": "ultrafast", "crf": "16"}
 class Encoder:
     """A video that RGB frames ``[H, W, 3]`` are written to. Raises ``OSError``. ``keys``: each how many-th frame is a key frame."""
 
-    def __init__(self, path: Path, fps: float, keys: int | None = None) -> None:
+    def __init__(self, path: Path, fps: float, keys: int = 250) -> None:
         self._file, self._rate = av.open(str(path), "w", format="mp4"), Fraction(fps).limit_denominator(1001)
-        self._options = _OPTIONS if keys is None else {**_OPTIONS, "g": str(keys)}
+        self._options = {**_OPTIONS, "g": str(keys)}
         self._stream: VideoStream | None = None
 
     def write(self, frame: Frame) -> None:
