@@ -36,7 +36,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find src native -name __pycache
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: gpu-pack help demo docs quick test golden recipes test-native test-asan test-tensordict test-ray test-transfer-queue wheel test-wheel check format bench bench-gpu gpu clean distclean FORCE configure-native negative-controls stress
+.PHONY: gpu-pack help demo docs quick test golden recipes test-native test-asan test-tensordict test-ray test-transfer-queue test-doors wheel test-wheel check format bench bench-gpu gpu clean distclean FORCE configure-native negative-controls stress
 
 help:
 	@echo "make demo             train a small agent while its processes are killed  STEPS=2000 ARGS='...'"
@@ -51,6 +51,7 @@ help:
 	@echo "make test-tensordict  the tests that meet tensordict, with $(TENSORDICT_NEWEST)          ARGS='...'"
 	@echo "make test-ray         the tests of buffers on Ray                     ARGS='...'"
 	@echo "make test-transfer-queue  those of TransferQueue's backend, and TransferQueue's own over it    ARGS='...'"
+	@echo "make test-doors       LeRobot's own code reads our data sets, and we read its own    ARGS='...'"
 	@echo "make recipes          TorchRL's recipes with engram's buffers          ARGS='FOLDER --only dqn'"
 	@echo "make wheel            an sdist and a wheel made of it, audited         PYTHON=python3.12"
 	@echo "make test-wheel       tests of the wheel in a new environment          WHEEL=... TORCH=... TENSORDICTS=..."
@@ -215,6 +216,24 @@ $(VENV)/.transfer-queue: $(VENV)/.torch
 
 test-transfer-queue: $(VENV)/.engram-dev $(VENV)/.transfer-queue
 	@$(PYTEST) tests/adapters $(ARGS)
+
+# Not of CI: LeRobot pins another torch, so its data set code is put beside ours, with what that imports and nothing else.
+LEROBOT := build/lerobot
+LEROBOT_NEEDS := 'datasets>=4.8,<5' 'pandas<3' 'huggingface-hub>=1.6,<2' 'torchvision==0.28.0' 'av>=15,<16' einops draccus safetensors \
+  termcolor jsonlines dill multiprocess tqdm python-dateutil pytz six requests httpx httpcore h11 anyio certifi idna pyyaml \
+  pyyaml-include mergedeep toml typing-inspect mypy-extensions filelock hf-xet shellingham aiohttp charset-normalizer urllib3 \
+  sniffio tzdata
+$(LEROBOT)/.installed: $(VENV)/.torch
+	@echo "==> Installing LeRobot's data set code into $(LEROBOT)"
+	@rm -rf $(LEROBOT)
+	@$(PIP) install --no-deps --target $(LEROBOT) $(LEROBOT_NEEDS)
+	@$(PIP) install --no-deps --ignore-requires-python --target $(LEROBOT) lerobot==0.6.1
+	@rm -rf $(LEROBOT)/tests $(LEROBOT)/examples
+	@$(BIN)/python -m tests.datasets.lerobot_itself install $(LEROBOT)
+	@touch $@
+
+test-doors: $(VENV)/.engram-dev $(LEROBOT)/.installed
+	@$(PYTEST) tests/datasets/test_lerobot_itself.py $(ARGS)
 
 # Not of CI: Hydra and transformers are for TorchRL's recipes alone.
 $(VENV)/.recipes: $(VENV)/.torch

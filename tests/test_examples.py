@@ -110,6 +110,16 @@ def check_offline_to_online(said):
     assert "24000 rows more, a share of 0 recordings in the end" in said
 
 
+def check_offline_minari(said):
+    """Few random walks cross the lake; an agent that has seen nothing else does."""
+    episodes, steps, arrived = map(
+        int, re.search(r"^(\d+) episodes of (\d+) steps: (\d+) arrive$", said, re.MULTILINE).groups()
+    )
+    assert episodes < steps
+    assert 0 < arrived < episodes / 10
+    assert said.endswith("the agent arrives: True\n")
+
+
 def check_recurrent_slices(said):
     assert "32 windows of up to 12 steps, each from one episode: True" in said
     assert len(re.findall(r"^step \d+, \d+ s: right in \d+%$", said, re.MULTILINE)) == 10
@@ -156,6 +166,7 @@ CHECKS = {
     "r2d2.py": check_r2d2,
     "recurrent_slices.py": check_recurrent_slices,
     "resumable_training.py": check_resumable_training,
+    "offline_minari.py": check_offline_minari,
     "offline_to_online.py": check_offline_to_online,
     "own_storage.py": check_own_storage,
     "sampling_log.py": check_sampling_log,

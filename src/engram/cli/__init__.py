@@ -35,8 +35,8 @@ __all__ = ["main"]
 #: What ``engram plot`` draws.
 _FIGURES = ("priority", "weights", "age", "usage", "returns", "map", "ratio", "throughput")
 #: What ``engram import`` reads, and ``engram export`` writes.
-_IMPORTED = ("hdf5", "minari", "numpy", "parquet", "sb3", "torchrl")
-_EXPORTED = ("hdf5", "minari", "parquet", "torchrl")
+_IMPORTED = ("hdf5", "lerobot", "minari", "numpy", "parquet", "sb3", "torchrl")
+_EXPORTED = ("hdf5", "lerobot", "minari", "parquet", "torchrl")
 _PATH = click.Path(path_type=Path)
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
 
@@ -396,7 +396,7 @@ def import_(source: str, directory: Path, kind: str | None, rename: tuple[str, .
 
     Exit code: 0, 1 if SOURCE is damaged or cannot be stored, 2 if there is no SOURCE or DIRECTORY holds something else.
     """
-    with refusing("minari,datasets"):
+    with refusing("minari,datasets,robot"):
         from engram.cli.data import load
 
         load(source, directory, kind, rename, end_keys)
@@ -411,16 +411,20 @@ def import_(source: str, directory: Path, kind: str | None, rename: tuple[str, .
     is_flag=True,
     help="After last steps, write their own observations where no later ones are stored.",
 )
-def export(directory: Path, out: Path, kind: str, repeat_final: bool) -> None:
+@click.option("--fps", type=float, help="Of LeRobot: rows of a second. Default: as an import or a recording says.")
+def export(directory: Path, out: Path, kind: str, repeat_final: bool, fps: float | None) -> None:
     """Write the episodes of the store in DIRECTORY to OUT, a file or folder that appears when it is whole.
+
+    With --to lerobot DIRECTORY may also hold the recording of a robot.
 
     Exit code: 0, 1 if the rows have no place in such a file, 2 if DIRECTORY holds nothing of engram's or OUT is there.
     """
-    _ours(directory)
-    with refusing("minari,datasets"):
+    if not (directory / "robot.json").is_file():
+        _ours(directory)
+    with refusing("minari,datasets,robot"):
         from engram.cli.data import export
 
-        export(directory, out, kind, repeat_final=repeat_final)
+        export(directory, out, kind, repeat_final=repeat_final, fps=fps)
 
 
 @main.command()

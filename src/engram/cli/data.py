@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _OF_SUFFIX = {".hdf5": "hdf5", ".h5": "hdf5", ".parquet": "parquet", ".npz": "numpy", ".pkl": "sb3"}
 _OF_FILE = {"buffer_metadata.json": "torchrl", "metadata.json": "minari", "data/metadata.json": "minari"}
+_OF_FILE |= {"meta/info.json": "lerobot"}
 
 
 def kind_of(source: Path) -> str:
@@ -34,6 +35,7 @@ def load(source: str, directory: Path, kind: str | None, rename: Sequence[str], 
     getattr(datasets, f"from_{kind}")(data, directory, **how).close()
 
 
-def export(directory: Path, out: Path, kind: str, *, repeat_final: bool) -> None:
+def export(directory: Path, out: Path, kind: str, *, repeat_final: bool, fps: float | None) -> None:
     """Export a store. Raises: as :func:`engram.datasets.to_minari`."""
-    getattr(datasets, f"to_{kind}")(directory, out, final="repeat" if repeat_final else "refuse")
+    how = {"fps": fps} if kind == "lerobot" else {"final": "repeat" if repeat_final else "refuse"}
+    getattr(datasets, f"to_{kind}")(directory, out, **how)

@@ -39,7 +39,7 @@ from engram.types import StrPath
 Array: TypeAlias = NDArray[Any]
 Columns: TypeAlias = dict[FieldPath, Array]
 Names: TypeAlias = dict[FieldPath, FieldPath | None]
-Usual: TypeAlias = Mapping[str, FieldPath]
+Usual: TypeAlias = Mapping[str, FieldPath | None]
 DataSet: TypeAlias = ReplayBuffer[Any]
 Key: TypeAlias = str | tuple[str, ...]
 
@@ -82,6 +82,11 @@ class Block(NamedTuple):
     #: Of which episodes; in place of the others are those of the last steps. None: of all.
     known: Array | None = None
 
+    def episodes(self) -> Iterator[Columns]:
+        """The columns of each episode."""
+        for end, length in zip(np.cumsum(self.lengths), self.lengths, strict=True):
+            yield _slice(self.columns, end - length, end)
+
 
 class Source(ABC):
     """A data set that is read."""
@@ -92,6 +97,8 @@ class Source(ABC):
     #: How many observations after last steps there are: as many as episodes, or 0.
     finals: int = 0
     files: Sequence[Path] = ()
+    #: What the note keeps of it besides rows: JSON values, such as the names of tasks.
+    about: Mapping[str, object] = {}
 
     def __init__(self, call: str, where: StrPath) -> None:
         self.call, self.where = call, os.fspath(where)
@@ -262,6 +269,7 @@ class Note(msgspec.Struct):
     episodes: int = 0
     returns: float = 0.0  # their sum
     complete: bool = False
+    about: dict[str, object] = {}
     version: Literal[1] = 1
 
     @classmethod
@@ -314,7 +322,7 @@ def _import_rest(source: Source, folder: Path, arguments: ImportArguments, *, fr
         raise FileExistsError(
             17, f"{source.call}: expected a new directory, or one of an import, got files", str(folder)
         )
-    note = note or Note(_identity(source))
+    note = note or Note(_identity(source), about=dict(source.about))
     try:
         note.write(folder)
         if not note.complete:
@@ -392,7 +400,7 @@ class _Import:
             raise self._source.refuse(f"{expected}. Leave it out: rename={{name: None}}.")
         if path == TRAJECTORY:
             return column.reshape(len(column)).astype(np.int64)
-        return column.astype(column.dtype.newbyteorder("="), copy=False)
+        return column if column.dtype.isnative else column.astype(column.dtype.newbyteorder("="))
 
     @staticmethod
     def _returns(columns: Columns, lengths: Array) -> float:
@@ -423,17 +431,21 @@ class _Import:
     def _put(self, buffer: DataSet, first: int, columns: Columns) -> None:
         """Write rows from one on. Those that a killed import has written, or has begun, are replaced."""
         storage = cast("LazyMemmapStorage", buffer.storage)
-        n, there = len(next(iter(columns.values()))), storage.extent().size if storage.initialized else 0
-        again = min(max(there - first, 0), n)
-        if again:
-            storage.set(range(first, first + again), nested({path: column[:again] for path, column in columns.items()}))
-        if again < n:
-            buffer.extend(nested({path: column[again:] for path, column in columns.items()}))
-        self._unforgotten += sum(column.nbytes for column in columns.values())
-        if self._unforgotten > _FORGET_BYTES:
-            self._unforgotten = 0
-            for tensor in (*storage.store.tensors, *storage.store.control_memory):
-                forget(tensor.data_ptr(), tensor.nbytes)
+        there, end = storage.extent().size if storage.initialized else 0, first + len(next(iter(columns.values())))
+        # Of columns that are read when they are sliced, such as frames, no more than a block is in memory.
+        step = max(1, BLOCK_BYTES // max(1, sum(column.nbytes // max(1, len(column)) for column in columns.values())))
+        for at in range(first, end, step):
+            n, part = min(step, end - at), {path: one[at - first : at - first + step] for path, one in columns.items()}
+            again = min(max(there - at, 0), n)
+            if again:
+                storage.set(range(at, at + again), nested({path: column[:again] for path, column in part.items()}))
+            if again < n:
+                buffer.extend(nested({path: column[again:] for path, column in part.items()}))
+            self._unforgotten += sum(column.nbytes for column in part.values())
+            if self._unforgotten > _FORGET_BYTES:
+                self._unforgotten = 0
+                for tensor in (*storage.store.tensors, *storage.store.control_memory):
+                    forget(tensor.data_ptr(), tensor.nbytes)
 
 
 def _storage(folder: Path, rows: int) -> LazyMemmapStorage:

@@ -364,7 +364,7 @@ class ParquetRows(Table):
 
     def __init__(self, call: str, path: Path, files: Sequence[Path], arguments: ImportArguments) -> None:
         super().__init__(call, path)
-        self._arrow, self.files = required("pyarrow", "datasets", call), files
+        self._arrow, self.files, self._tables = required("pyarrow", "datasets", call), files, files
         if not files:
             raise self.refuse("expected Parquet files, got none.")
         self._parquet = required("pyarrow.parquet", "datasets", call)
@@ -391,7 +391,7 @@ class ParquetRows(Table):
             raise self.refuse(f"{path.name}: expected a whole Parquet file, {why}.") from error
 
     def pieces(self, row: int) -> Iterator[Columns]:
-        for path, rows in zip(self.files, self._rows, strict=True):
+        for path, rows in zip(self._tables, self._rows, strict=True):
             if row < rows:
                 with self._opened(path) as file:
                     sizes = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
