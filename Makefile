@@ -36,7 +36,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find src native -name __pycache
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: gpu-pack help demo docs quick test golden recipes test-native test-asan test-tensordict test-ray test-transfer-queue wheel test-wheel check format bench bench-gpu gpu clean distclean FORCE configure-native negative-controls stress
+.PHONY: gpu-pack help demo docs quick test golden recipes test-native test-asan test-tensordict test-ray test-transfer-queue test-doors wheel test-wheel check format bench bench-gpu gpu clean distclean FORCE configure-native negative-controls stress
 
 help:
 	@echo "make demo             train a small agent while its processes are killed  STEPS=2000 ARGS='...'"
@@ -51,6 +51,7 @@ help:
 	@echo "make test-tensordict  the tests that meet tensordict, with $(TENSORDICT_NEWEST)          ARGS='...'"
 	@echo "make test-ray         the tests of buffers on Ray                     ARGS='...'"
 	@echo "make test-transfer-queue  those of TransferQueue's backend, and TransferQueue's own over it    ARGS='...'"
+	@echo "make test-doors       those of frameworks that .venv lacks: $(DOORS)    ARGS='...'"
 	@echo "make recipes          TorchRL's recipes with engram's buffers          ARGS='FOLDER --only dqn'"
 	@echo "make wheel            an sdist and a wheel made of it, audited         PYTHON=python3.12"
 	@echo "make test-wheel       tests of the wheel in a new environment          WHEEL=... TORCH=... TENSORDICTS=..."
@@ -215,6 +216,22 @@ $(VENV)/.transfer-queue: $(VENV)/.torch
 
 test-transfer-queue: $(VENV)/.engram-dev $(VENV)/.transfer-queue
 	@$(PYTEST) tests/adapters $(ARGS)
+
+# Not of CI: each framework brings packages that nothing else needs. They lie beside .venv, without their dependencies, so that none
+# swaps torch: what they need beyond .venv stands here, too. One more framework: its name, and its packages.
+DOORS := tianshou jax
+PACKAGES_tianshou := 'tianshou>=2.0,<3' 'deepdiff>=7,<8' 'overrides>=7.4,<8' 'pandas>=2,<3' sensai-utils numba llvmlite ordered-set pytz \
+  tzdata tensorboard tensorboard-data-server protobuf grpcio markdown werkzeug tqdm scipy joblib
+PACKAGES_jax := jax jaxlib ml_dtypes opt_einsum scipy
+
+build/doors/.%: $(VENV)/.torch Makefile
+	@echo "==> Installing $* into build/doors"
+	@$(PIP) install --no-deps --upgrade --target build/doors -c $(VENV)/constraints.txt $(PACKAGES_$*) 2>&1 | grep -v '^WARNING' || true
+	@PYTHONPATH=build/doors $(BIN)/python -c 'import $*'
+	@touch $@
+
+test-doors: $(VENV)/.engram-dev $(DOORS:%=build/doors/.%)
+	@PYTHONPATH=build/doors $(PYTEST) tests/doors $(ARGS)
 
 # Not of CI: Hydra and transformers are for TorchRL's recipes alone.
 $(VENV)/.recipes: $(VENV)/.torch

@@ -28,6 +28,7 @@ def trained(buffer, epochs, stop=SOLVED):
     """Train a policy on CartPole for so many thousand steps, or until it is good. It, and its mean returns after each thousand."""
     np.random.seed(1)  # noqa: NPY002 - which tianshou draws by
     torch.manual_seed(1)
+    torch.set_num_threads(1)  # of matrices as small as these
     environments, tests = environments_of(4, 1), environments_of(5, 7)
     net = Net(state_shape=(4,), action_shape=2, hidden_sizes=[64, 64])
     policy = DiscreteQLearningPolicy(model=net, action_space=environments.action_space[0], eps_training=0.1)
