@@ -41,16 +41,11 @@ if TYPE_CHECKING:
 
 __all__ = ["PrioritizedVectorReplayBuffer", "VectorReplayBuffer"]
 
-#: What tianshou stores as these, whatever the first row is.
-_DTYPES: Mapping[tuple[str, ...], type[np.generic]] = {
-    ("rew",): np.float64,
-    ("done",): np.bool_,
-    ("terminated",): np.bool_,
-    ("truncated",): np.bool_,
-}
 #: Attributes that pickles leave out.
 _NOT_PICKLED = ("rb", "_hold", "_meta", "_stored")
 _ROLES: Mapping[tuple[str, ...], str] = {(name,): name for name in ("done", "terminated", "truncated")}
+#: What tianshou stores as these, whatever the first row is.
+_DTYPES: Mapping[tuple[str, ...], type[np.generic]] = {("rew",): np.float64, **dict.fromkeys(_ROLES, np.bool_)}
 
 
 class VectorReplayBuffer(data.VectorReplayBuffer):  # type: ignore[misc] # typed where it is installed only
@@ -241,18 +236,15 @@ class VectorReplayBuffer(data.VectorReplayBuffer):  # type: ignore[misc] # typed
             fill = 0 if default_value is None and seq.dtype.kind not in "fc" else default_value
             self.rb.add_field(key, torch.from_numpy(np.zeros_like(seq[0])), fill=np.nan if fill is None else fill)
             self._attach()
-        rows = np.arange(self.maxsize) if index is None else self._indices[index]
-        self.rb.set_at_(
-            key, torch.from_numpy(np.ascontiguousarray(seq, self._stored[key,].dtype)), torch.from_numpy(rows)
-        )
+        rows = self._indices if index is None else self._indices[index]
+        values = np.ascontiguousarray(seq, self._stored[key,].dtype)
+        self.rb.set_at_(key, torch.from_numpy(values), torch.from_numpy(rows))
 
-    def set_batch(self, batch: data.Batch) -> NoReturn:
+    def set_batch(self, *batch: object) -> NoReturn:
         """Raise ``NotImplementedError``: the store has the rows."""
-        raise NotImplementedError("set_batch: expected rows that are added, got a batch to manage. Call add(batch).")
+        raise NotImplementedError(f"{type(self).__name__}: expected rows that are added, and stay. Call add(batch).")
 
-    def dropnull(self) -> NoReturn:
-        """Raise ``NotImplementedError``: the store has the rows."""
-        raise NotImplementedError("dropnull: expected rows that stay. Leave rows with NaN out before they are added.")
+    dropnull = set_batch
 
     def _set_batch_for_children(self) -> None:
         for offset, buffer in zip(self._offset, self.buffers, strict=True):
@@ -334,19 +326,10 @@ class PrioritizedVectorReplayBuffer(VectorReplayBuffer):
     """
 
     def __init__(
-        self,
-        total_size: int,
-        buffer_num: int,
-        *,
-        alpha: float,
-        beta: float,
-        weight_norm: bool = True,
-        scratch_dir: str | os.PathLike[str] | None = None,
-        exclude: Collection[str] = (),
-        **kwargs: object,
+        self, total_size: int, buffer_num: int, *, alpha: float, beta: float, weight_norm: bool = True, **kwargs: object
     ) -> None:
         self._by, self._weight_norm = (alpha, beta), weight_norm
-        super().__init__(total_size, buffer_num, scratch_dir=scratch_dir, exclude=exclude, **kwargs)
+        super().__init__(total_size, buffer_num, **kwargs)  # type: ignore[arg-type] # as there
         self.options.update(alpha=alpha, beta=beta)
 
     def _new_sampler(self) -> PrioritizedSampler:
