@@ -51,7 +51,7 @@ help:
 	@echo "make test-tensordict  the tests that meet tensordict, with $(TENSORDICT_NEWEST)          ARGS='...'"
 	@echo "make test-ray         the tests of buffers on Ray                     ARGS='...'"
 	@echo "make test-transfer-queue  those of TransferQueue's backend, and TransferQueue's own over it    ARGS='...'"
-	@echo "make test-doors       LeRobot's own code reads our data sets, and we read its own    ARGS='...'"
+	@echo "make test-doors       those of frameworks that .venv lacks: $(DOORS) lerobot    ARGS='...'"
 	@echo "make recipes          TorchRL's recipes with engram's buffers          ARGS='FOLDER --only dqn'"
 	@echo "make wheel            an sdist and a wheel made of it, audited         PYTHON=python3.12"
 	@echo "make test-wheel       tests of the wheel in a new environment          WHEEL=... TORCH=... TENSORDICTS=..."
@@ -217,6 +217,19 @@ $(VENV)/.transfer-queue: $(VENV)/.torch
 test-transfer-queue: $(VENV)/.engram-dev $(VENV)/.transfer-queue
 	@$(PYTEST) tests/adapters $(ARGS)
 
+# Not of CI: each framework brings packages that nothing else needs. They lie beside .venv, without their dependencies, so that none
+# swaps torch: what they need beyond .venv stands here, too. One more framework: its name, and its packages.
+DOORS := tianshou jax
+PACKAGES_tianshou := 'tianshou>=2.0,<3' 'deepdiff>=7,<8' 'overrides>=7.4,<8' 'pandas>=2,<3' sensai-utils numba llvmlite ordered-set pytz \
+  tzdata tensorboard tensorboard-data-server protobuf grpcio markdown werkzeug tqdm scipy joblib
+PACKAGES_jax := jax jaxlib ml_dtypes opt_einsum scipy
+
+build/doors/.%: $(VENV)/.torch Makefile
+	@echo "==> Installing $* into build/doors"
+	@$(PIP) install --no-deps --upgrade --target build/doors -c $(VENV)/constraints.txt $(PACKAGES_$*) 2>&1 | grep -v '^WARNING' || true
+	@PYTHONPATH=build/doors $(BIN)/python -c 'import $*'
+	@touch $@
+
 # Not of CI: LeRobot pins another torch, so its data set code is put beside ours, with what that imports and nothing else.
 LEROBOT := build/lerobot
 LEROBOT_NEEDS := 'datasets>=4.8,<5' 'pandas<3' 'huggingface-hub>=1.6,<2' 'torchvision==0.28.0' 'av>=15,<16' einops draccus safetensors \
@@ -232,7 +245,8 @@ $(LEROBOT)/.installed: $(VENV)/.torch
 	@$(BIN)/python -m tests.datasets.lerobot_itself install $(LEROBOT)
 	@touch $@
 
-test-doors: $(VENV)/.engram-dev $(LEROBOT)/.installed
+test-doors: $(VENV)/.engram-dev $(DOORS:%=build/doors/.%) $(LEROBOT)/.installed
+	@PYTHONPATH=build/doors $(PYTEST) tests/doors $(ARGS)
 	@$(PYTEST) tests/datasets/test_lerobot_itself.py $(ARGS)
 
 # Not of CI: Hydra and transformers are for TorchRL's recipes alone.

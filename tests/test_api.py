@@ -26,6 +26,7 @@ OF_SB3 = {
     f"engram.adapters.sb3{name}" for name in ("", ".algorithms", ".buffers", ".hindsight", ".prioritized", ".rows")
 }
 LEFT_OUT |= set() if importlib.util.find_spec("stable_baselines3") else OF_SB3
+LEFT_OUT |= set() if importlib.util.find_spec("tianshou") else {"engram.adapters.tianshou"}
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(engram.__path__, "engram.")

@@ -14,12 +14,11 @@ from stable_baselines3.common.utils import get_device
 
 import engram
 from engram._support.checks import check_count, check_number, check_path
+from engram.adapters.scratch import check_there, open_rows
 from engram.around import FinalObservations, FrameStack, NextFromFollowing, NStep, finals_of
 from engram.errors import IncompatibleStore
 from engram.format.schema import DTYPES
 from engram.samplers import RandomSampler
-from engram.storages import LazyTensorStorage
-from engram.store.lifetime import Hold, hold
 from engram.types import Draw
 
 if TYPE_CHECKING:
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from stable_baselines3.common.vec_env import VecNormalize
     from torch import Tensor
 
+    from engram.store.lifetime import Hold
     from engram.types import Extent, Sampler
 
     Array: TypeAlias = NDArray[np.generic]
@@ -316,22 +316,10 @@ class ReplayBuffer(sb3.ReplayBuffer):
         finals = self._finals() if self.optimize_memory_usage else None
         self._source = self._new_source()
         size, sampler = self.buffer_size * self.n_envs, self._around(self._source, finals)
-        if self.scratch_dir is None:
-            storage = LazyTensorStorage(size, lanes=self.n_envs)
-            self.rb = engram.ReplayBuffer[Rows](storage=storage, sampler=sampler, transform=finals)
-        else:
-            self.scratch_dir.parent.mkdir(parents=True, exist_ok=True)
-            lock = self.scratch_dir.with_name(f".{self.scratch_dir.name}.lock")
-            self._hold = hold(lock, f"{type(self).__name__}: scratch_dir", self.scratch_dir)
-            try:
-                self.rb = engram.ReplayBuffer[Rows].open_or_create(
-                    self.scratch_dir, size, lanes=self.n_envs, sampler=sampler, transform=finals
-                )
-            except IncompatibleStore as error:
-                raise IncompatibleStore(
-                    f"{type(self).__name__}: scratch_dir: expected steps of n_envs={self.n_envs}, which are lanes, and of buffer_size="
-                    f"{self.buffer_size} for each: {error}"
-                ) from None
+        what = f"steps of n_envs={self.n_envs}, which are lanes, and of buffer_size={self.buffer_size} for each"
+        parts = type(self).__name__, self.scratch_dir, size, self.n_envs, what
+        self.rb, self._hold = open_rows(*parts, sampler=sampler, transform=finals)
+        if self.scratch_dir is not None:
             self._check_fields()
         #: Writes rows that end no episode, past the transform: they have no final observation.
         self._unended = self.rb if finals is None else engram.ReplayBuffer[Rows](storage=self.rb.storage)
@@ -399,10 +387,7 @@ class ReplayBuffer(sb3.ReplayBuffer):
     def __setstate__(self, state: dict[str, object]) -> None:
         rows = cast("dict[str, object] | None", state.pop("rows", None))
         vars(self).update(state)
-        if self.scratch_dir is not None and not self.scratch_dir.exists():
-            raise FileNotFoundError(
-                2, f"{type(self).__name__}: expected the directory of the saved replay", str(self.scratch_dir)
-            )
+        check_there(type(self).__name__, self.scratch_dir)
         self._open()
         if rows is None:
             self._following = Following(self.n_envs)
