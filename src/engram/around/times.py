@@ -12,16 +12,14 @@ from engram._support.checks import as_numbers, check_number
 from engram._support.field_paths import FieldPath, checked_path, plain, public
 from engram.around.episodes import TrajectoryKeys, numbers_by_path
 from engram.around.reading import Expansion
-from engram.around.sequence import Expanded, ExpandedReader, SampleUnit, Sequence
-from engram.store import as_rows
+from engram.around.sequence import Expanded, ExpandedReader, Named, SampleUnit, Sequence, UnitReader
+from engram.store import Store, as_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engram.around.sequence import Named, UnitReader
     from engram.samplers._base import DeclaredSampler
     from engram.storages import Storage
-    from engram.store import Store
     from engram.types import Draw, Info
 
 #: Times before and after a row, of each field: a dict, or pairs of keys and times.
