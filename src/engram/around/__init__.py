@@ -22,16 +22,8 @@ SliceSampler.register(SliceSamplerWithoutReplacement)
 samplers.SamplerWithoutReplacement.register(SliceSamplerWithoutReplacement)
 
 #: engram's own samplers by name, as stores note them.
-KNOWN = {
-    cls.__name__: cls
-    for cls in (
-        *samplers.OF_ROWS,
-        PrioritizedSliceSampler,
-        SliceSampler,
-        SliceSamplerWithoutReplacement,
-        StreamingSliceSampler,
-    )
-}
+_OF_WINDOWS = (PrioritizedSliceSampler, SliceSampler, SliceSamplerWithoutReplacement, StreamingSliceSampler)
+KNOWN = {cls.__name__: cls for cls in (*samplers.OF_ROWS, *_OF_WINDOWS)}
 Expander.known.update(KNOWN)
 
 __all__ = [

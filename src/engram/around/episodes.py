@@ -202,8 +202,7 @@ class Episodes(NamedTuple):
             _scan(table, memory)
             return table
 
-        table: native.Trajectories = memory.indexes.table(name, "trajectories", self.boundaries, make)
-        return table
+        return memory.indexes.table(name, "trajectories", self.boundaries, make)
 
 
 def _new_table(
@@ -212,34 +211,21 @@ def _new_table(
     which: Sequence[int],
     fields: Sequence[Tensor],
     window: int,
-    step_types: Sequence[int] = (),
-    whole: Sequence[int] = (),
+    types: list[int],
+    whole: list[int],
 ) -> native.Trajectories:
     """A table over ``fields``, ``[C, ...]`` each and on the CPU, that knows no rows yet.
 
     ``ids``: how many of them, the first ones, hold ids. ``which``: their numbers in the core; empty for fields that no write changes.
-    ``step_types``: :func:`step_type_bytes` of each; empty if all of them are flags or an id. ``whole``:
-    :func:`whole_flag_bytes` of each; empty if one flag is enough.
+    ``types``: :func:`step_type_bytes` of each; empty if all of them are flags or an id. ``whole``: :func:`whole_flag_bytes` of each;
+    empty if one flag is enough.
     """
     width = math.prod(memory.schema.columns)
     nbytes = native.Trajectories.bytes(memory.lanes, memory.lane_length, width)
     block = memory.zeroed(nbytes)
-    table: native.Trajectories = fork.registered(
-        native.Trajectories(
-            memory.core,
-            ids,
-            list(which),
-            list(step_types),
-            list(whole),
-            *placed(fields),
-            width,
-            window,
-            block.data_ptr(),
-            nbytes,
-            (*memory.control_memory, block, *fields),
-        )
-    )
-    return table
+    described, at, owner = (list(which), types, whole), block.data_ptr(), (*memory.control_memory, block, *fields)
+    table = native.Trajectories(memory.core, ids, *described, *placed(fields), width, window, at, nbytes, owner)
+    return fork.registered(table)
 
 
 def _scan(table: native.Trajectories, memory: Store) -> None:
@@ -259,7 +245,7 @@ class StaticTable:
         self._field = torch.zeros((memory.capacity, *values.shape[1:]), dtype=values.dtype, device="cpu")
         #: Ticket number of the next write when the values were placed.
         self._placed = -1
-        self.table = _new_table(memory, int(by_id), (), [self._field], window)
+        self.table = _new_table(memory, int(by_id), (), [self._field], window, [], [])
 
     def place(self, extent: Extent) -> None:
         """Give the live rows their values. The caller holds a lock until its draw is over.
@@ -412,15 +398,14 @@ def fragments_table(
         _, (trajectory, step, *ends) = memory.on_host((which.trajectory, which.step, *boundaries.ends))
         owner = (*memory.control_memory, trajectory, step, *ends)
         described = (*_described(memory, which.trajectory, trajectory), *_described(memory, which.step, step))
-        table: native.Fragments = fork.registered(
+        table = fork.registered(
             native.Fragments(memory.core, *described, *placed(ends), *episodes.ends()[1:], counted, owner)
         )
         memory.core.attach(table)
         table.catch_up()
         return table
 
-    found: native.Fragments = memory.indexes.table(settings.index, "fragments", which, make)
-    return found, id_key
+    return memory.indexes.table(settings.index, "fragments", which, make), id_key
 
 
 def _described(memory: Store, number: int, field: Tensor) -> tuple[int, int, int, bool]:

@@ -481,8 +481,7 @@ class FinalObservations(Stateful):
         1
         """
         check_keys(state_dict, ("storage",), "FinalObservations")
-        load: Commit = self.storage.prepare_load(typed(state_dict, "storage", dict, "FinalObservations"))
-        return load
+        return self.storage.prepare_load(typed(state_dict, "storage", dict, "FinalObservations"))
 
     def __repr__(self) -> str:
         return f"FinalObservations({[public(key) for key in self.keys]}, {self.storage!r})"
@@ -653,10 +652,8 @@ class NextFromFollowing(Expander):
         storage, found, name = self.finals.storage, self._there, type(self).__name__
         if found is None or found.store is not memory or found.finals_store is not storage.memory:
             Expansion.check_rows(memory, name)
-            following, episodes = (
-                self._reading(memory.schema.fields).following,
-                self._rules.episodes(memory, f"sample: {name}"),
-            )
+            following = self._reading(memory.schema.fields).following
+            episodes = self._rules.episodes(memory, f"sample: {name}")
             assert following is not None  # change() has set it
             if storage.memory is None:  # the rows are of a checkpoint in which none has a final observation
                 last = {".".join(key): memory.tensors[number][:1] for key, number in following.fields.items()}

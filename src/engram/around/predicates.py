@@ -121,9 +121,13 @@ class TrajectoryPredicate:
         if isinstance(keys, str) or not (keys is None or isinstance(keys, Iterable)):
             raise TypeError(f"{who}: keys: expected a set of keys, got {keys!r}. Put one in braces.")
         self._fn = fn
-        #: For messages.
-        self.description = description
+        self._description = description
         self._keys = None if keys is None else frozenset(public(checked_path(key, f"{who}: keys")) for key in keys)
+
+    @property
+    def description(self) -> str:
+        """For messages."""
+        return self._description
 
     def required_keys(self) -> frozenset[object] | None:
         """Keys of the entries that it reads; None: they are not known.
@@ -139,20 +143,20 @@ class TrajectoryPredicate:
 
     def __bool__(self) -> bool:
         raise TypeError(
-            f"{self.description}: expected & and | between predicates and ~ before one, got and, or, not or a chain of comparisons, "
+            f"{self._description}: expected & and | between predicates and ~ before one, got and, or, not or a chain of comparisons, "
             "which would take one of them. Write (traj.length > 3) & (traj.length < 9)."
         )
 
     def _joined(self, other: object, symbol: str, joins: Compare) -> TrajectoryPredicate:
         if not isinstance(other, TrajectoryPredicate):
-            reject(other, self.description)
-            raise TypeError(f"{self.description} {symbol} …: expected a predicate, got {type(other).__name__}.")
+            reject(other, self._description)
+            raise TypeError(f"{self._description} {symbol} …: expected a predicate, got {type(other).__name__}.")
         mine, theirs, keys = self.many, other.many, None
         needed = self.required_keys(), other.required_keys()
         if needed[0] is not None and needed[1] is not None:
             keys = needed[0] | needed[1]
         both = None if mine is None or theirs is None else lambda it: cast("Tensor", joins(mine(it), theirs(it)))
-        description = f"({self.description} {symbol} {other.description})"
+        description = f"({self._description} {symbol} {other.description})"
         return BatchedPredicate(lambda it: joins(self(it), other(it)), description, keys, both)
 
     def __and__(self, other: object) -> TrajectoryPredicate:
@@ -164,10 +168,10 @@ class TrajectoryPredicate:
     def __invert__(self) -> TrajectoryPredicate:
         mine = self.many
         many = None if mine is None else lambda it: ~mine(it)
-        return BatchedPredicate(lambda it: not self(it), f"~{self.description}", self._keys, many)
+        return BatchedPredicate(lambda it: not self(it), f"~{self._description}", self._keys, many)
 
     def __repr__(self) -> str:
-        return f"TrajectoryPredicate({self.description})"
+        return f"TrajectoryPredicate({self._description})"
 
 
 class BatchedPredicate(TrajectoryPredicate):
@@ -211,7 +215,6 @@ class Comparison:
         return BatchedPredicate(of_one, f"{self._description}.{how}()", field.keys, many)
 
     def __call__(self, trajectory: Trajectory | None = None) -> bool:
-        del trajectory
         raise TypeError(self._ambiguous())
 
     def _ambiguous(self) -> str:

@@ -138,10 +138,6 @@ class Reading:
             found.add(self.numbers[MARK])
         return sorted(found)
 
-    def of_next_step(self) -> list[int]:
-        """The fields of the next step, as their names say."""
-        return [number for key, number in self.numbers.items() if is_of_next_step(key)]
-
     def nexts_of(self, key: FieldPath) -> list[int]:
         """The stored fields that are called as those of the next step of a field."""
         return [

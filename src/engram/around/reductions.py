@@ -114,7 +114,7 @@ class CatFrames(Transform):
         return self._joined(data) if self.as_inverse else data
 
     def _joined(self, data: object) -> object:
-        made, dims = shallow(data, "CatFrames"), _dims(data, "CatFrames")
+        made, dims = shallow(data, "CatFrames"), _dims(data)
         ends = ends_of(data, self.done_key, dims, "CatFrames")
         if ends is None:
             if not self.future:
@@ -230,12 +230,12 @@ def _checked_padding(who: str, padding: str, value: object) -> float:
     return check_number(f"{who}: padding_value", value)
 
 
-def _dims(data: object, name: str) -> int:
+def _dims(data: object) -> int:
     """How many dimensions a batch of windows has; the last one is time. Raises ``ValueError``: it has none."""
     ends = find(data, WINDOW_ENDS)
     dims = len(data.batch_size) if is_tensordict(data) else 2 if ends is None else ends.ndim - 1
     if not dims:
-        raise ValueError(f"{name}: expected a batch whose last dimension is time, got one without dimensions.")
+        raise ValueError("CatFrames: expected a batch whose last dimension is time, got one without dimensions.")
     return dims
 
 
@@ -336,10 +336,8 @@ class FrameStack(Expander):
                     f"sample: FrameStack: in_keys: expected a field as it is stored, but an expander inside has changed {public(key)!r}."
                 )
             before = reading.numbers.get(observed_before(key), -1) if is_of_next_step(key) else -1
-            if before >= 0 and (reading.fields[before].dtype, reading.fields[before].shape) != (
-                field.dtype,
-                field.shape,
-            ):
+            earlier = reading.fields[before]
+            if before >= 0 and (earlier.dtype, earlier.shape) != (field.dtype, field.shape):
                 before = -1
             padding = self.padding_value if self.padding == "constant" else None
             reading.columns[number] = column._replace(
@@ -452,7 +450,7 @@ class NStep(Expander):
             followed = any(("next", *path)[: len(key)] == key for path in reading.followed)
             reading.ahead = ahead if followed else reading.ahead
             if key == ("next",):
-                found += reading.of_next_step()
+                found += [number for path, number in reading.numbers.items() if is_of_next_step(path)]
             elif not (found or followed):
                 reading.number(key, "NStep: next_keys")
             moved.update(found)

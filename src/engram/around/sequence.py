@@ -413,7 +413,10 @@ class WindowReader(UnitReader):
         try:
             windows, columns, moved = table.read(draw.rows, draw.tickets, told=told, numbered=numbered)
             if moved:
-                said = self._read_again(table, storage, draw, windows, columns, moved, key.value)
+                others = self.source if self.draws_others(draw.tickets) else None
+                redraw = Redraw(storage, draw, others, key.value, detail=_AROUND)
+                self._read_again(table, redraw, windows, columns, moved)
+                said = redraw.info
                 windows = windows._replace(steps=int(windows.valid.count_nonzero()))
         except BaseException:
             if source.traits.consumes:
@@ -427,19 +430,10 @@ class WindowReader(UnitReader):
         return columns, windows.rows, self._info(table, windows, columns, said, len(draw.rows))
 
     def _read_again(
-        self,
-        table: WindowTable,
-        storage: Storage,
-        draw: Draw,
-        windows: Windows,
-        columns: list[Tensor],
-        moved: list[int],
-        key: int,
-    ) -> Mapping[Entry, object]:
-        """Replace the windows that moved; what the sampler says of all."""
+        self, table: WindowTable, redraw: Redraw, windows: Windows, columns: list[Tensor], moved: list[int]
+    ) -> None:
+        """Replace the windows that moved."""
         total, changing = self._unit.total, windows.told[_ANCHORS:]  # which window a record is of stays
-        others = self.source if self.draws_others(draw.tickets) else None
-        redraw = Redraw(storage, draw, others, key, detail=_AROUND)
         while moved:
             places, fresh = redraw.again(moved)
             told, numbered = bool(windows.told), len(windows.told) > _ANCHOR_TICKETS
@@ -450,7 +444,6 @@ class WindowReader(UnitReader):
                 _by_window(to, total)[places.to(to.device)] = _by_window(of, total)
             again = places.tolist()
             moved = [again[i] for i in still]
-        return redraw.info
 
     def _info(
         self, table: WindowTable, windows: Windows, columns: list[Tensor], said: Mapping[Entry, object], n: int

@@ -197,8 +197,7 @@ def _as_static(values: object, what: str) -> Tensor | None:
     values = as_numbers(what, values).to("cpu")
     if values.ndim < 1:
         raise TypeError(f"{what}: expected one value per row, got a scalar.")
-    flat: Tensor = values.reshape(-1).clone()
-    return flat
+    return values.reshape(-1).clone()
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,15 @@ from engram._support.field_paths import FieldPath, checked_path, plain, public
 from engram._support.native import DLPACK, Trajectories
 from engram.around.episodes import TrajectoryKeys, numbers_by_path
 from engram.around.reading import Expansion
-from engram.around.sequence import Expanded, ExpandedReader, SampleUnit, Sequence
-from engram.store import as_rows
+from engram.around.sequence import Expanded, ExpandedReader, Named, SampleUnit, Sequence, UnitReader
+from engram.store import Store, as_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engram.around.sequence import Named, UnitReader
     from engram.format.schema import Schema
     from engram.samplers._base import DeclaredSampler
     from engram.storages import Storage
-    from engram.store import Store
     from engram.types import Draw
 
 #: Times before and after a row, of each field: a dict, or pairs of keys and times.

@@ -223,7 +223,6 @@ class WindowSampler(NativeSampler):
 
     def _taken_of(self, table: _native.Trajectories) -> Tensor | None:
         """Ticket numbers that the online queue took last, int64 ``[tracks]``; None: there is no queue."""
-        del table
         return None
 
     # ---- drawing -----------------------------------------------------------------------------------------------------

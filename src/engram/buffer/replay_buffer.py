@@ -32,7 +32,7 @@ from engram.buffer.services import Service, as_remote, client, clients, deployed
 from engram.buffer.window_marks import of_batch
 from engram.buffer.wiring import component
 from engram.buffer.write_path import Appender, WritePath, rows_of
-from engram.env import Examples, Notes, record
+from engram.env import Examples, Infos, Notes, Target, record
 from engram.inspect.plots import Plots
 from engram.samplers._base import DeclaredSampler, refuse_batch
 from engram.store.limits import WAIT_S, Limit, checked_timeout
@@ -474,7 +474,7 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
         """
         notes, lanes, writing = Notes(store), self._lanes.meant(lane, "record"), self._writing
         takes, copies = writing.takes_tensordicts, lambda: writing.copies_at_once
-        recorded = record(self, env, lanes, names, tensordicts=takes, notes=notes, info_keys=info_keys, copies=copies)
+        recorded = record(env, Target(self, lanes, names, takes, notes, Infos(info_keys), copies))
         writing.notes = notes
         return recorded
 

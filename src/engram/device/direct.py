@@ -251,6 +251,8 @@ class DirectReader:
         self._store, self._stream, self.resident = store, accelerator.current(), resident
         large = batch_size * store.schema.row_bytes >= native.PARALLEL_BYTES
         self._side = accelerator.stream() if ahead and large else None
+        #: Whether batches are read on a stream of their own, while the consumer works on the one before.
+        self.reads_ahead = self._side is not None
         self.transport = "direct" if resident is None else "resident"
         """How rows get to the device: as ``DeviceLoader(transport=)``."""
         self._commands = commands = (
@@ -317,11 +319,6 @@ class DirectReader:
             return False
         return not self._full or self._store.core.size() == self._store.capacity
 
-    @property
-    def reads_ahead(self) -> bool:
-        """Whether batches are read on a stream of their own, while the consumer works on the one before."""
-        return self._side is not None
-
     @contextlib.contextmanager
     def _queueing(self, side: torch.Stream | None = None) -> Iterator[torch.Stream]:
         """Inside, work that reads the memory may be queued on the stream in use, behind that of the call before: the chain has memory of
@@ -381,6 +378,12 @@ class DirectReader:
             self.accelerator.wait(consumer, queued.event)
             self.accelerator.keep(queued.batch.block, consumer)
         return self.rows.finish(queued.batch, queued.n, self.accelerator.device, return_info=return_info)
+
+    def on_device(self, *values: object) -> list[Tensor]:
+        """The rows, priorities and numbers of a batch, if all are on the device, and as many; else none."""
+        found = [one for one in values if isinstance(one, torch.Tensor) and self.accelerator.holds(one)]
+        fits = len(found) == len(values) and len({one.numel() for one in found}) == 1
+        return found if fits and found[0].numel() <= self.batch_size else []
 
     def send(self, rows: Tensor, tickets: Tensor, priorities: Tensor) -> None:
         """Queue new priorities, all ``[n]`` on the device, on the stream in use. Raises as :meth:`UpdateRing.send`; ``Changed``."""

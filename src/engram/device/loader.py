@@ -370,16 +370,11 @@ class DeviceLoader(Closes):
 
     def _sent_back(self, index: object, priority: object, generation: object) -> bool:
         """Send priorities through the ring of the device that reads by itself. False: there is none, or they are not all there."""
-        streams, reader = self._streams, self._direct
-        if reader is None or reader.updates is None or streams is None:
+        reader = self._direct
+        if reader is None or reader.updates is None:
             return False
-        given = [one for one in (index, generation, priority) if isinstance(one, Tensor) and streams.holds(one)]
-        if (
-            len(given) < 3
-            or len({one.numel() for one in given}) > 1
-            or given[0].numel() > self.rb.batch_size
-            or self._updates
-        ):
+        given = reader.on_device(index, generation, priority)
+        if not given or self._updates:
             reader.flush("update_priority")  # those before come first
             return False
         try:
@@ -556,7 +551,7 @@ class _Run:
 
     def run(self) -> None:
         try:
-            while self._has_slot():
+            while self.slots.acquire() and not self.stopped:
                 drawn = self.blocks.draw(self.batches)
                 if drawn is None:
                     break
@@ -564,10 +559,6 @@ class _Run:
         except BaseException as error:  # noqa: BLE001 - the consumer raises it
             self.ready.put(error)
         self.ready.put(None)
-
-    def _has_slot(self) -> bool:
-        self.slots.acquire()
-        return not self.stopped
 
     def _sent(self, drawn: Drawn) -> Sent:
         streams = self.streams

@@ -296,9 +296,8 @@ class DeviceReplay(Closes):
         """Send priorities of a batch, if all are on the device. False: those before are in the buffer then."""
         last = self._last
         known = generation if generation is not None or last is None or index is not last[0] else last[1]
-        given = [one for one in (index, priority, known) if isinstance(one, Tensor) and self._accelerator.holds(one)]
-        fits = len(given) == 3 and len({one.numel() for one in given}) == 1 and given[0].numel() <= self.batch_size
-        if not fits or self._reader.updates is None:
+        given = self._reader.on_device(index, priority, known)
+        if not given or self._reader.updates is None:
             self.flush()
             return False
         try:

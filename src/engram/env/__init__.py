@@ -3,39 +3,21 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TypeVar, cast
 
-from engram.env.recording import Names, Recordable, Target
+from engram.env.recording import Target
 from engram.env.values import Examples, Infos, Key, Notes
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-
-__all__ = ["Examples", "Key", "Notes", "record"]
+__all__ = ["Examples", "Infos", "Key", "Notes", "Target", "record"]
 
 E = TypeVar("E")
 
 
-def record(
-    buffer: Recordable,
-    env: E,
-    lanes: Tensor,
-    names: Names | None,
-    *,
-    tensordicts: bool,
-    notes: Notes,
-    info_keys: Examples | None,
-    copies: Callable[[], bool],
-) -> E:
-    """What ``ReplayBuffer.record`` does, into these lanes of a buffer. ``notes``: where the agent puts what it computes;
-    ``copies``: as :class:`Target` has it.
+def record(env: E, target: Target) -> E:
+    """What ``ReplayBuffer.record`` does, into these lanes of a buffer.
 
     A library is imported only where the program has imported it already, as an environment of its own has.
     """
-    target = Target(buffer, lanes, names, tensordicts, notes, Infos(info_keys), copies)
     recorded: object = None
     if "gymnasium" in sys.modules:
         from engram.env import gymnasium

@@ -9,13 +9,10 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
-from engram.env.recording import SingleRecording, VectorRecording, flags_of
-from engram.env.values import BOOL, checked_dtype, conformed, copied, of_each, pick, put, some
+from engram.env.recording import SingleRecording, Target, VectorRecording, flags_of
+from engram.env.values import BOOL, Mask, Nested, Spec, Told, checked_dtype, conformed, copied, of_each, pick, put, some
 
 if TYPE_CHECKING:
-    from engram.env.recording import Target
-    from engram.env.values import Mask, Nested, Spec, Told
-
     Vector: TypeAlias = VectorEnv[object, object, Mask]
     _VectorWrapper: TypeAlias = VectorWrapper[object, object, object, object, Mask]
 else:
@@ -26,10 +23,8 @@ def recorded(env: object, target: Target) -> object:
     """The environment, recorded; None if it is not one of Gymnasium."""
     if isinstance(env, VectorEnv):
         mode = autoreset_mode(env)
-        observation, action = (
-            spec_of(env.single_observation_space, "observation"),
-            spec_of(env.single_action_space, "action"),
-        )
+        observation = spec_of(env.single_observation_space, "observation")
+        action = spec_of(env.single_action_space, "action")
         return RecordedVector(env, mode, observation, VectorRecording(target, env.num_envs, observation, action))
     if isinstance(env, gymnasium.Env):
         observation, action = spec_of(env.observation_space, "observation"), spec_of(env.action_space, "action")

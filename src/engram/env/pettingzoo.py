@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from gymnasium import spaces
 from pettingzoo import ParallelEnv
 from pettingzoo.utils import BaseParallelWrapper
 
 from engram.env.gymnasium import spec_of
-from engram.env.recording import VectorRecording, flags_of
-from engram.env.values import as_number, conformed, copied, stacked
-
-if TYPE_CHECKING:
-    from engram.env.recording import Target
-    from engram.env.values import Mask, Nested, Spec, Told
+from engram.env.recording import Target, VectorRecording, flags_of
+from engram.env.values import Mask, Nested, Spec, Told, as_number, conformed, copied, stacked
 
 
 def recorded(env: object, target: Target) -> object:

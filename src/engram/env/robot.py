@@ -19,7 +19,7 @@ import torch
 
 from engram._support.checks import check_number, check_path
 from engram._support.words import count, warn
-from engram.env.values import Leaf
+from engram.env.values import Array, Leaf
 from engram.errors import CorruptStore, IncompatibleStore, RateLimited
 from engram.format import files
 from engram.storages import LazyMemmapStorage
@@ -29,8 +29,6 @@ from engram.types import WritePlan
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
-
-    from engram.env.values import Array
 
 #: Fields that every row has besides the features.
 _EPISODE, _TIMESTAMP = "episode", "timestamp"
@@ -152,9 +150,8 @@ def _described(features: object, fps: float, room_s: float, hours: float) -> lis
             raise TypeError(f"{what}: expected 'video' or a dtype of numbers, got {feature['dtype']!r}.") from None
         stream = f"camera-{name}" if is_video else f"sensors-{rate:g}"
         seconds = check_number("record_robot: room_s, hours", room_s if is_video else 3600 * hours, least=0.1)
-        found.setdefault(stream, StreamSpec(stream, rate, {}, max(2, round(rate * seconds)), is_video)).features[
-            name
-        ] = leaf
+        spec = StreamSpec(stream, rate, {}, max(2, round(rate * seconds)), is_video)
+        found.setdefault(stream, spec).features[name] = leaf
     return [*found.values()]
 
 

@@ -31,14 +31,9 @@ _NUMBERS, _WHOLE = "biufc", "biu"
 
 def checked_dtype(dtype: object, field: str, what: object) -> np.dtype[np.generic]:
     """The dtype of rows of a ``field``. Raises ``TypeError``: it has none of numbers; ``what`` says what it is."""
-    if not isinstance(dtype, np.dtype) or not is_numeric(dtype):
+    if not isinstance(dtype, np.dtype) or dtype.kind not in _NUMBERS:
         raise TypeError(f"record: {field}: expected numbers of a fixed shape, got {what}. Wrap the environment.")
     return dtype
-
-
-def is_numeric(dtype: np.dtype[np.generic]) -> bool:
-    """Whether it is of numbers."""
-    return dtype.kind in _NUMBERS
 
 
 def as_array(value: object) -> Array:
@@ -196,7 +191,7 @@ class Leaf(NamedTuple):
     def of(cls, example: object, what: str) -> Leaf:
         """As an example is. Raises ``TypeError``: it holds no numbers."""
         array = as_array(example)
-        if not is_numeric(array.dtype):
+        if array.dtype.kind not in _NUMBERS:
             raise TypeError(
                 f"{what}: expected an example, numbers of the shape that one environment has, got {type(example).__name__}."
             )

@@ -160,11 +160,8 @@ class DevicePlan(msgspec.Struct, frozen=True):
         yield "priorities there", format_size(self.priorities), "if a sampler draws by them"
         yield "a mirror", format_size(self.mirror), 'mirror="DIR", and as much pinned on the host'
         yield "resident rows", format_size(self.resident), 'transport="resident"'
-        yield (
-            "batches",
-            format_size(self.batch * self.batches),
-            f"{self.batches} of {format_size(self.batch)}, in a loader",
-        )
+        each = f"{self.batches} of {format_size(self.batch)}, in a loader"
+        yield "batches", format_size(self.batch * self.batches), each
         yield "pinned rows", format_size(self.pinned), f'of the host, for transport="direct"{have}'
         yield "pinned blocks", format_size(self.block), 'of the host, for transport="block"'
 

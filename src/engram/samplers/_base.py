@@ -590,7 +590,6 @@ class SamplerAround(DeclaredSampler):
         return self._source.state_dict()
 
     def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
-        """Calls that of :attr:`sampler`."""
         return self._source.prepare_load(state_dict, capacity)
 
     def epoch(self, storage: SampledStorage) -> tuple[int, int]:

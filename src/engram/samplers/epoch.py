@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -22,18 +22,6 @@ if TYPE_CHECKING:
 
 #: Rows that are looked at together.
 _SOME = 256
-
-
-class _Numbered(Protocol):
-    """A storage that counts its tickets."""
-
-    def next_number(self) -> int:
-        """The ticket number of the next write."""
-
-
-def _next_number(storage: SampledStorage) -> int:
-    """The ticket number of the next write."""
-    return cast("_Numbered", storage).next_number()
 
 
 class SamplerWithoutReplacement(NativeSampler):
@@ -126,7 +114,7 @@ class SamplerWithoutReplacement(NativeSampler):
         store, storage = self._bound[0], self._storage
         if store is not None:
             return int(store.core.next_ticket)
-        return 0 if storage is None else _next_number(storage)
+        return 0 if storage is None else storage.next_number()
 
     def observe(self, write: Write | None, data: object) -> None:
         """End the epoch when the buffer was emptied.
@@ -227,7 +215,7 @@ class SamplerWithoutReplacement(NativeSampler):
         """Rows of a storage that is no store: as ``core.take``."""
         core, rows = self._own.core, native.empty_rows(0)
         while True:
-            ranks, clock = sum(storage.extent().filled), _next_number(storage)  # an epoch that begins has rows of now
+            ranks, clock = sum(storage.extent().filled), storage.next_number()  # an epoch that begins has rows of now
             whole = self.drop_last and not len(rows)
             order, of, begun, start, count, last = core.next(key, ranks, n - len(rows), whole, clock)
             rows = torch.cat((rows, self._still(storage, begun, self._ranks(order, of, start, count))))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engram._support import native
 from engram._support.checks import check_count
-from engram._support.field_paths import as_path
+from engram._support.field_paths import FieldPath, as_path
 from engram.samplers._base import SamplerAround, check_drawable, declared, picked
 from engram.samplers.consuming import FilteredSampler
 from engram.samplers.prioritized import PrioritizedSampler
@@ -18,7 +18,6 @@ from engram.store.ragged import RaggedStore
 from engram.types import Draw, Extent, Sampler, Traits
 
 if TYPE_CHECKING:
-    from engram._support.field_paths import FieldPath
     from engram.store import Masses
     from engram.store.sampled import SampledStorage
 

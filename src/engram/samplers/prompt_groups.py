@@ -419,7 +419,7 @@ class PromptGroupSampler(RuledSampler[Groups]):
 
     def _too_few(self, of: Groups, asked: GroupDraw, others: int) -> str:
         """What is said where nothing was drawn. ``others``: groups that the batch has already."""
-        there = of.of_size(1)
+        there = of.count
         why = self._passed_over() if self._rules.exclude or self._rules.max_uses is not None else ""
         if not asked.complete:
             return f"sample: no row can be drawn now: {why}." if why else EMPTY

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 import torch
@@ -21,8 +21,6 @@ from engram.store.row_indexes import MAX_READY, MAX_USES, ConsumerVersionIndex, 
 from engram.types import Commit, Draw, Extent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from engram.store.sampled import SampledStorage
 
 

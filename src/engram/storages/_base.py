@@ -34,6 +34,7 @@ from engram.store.row_indexes import (
     no_group_key,
 )
 from engram.store.sampled import SampledStorage
+from engram.store.store import COUNTERS
 from engram.types import Declared, Form, ItemsSource, Listener, RowsSource, StorageLoad, Traits, Write, WritePlan
 
 if TYPE_CHECKING:
@@ -208,19 +209,6 @@ class Port(SampledStorage, Protocol):
     @property
     def write_count(self) -> int:
         """Rows written since the last ``empty()``."""
-
-    def next_number(self) -> int:
-        """Ticket number of the next write: by as much as a load moves this, it moves those of all rows.
-
-        >>> import torch
-        >>> from engram import LazyTensorStorage, ReplayBuffer
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
-        >>> _ = rb.extend(torch.arange(3))
-        >>> before = rb.storage.next_number()
-        >>> _ = rb.extend(torch.arange(2))
-        >>> rb.storage.next_number() - before
-        2
-        """
 
     def state_dict(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, Any]:
         """All that is stored, and in which order it was written, as tensors and plain values: copies.
@@ -601,7 +589,6 @@ class Storage(Declared, Dumpable, Port):
         return self.tickets_of(rows) < 0
 
     def writes_of(self, rows: Tensor, tickets: Tensor) -> Tensor:
-        del rows
         return tickets
 
     def positions_of(self, rows: Tensor) -> Tensor:
@@ -687,9 +674,8 @@ class Storage(Declared, Dumpable, Port):
         if self.memory is None:
             return 0
         self.begin_change()
-        removed: int = self.memory.core.remove(
-            rows.data_ptr(), len(rows), 0 if expected is None else expected.data_ptr()
-        )
+        wanted = 0 if expected is None else expected.data_ptr()
+        removed: int = self.memory.core.remove(rows.data_ptr(), len(rows), wanted)
         self.memory.refilled()
         return removed
 
@@ -742,15 +728,7 @@ class Storage(Declared, Dumpable, Port):
         >>> rb.storage.counters()["void_rows"]  # removed, or of writers that died
         0
         """
-        names = (
-            "void_rows",
-            "lapped_rows",
-            "redraws",
-            "priority_updates_dropped",
-            "field_updates",
-            "field_updates_dropped",
-        )
-        return dict.fromkeys(names, 0)
+        return dict.fromkeys(COUNTERS, 0)
 
     # ---- state ---------------------------------------------------------------------------------------------------------
 
@@ -1106,11 +1084,8 @@ class Storage(Declared, Dumpable, Port):
         True
         """
         fork.dropped(self)
-        end(
-            self,
-            "the storage was closed. Make another one, or ReplayBuffer.open the folder of one.",
-            **self._after_close(),
-        )
+        why = "the storage was closed. Make another one, or ReplayBuffer.open the folder of one."
+        end(self, why, **self._after_close())
 
     def _after_close(self) -> dict[str, object]:
         """What goes on when it is closed."""
@@ -1219,10 +1194,9 @@ class Storage(Declared, Dumpable, Port):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         where = self.resolve(index)
-        prepared, _ = self.prepare(
-            value, "storage[index] = value", batched=not where.single, count=Count(len(where.rows))
-        )
-        self.edit(where, prepared)
+        self.edit(
+            where, Storage.prepare_at(self, where, value, "storage[index] = value")
+        )  # no number stands for all fields
 
     def __iter__(self) -> Iterator[Any]:
         for rank in range(len(self)):
@@ -1315,12 +1289,9 @@ class Storage(Declared, Dumpable, Port):
         if len(doubtful):
             dead = doubtful[~self.extent().contains(doubtful)]  # the others are just being written
             if len(dead):
-                holes = self.extent().holes
-                lost = (
-                    ""
-                    if holes is None
-                    else f"; {len(holes)} between them were removed, lost their items to newer ones, or died with a writer"
-                )
+                holes, lost = self.extent().holes, ""
+                if holes is not None:
+                    lost = f"; {len(holes)} between them were removed, lost their items to newer ones, or died with a writer"
                 raise RowError(
                     f"rb[index]: row {int(dead[0])} is not live: expected one of {words.count(len(self), 'row')} with data{lost}."
                 )

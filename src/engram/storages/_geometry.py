@@ -164,12 +164,8 @@ class Geometry(NamedTuple):
                 f"{where}: expected the ragged fields {[*map(public, missing)]}, got {[*map(public, stored)]}."
             )
         for number, it in schema.ragged.items():
-            declared = self.ragged.fields.get(schema.fields[number].key)
-            if declared is not None and (declared.dtype, declared.shape, declared.kind) != (
-                it.dtype,
-                it.shape,
-                it.kind,
-            ):
+            declared, saved = self.ragged.fields.get(schema.fields[number].key), (it.dtype, it.shape, it.kind)
+            if declared is not None and (declared.dtype, declared.shape, declared.kind) != saved:
                 raise IncompatibleCheckpoint(
                     f"{where}: {schema.fields[number].name}: expected {declared}, as this storage was asked for, got "
                     f"{schemas.items_of(it)}."
@@ -179,12 +175,8 @@ class Geometry(NamedTuple):
             rings = rings_of(resized(schema, self.capacity, self.lanes)).items()
             return with_rings(schema, {at: (max(items, longest[at]), longest[at]) for at, (items, _) in rings})
         groups = schema.ragged_groups
-        sizes = [
-            ragged_fields.Group(
-                longest[group.leader], sum(schema.ragged[number].item_bytes for number in group.members)
-            )
-            for group in groups
-        ]
+        widths = [sum(schema.ragged[number].item_bytes for number in group.members) for group in groups]
+        sizes = [ragged_fields.Group(longest[it.leader], nbytes) for it, nbytes in zip(groups, widths, strict=True)]
         given = zip(groups, self.ragged.rings(sizes), strict=True)
         return with_rings(schema, {group.leader: (items, longest[group.leader]) for group, items in given})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from engram._support.mappings import Piece, shared_pieces
@@ -58,14 +59,8 @@ class Home(NamedTuple):
 
     def create(self, schema: Schema, *, replace: bool, given: int) -> Store:
         """A new store, whose ticket numbers begin behind those that were given. Raises as :func:`create_store`."""
-        return create_store(
-            schema,
-            self.folder,
-            maker=self.maker,
-            guest_of=self.host,
-            replace=replace,
-            begin=lambda core: skip_numbers(core, given),
-        )
+        begin = partial(skip_numbers, given=given)
+        return create_store(schema, self.folder, maker=self.maker, guest_of=self.host, replace=replace, begin=begin)
 
     def move(self, private: Store) -> Store:
         """The store, with the rows of a private one. Raises ``OSError``: no space."""

@@ -18,7 +18,7 @@ from engram.format.layout import SINGLE
 from engram.format.schema import NO_SPAN, SPAN, Field, Node, RaggedItems, Schema, name_of
 from engram.storages._ragged_intake import comes_later, count_rows, found_in, row_in, rows_in, same_lengths
 from engram.storages._structure import Structure, _Builder, renumbered
-from engram.storages._types import NO_DTYPES, NOTHING_ADDED, Added, Dtypes, as_tensor
+from engram.storages._types import NO_DTYPES, Dtypes, as_tensor
 from engram.storages.ragged import MAX_ITEMS_OF_ROW, NO_RAGGED, Group, ItemField, Ragged, likely_length
 from engram.store.memory import dlpack_specs
 from engram.store.ragged_rows import Items
@@ -141,16 +141,8 @@ class RaggedStructure(Structure):
     intake = None  # only Python knows such fields
     _instead = f"{Structure._instead}, and None stands for items with like= that come later"
 
-    def __init__(
-        self,
-        fields: Sequence[Field],
-        root: Node,
-        types: Mapping[str, type[object]] | None = None,
-        dtypes: Dtypes = NO_DTYPES,
-        added: Added = NOTHING_ADDED,
-        names: Mapping[tuple[str, ...], tuple[str | None, ...]] | None = None,
-    ) -> None:
-        super().__init__(fields, root, types, dtypes, added, names)
+    def _complete(self) -> None:
+        root = self.root
         stored = {n: field.ragged for n, field in enumerate(self.fields) if field.ragged is not None}
         #: The items of each ragged field, by its number, and the field whose lengths it has: perhaps itself.
         self.ragged = {n: ItemField.of(self.fields[n].key, it) for n, it in stored.items()}

@@ -79,6 +79,10 @@ class Structure:
         flat = self._plain and not root.integers and all(child.kind == "leaf" for child in root.children.values())
         self._flat = tuple(root.children) if flat else None
         self._flat_type = tensordicts.tensordict_type() if self.is_tensordict else dict
+        self._complete()
+
+    def _complete(self) -> None:
+        """Note what a structure with ragged fields knows besides."""
 
     @property
     def is_described(self) -> bool:
@@ -313,11 +317,8 @@ class Structure:
         if given != node.kind or (node.type and not _types.takes_rows_of(type(value), node, self._types, vars(self))):
             check_tensor(value, path, call)
             kind = f"{node.kind} {node.type.partition(':')[2]}".rstrip().replace("tensordict", "TensorDict")
-            remedy = (
-                _REMEDIES.get(node.kind, "")
-                if isinstance(value, dict) or tensordicts.is_tensor_collection(value)
-                else ""
-            )
+            has_keys = isinstance(value, dict) or tensordicts.is_tensor_collection(value)
+            remedy = _REMEDIES.get(node.kind, "") if has_keys else ""
             got = f"{nested.describe(value)}.{remedy}"
             raise TypeError(f"{call}: {_types.at(path)}: expected a {kind} as in the first row, got {got}{self.whose}")
         named = _types.by_name(source.items(), path, call) if node.integers else source
@@ -461,7 +462,7 @@ class _Builder:
             children[key] = self.node(child, (*path, key))
         name = ""
         if kind in ("tensorclass", "namedtuple"):
-            name = _types.type_name(type(value))
+            name = f"{type(value).__module__}:{type(value).__qualname__}"
             self.types[name] = type(value)
         integers = tuple(name for name, key in zip(children, source, strict=True) if name != key)
         return Node(kind=kind, children=children, type=name, batch=batch, integers=integers)

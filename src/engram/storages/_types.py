@@ -201,11 +201,6 @@ def at(path: tuple[str, ...]) -> str:
     return f"field {path[0]!r}" if len(path) == 1 else f"field {path}"
 
 
-def type_name(cls: type[object]) -> str:
-    """What a structure calls a class."""
-    return f"{cls.__module__}:{cls.__qualname__}"
-
-
 def find_types(node: Node, types: dict[str, type[object]]) -> None:
     """Add the classes that a structure names to ``types``. A named tuple of the same fields stands for a dataclass or named tuple that this
     program has not defined.

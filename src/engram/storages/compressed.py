@@ -292,9 +292,7 @@ class CompressedListStorage(_CompressedItems):
         b'\x01\x02'
         """
         tensor = torch.from_numpy(data) if isinstance(data, np.ndarray) else data
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"to_bytestream: expected a tensor or an array, got {type(data).__name__}.")
-        return _bytes_of(tensor)
+        return _bytes_of(check_type("to_bytestream", tensor, Tensor, "a tensor or an array"))
 
 
 def _bytes_of(tensor: Tensor) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -327,57 +327,79 @@ def _unpack_form(form: Any, n: int, device: torch.device | None, where: str) -> 
         tree = json.loads(typed(form, "tree", str, where))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: tree: not readable as JSON ({error}).") from error
-    parts = list(typed(form, "parts", list, where))
-    items = _unpack(tree, parts, n, device, where, 0)
-    if parts:
-        raise ValueError(f"{where}: expected parts for the leaves of its tree, got {len(parts)} more.")
+    unpacking = _Unpacking(list(typed(form, "parts", list, where)), n, device, where)
+    items = unpacking.items(tree, 0)
+    if unpacking.parts:
+        raise ValueError(f"{where}: expected parts for the leaves of its tree, got {len(unpacking.parts)} more.")
     return items
 
 
-def _unpack(tree: Any, parts: list[object], n: int, device: torch.device | None, where: str, depth: int) -> list[Any]:
-    """``n`` items of a tree, whose parts are taken from the front."""
-    match tree if depth <= _MAX_DEPTH else None:
-        case ["tensor", str(name), int(ndim), str(saved)] if name in DTYPES:
-            return _tensors(parts, DTYPE_OF[name], ndim, n, device or torch.device(saved), where)
-        case ["tensordict", int(ndim), None | str() as saved, list(entries)]:
-            part = _part(parts, ndim, n, where)
-            if part["bytes"].numel():
-                raise ValueError(f"{where}: expected no bytes of a TensorDict, got {part['bytes'].numel()}.")
-            own = saved if saved is None or device is None else device
-            columns = _entries(entries, parts, n, device, where, depth)
-            return [
-                tensordict_type()({key: column[i] for key, column in columns.items()}, batch_size=size, device=own)
-                for i, size in enumerate(part["sizes"].tolist())
-            ]
-        case ["dict", list(entries)]:
-            columns = _entries(entries, parts, n, device, where, depth, integers=True)
-            return [{key: column[i] for key, column in columns.items()} for i in range(n)]
-        case ["list" | "tuple" as kind, list(children)]:
-            rows = [_unpack(child, parts, n, device, where, depth + 1) for child in children]
-            return [(list if kind == "list" else tuple)(column[i] for column in rows) for i in range(n)]
-    raise ValueError(f"{where}: tree: expected the form of an item, got {str(tree)[:80]!r}.")
+class _Unpacking(NamedTuple):
+    """The items of one form: ``n`` of them, whose parts are taken from the front."""
 
+    parts: list[Any]
+    n: int
+    device: torch.device | None
+    where: str
 
-def _entries(
-    entries: list[Any],
-    parts: list[Any],
-    n: int,
-    device: torch.device | None,
-    where: str,
-    depth: int,
-    *,
-    integers: bool = False,
-) -> dict[Any, list[Any]]:
-    columns: dict[object, list[object]] = {}
-    for found in entries:
-        match found:
-            case [str() | int() | list() as written, child]:
-                key = tuple(written) if isinstance(written, list) else written  # JSON has no tuples
-                if (_is_key(key) or (integers and _is_integer(key))) and key not in columns:
-                    columns[key] = _unpack(child, parts, n, device, where, depth + 1)
-                    continue
-        raise ValueError(f"{where}: tree: expected keys, each once, got {str(found)[:80]!r}.")
-    return columns
+    def items(self, tree: Any, depth: int) -> list[Any]:
+        """The items of a tree."""
+        match tree if depth <= _MAX_DEPTH else None:
+            case ["tensor", str(name), int(ndim), str(saved)] if name in DTYPES:
+                return self._tensors(DTYPE_OF[name], ndim, self.device or torch.device(saved))
+            case ["tensordict", int(ndim), None | str() as saved, list(entries)]:
+                raw, sizes = self._part(ndim)
+                if raw.numel():
+                    raise ValueError(f"{self.where}: expected no bytes of a TensorDict, got {raw.numel()}.")
+                own = saved if saved is None or self.device is None else self.device
+                columns = self._entries(entries, depth)
+                return [
+                    tensordict_type()({key: column[i] for key, column in columns.items()}, batch_size=size, device=own)
+                    for i, size in enumerate(sizes)
+                ]
+            case ["dict", list(entries)]:
+                columns = self._entries(entries, depth, integers=True)
+                return [{key: column[i] for key, column in columns.items()} for i in range(self.n)]
+            case ["list" | "tuple" as kind, list(children)]:
+                rows = [self.items(child, depth + 1) for child in children]
+                return [(list if kind == "list" else tuple)(column[i] for column in rows) for i in range(self.n)]
+        raise ValueError(f"{self.where}: tree: expected the form of an item, got {str(tree)[:80]!r}.")
+
+    def _entries(self, entries: list[Any], depth: int, *, integers: bool = False) -> dict[Any, list[Any]]:
+        columns: dict[object, list[object]] = {}
+        for found in entries:
+            match found:
+                case [str() | int() | list() as written, child]:
+                    key = tuple(written) if isinstance(written, list) else written  # JSON has no tuples
+                    if (_is_key(key) or (integers and _is_integer(key))) and key not in columns:
+                        columns[key] = self.items(child, depth + 1)
+                        continue
+            raise ValueError(f"{self.where}: tree: expected keys, each once, got {str(found)[:80]!r}.")
+        return columns
+
+    def _part(self, ndim: int) -> tuple[Tensor, list[list[int]]]:
+        """Bytes of a leaf of all items, and the sizes of each."""
+        if not self.parts:
+            raise ValueError(f"{self.where}: expected a part for each leaf of its tree, got too few.")
+        part = self.parts.pop(0)
+        check_keys(part, ("bytes", "sizes"), self.where)
+        sizes = tensor_in(part, "sizes", torch.int64, (self.n, ndim), self.where)
+        if bool((sizes < 0).any()):
+            raise ValueError(f"{self.where}: sizes: expected sizes of at least 0, got {int(sizes.min())}.")
+        return tensor_in(part, "bytes", torch.uint8, (None,), self.where), sizes.tolist()
+
+    def _tensors(self, dtype: torch.dtype, ndim: int, device: torch.device) -> list[Tensor]:
+        (raw, sizes), found, at = self._part(ndim), list[Tensor](), 0
+        for shape in sizes:
+            nbytes = dtype.itemsize * math.prod(shape)
+            if at + nbytes > raw.numel():
+                break
+            # A copy lies where the dtype may lie.
+            found.append(raw[at : at + nbytes].clone().view(dtype).reshape(shape).to(device))
+            at += nbytes
+        if len(found) != self.n or at != raw.numel():
+            raise ValueError(f"{self.where}: bytes: expected as many as the sizes say, got {raw.numel()}.")
+        return found
 
 
 def _is_key(key: object) -> bool:
@@ -387,32 +409,6 @@ def _is_key(key: object) -> bool:
 
 def _is_integer(key: object) -> bool:
     return isinstance(key, int) and not isinstance(key, bool)
-
-
-def _part(parts: list[Any], ndim: int, n: int, where: str) -> dict[str, Tensor]:
-    if not parts:
-        raise ValueError(f"{where}: expected a part for each leaf of its tree, got too few.")
-    part = parts.pop(0)
-    check_keys(part, ("bytes", "sizes"), where)
-    sizes = tensor_in(part, "sizes", torch.int64, (n, ndim), where)
-    if bool((sizes < 0).any()):
-        raise ValueError(f"{where}: sizes: expected sizes of at least 0, got {int(sizes.min())}.")
-    return {"bytes": tensor_in(part, "bytes", torch.uint8, (None,), where), "sizes": sizes}
-
-
-def _tensors(parts: list[Any], dtype: torch.dtype, ndim: int, n: int, device: torch.device, where: str) -> list[Tensor]:
-    part = _part(parts, ndim, n, where)
-    found, at = [], 0
-    for shape in part["sizes"].tolist():
-        nbytes = dtype.itemsize * math.prod(shape)
-        if at + nbytes > part["bytes"].numel():
-            break
-        # A copy lies where the dtype may lie.
-        found.append(part["bytes"][at : at + nbytes].clone().view(dtype).reshape(shape).to(device))
-        at += nbytes
-    if len(found) != n or at != part["bytes"].numel():
-        raise ValueError(f"{where}: bytes: expected as many as the sizes say, got {part['bytes'].numel()}.")
-    return found
 
 
 Batch = TypeVar("Batch")

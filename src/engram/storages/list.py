@@ -249,8 +249,7 @@ class ListStorage(Storage):
 
     def __getitem__(self, index: object) -> object:
         with self._lock:  # no item is removed between the two looks
-            found: object = super().__getitem__(index)
-            return found
+            return super().__getitem__(index)
 
     def patch(self, columns: list[object], places: list[int], fresh: list[object]) -> None:
         for place, item in zip(places, fresh, strict=True):
@@ -317,7 +316,6 @@ class ListStorage(Storage):
     def groups(
         self, name: str, key: FieldPath, reward: FieldPath | None, rules: GroupRules = ALL_ROWS
     ) -> Groups | None:
-        del name, key, reward, rules
         raise TypeError(
             "PromptGroupSampler: expected a tensor storage, whose rows have a field that says their group, or a LazyStackStorage, got a "
             f"{type(self).__name__}. Use one of these."
@@ -431,13 +429,9 @@ class ListStorage(Storage):
                 f"{source.name}: expected at most {bound} items, as here, got {n}. Make the storage with a max_size of at least {n}."
             )
         # Such as no write here had; the oldest row has the smallest.
-        said = (torch.arange(n, device="cpu") - source.position) % max(n, 1) + self.next_number()
-        state = {
-            "numbers": said,
-            "clock": n + self.next_number(),
-            "cursor": source.position,
-            "write_count": source.write_count,
-        }
+        cursor, first = source.position, self.next_number()
+        said = (torch.arange(n, device="cpu") - cursor) % max(n, 1) + first
+        state = {"numbers": said, "clock": n + first, "cursor": cursor, "write_count": source.write_count}
         items = [
             kept
             for item in source.read(self._decompress, whole=self._keeps_whole)

@@ -134,14 +134,10 @@ class LazyMemmapStorage(LazyTensorStorage):
         home = self._scratch_dir or Path(tempfile.gettempdir()).absolute() / f"engram-{maker}"
         temporary = auto_cleanup is True or (auto_cleanup is None and scratch_dir is None)
         self._home = Home.of(self, home, maker, temporary=temporary)
-        if self._scratch_dir is not None:
-            self._check_folder(self._scratch_dir)
-
-    def _check_folder(self, folder: Path) -> None:
-        """Say at once what would fail at the first write."""
-        if layout.is_store(folder) and not self._existsok:
-            raise RuntimeError(occupied(folder, folder / layout.FOLDER))
-        _check_place(folder)
+        if self._scratch_dir is not None:  # say at once what would fail at the first write
+            if layout.is_store(self._scratch_dir) and not existsok:
+                raise RuntimeError(occupied(self._scratch_dir, self._scratch_dir / layout.FOLDER))
+            _check_place(self._scratch_dir)
 
     @classmethod
     def open(

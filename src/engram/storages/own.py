@@ -38,12 +38,11 @@ from engram.store.ragged import store_class
 from engram.types import Extent, Form, RowsSource, RowStorage, StorageLoad, Traits
 
 if TYPE_CHECKING:
-    from engram.saved.part_reader import PartReader
-
-if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch import Tensor
+
+    from engram.saved.part_reader import PartReader
 
     GivenStorage: TypeAlias = Storage | RowStorage | Callable[[], Storage | RowStorage]
 
@@ -516,7 +515,11 @@ class LazyTensorStorage(TensorStorage):
 
     def _begin_mirror(self, folder: Path) -> None:
         """Note where rows are copied to; if there are some, begin with them."""
-        self._check_accelerated()
+        if self._device.type == "cpu":
+            raise ValueError(
+                f"{type(self).__name__}: mirror: expected a storage on an accelerator that device= names, got "
+                f"device={self._device_argument!r}. LazyMemmapStorage keeps rows of the host in a folder."
+            )
         self._mirror, call = folder, f"{type(self).__name__}: mirror"
         if not holds_store(folder, call):
             return
@@ -535,13 +538,6 @@ class LazyTensorStorage(TensorStorage):
             target.close()
             raise
         self._adopt(store, structure_in(found, self._geometry.dtypes, self.ragged))
-
-    def _check_accelerated(self) -> None:
-        if self._device.type == "cpu":
-            raise ValueError(
-                f"{type(self).__name__}: mirror: expected a storage on an accelerator that device= names, got "
-                f"device={self._device_argument!r}. LazyMemmapStorage keeps rows of the host in a folder."
-            )
 
     def flush(self) -> None:
         """Wait until the ``mirror`` holds all rows and priorities as they are now. Without one nothing is done.

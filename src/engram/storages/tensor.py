@@ -340,11 +340,9 @@ class TensorStorage(Storage):
     @property
     def _storage(self) -> Any:
         """All rows, as TorchRL's collectors look for them; None before the first write, and of ragged fields, which have no views."""
-        return (
-            None
-            if self.memory is None or self.written().ragged
-            else self._formed(self.store.views(), torch.Size((self._capacity,)))
-        )
+        if self.memory is None or self.written().ragged:
+            return None
+        return self._formed(self.store.views(), torch.Size((self._capacity,)))
 
     # ---- writing -------------------------------------------------------------------------------------------------------
 
@@ -369,9 +367,8 @@ class TensorStorage(Storage):
             return self.written().flatten(data, n, call, ignored), n or 1
         except (KeyError, RuntimeError, TypeError) as error:
             _columns.check_even(given, call)
-            if isinstance(error, NoRows | WrongCount) or not self._forget_fake_rows(
-                given, call, batched=batched, error=error
-            ):
+            is_wrong = isinstance(error, NoRows | WrongCount)
+            if is_wrong or not self._forget_fake_rows(given, call, batched=batched, error=error):
                 if self.remedy:
                     error.args = (f"{error.args[0]}{self.remedy}",)
                 raise

@@ -89,10 +89,12 @@ def checked_rows(saved: Sequence[object], fields: Sequence[Field], n: int, where
     """Rows of a saved state: of each field a tensor ``[n, *shape]``. Raises ``TypeError``, ``ValueError``: they are none."""
     if len(saved) != len(fields):
         raise ValueError(f"{where}: rows: expected {len(fields)} fields, got {len(saved)}.")
-    named = {field.name: value for field, value in zip(fields, saved, strict=True)}
-    return [
-        tensor_in(named, field.name, torch_dtype(field), saved_shape(field, n), f"{where}: rows") for field in fields
-    ]
+    found = []
+    for field, rows in zip(fields, saved, strict=True):
+        leads = field.ragged is not None and field.ragged.is_leader  # then the entry has the lengths of its rows
+        shape = (n,) if leads else (n, *field.shape)
+        found.append(tensor_in({field.name: rows}, field.name, torch_dtype(field), shape, f"{where}: rows"))
+    return found
 
 
 #: Entries of a state, but for the rows.
@@ -173,15 +175,26 @@ def _of_kind(indexes: Mapping[tuple[str, str], object], wanted: str) -> dict[str
     return {name: index for (name, kind), index in indexes.items() if kind == wanted}
 
 
-class Snapshotted(Protocol):
-    """The storage that a snapshot is taken of."""
+class RowsHolder(Protocol):
+    """The storage that a snapshot is taken of, or that takes a state over."""
 
     memory: Store | None
 
     @property
     def nbytes(self) -> int: ...
 
+    @property
+    def max_size(self) -> int: ...
+
+    @property
+    def placing(self) -> AbstractContextManager[object]: ...
+
+    @property
+    def paused(self) -> AbstractContextManager[object]: ...
+
     def state_without_rows(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, object]: ...
+
+    def allocate_for(self, schema: Schema) -> None: ...
 
 
 class SnapshotPreparation:
@@ -193,7 +206,7 @@ class SnapshotPreparation:
         whole: copy the rows too, if that takes a few milliseconds.
     """
 
-    def __init__(self, storage: Snapshotted, without: Collection[tuple[str, str]], *, whole: bool) -> None:
+    def __init__(self, storage: RowsHolder, without: Collection[tuple[str, str]], *, whole: bool) -> None:
         self._storage, self._without, self._whole = storage, without, whole
         self._indexes: dict[tuple[str, str], object] = {}
         self._leaves: dict[str, Tensor] = {}
@@ -218,9 +231,8 @@ class SnapshotPreparation:
         used = store.rows_in_use(lanes)
         live = int(lanes[:, 1].sum()) - int(store.core.void_rows)
         state, base, copies = None, 0, None
-        if (
-            self._rows and len(self._rows) == len(store.tensors) and used <= len(self._rows[0])
-        ):  # else a field was added meanwhile
+        # Else a field was added meanwhile, or more rows were written.
+        if self._rows and len(self._rows) == len(store.tensors) and used <= len(self._rows[0]):
             copies = [_copied(field[:used], memory) for field, memory in zip(store.tensors, self._rows, strict=True)]
             state = storage.state_without_rows(without=self._without)
         else:
@@ -266,11 +278,6 @@ def _copied(rows: Tensor, memory: Tensor) -> Tensor:
     else:
         copy.copy_(rows)
     return copy
-
-
-def saved_shape(field: Field, n: int) -> tuple[int, ...]:
-    """The shape of a field's entry in ``rows`` of a state with ``n`` of them."""
-    return (n,) if field.ragged is not None and field.ragged.is_leader else (n, *field.shape)
 
 
 def _of_all_rows(state: dict[str, object], name: str, schema: Schema, where: str) -> Tensor:
@@ -479,33 +486,16 @@ class FirstFields(NamedTuple):
             fill_rows(tensors[number], self.here.fill(number) or b"", zeroed=False)
 
 
-class Loaded(Protocol):
-    """The storage that takes a state over."""
-
-    memory: Store | None
-
-    @property
-    def max_size(self) -> int: ...
-
-    @property
-    def placing(self) -> AbstractContextManager[object]: ...
-
-    @property
-    def paused(self) -> AbstractContextManager[object]: ...
-
-    def allocate_for(self, schema: Schema) -> None: ...
-
-
 class RowsLoad(NamedTuple):
     """A checked state and its rows, for a storage. Without a schema it is that of one that was never written."""
 
-    storage: Loaded
+    storage: RowsHolder
     source: RowsSource
     schema: Schema | None = None
     state: RowsState | None = None
 
     @classmethod
-    def checked(cls, storage: Loaded, source: RowsSource, schema: Schema, state: RowsState, where: str) -> RowsLoad:
+    def checked(cls, storage: RowsHolder, source: RowsSource, schema: Schema, state: RowsState, where: str) -> RowsLoad:
         """Check the rows of a state. Raises as :class:`~engram.saved.ragged.RaggedRowsSource`."""
         if schema.ragged and isinstance(source, RaggedRowsSource):
             source.take_items(state.entries, schema, where)

@@ -143,8 +143,7 @@ class BlockLayout:
 
     def empty(self, rows: int, batches: int = 1) -> NDArray[np.uint8]:
         """An uninitialised block for so many batches one behind the other, uint8 ``[batches * nbytes(rows)]``, at a multiple of 64."""
-        block: NDArray[np.uint8] = empty_block(batches * self.nbytes(rows), "cpu").numpy()
-        return block
+        return empty_block(batches * self.nbytes(rows), "cpu").numpy()
 
     def views(self, block: object, n: int, *, rows: int | None = None, at: int = 0) -> list[Tensor]:
         """The columns of a batch, ``[n, *row shape]``: views, which keep the block. Views of read-only memory must not be written to.

@@ -8,7 +8,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar, cast
 
 from engram._support import fork, native, progress
 from engram.errors import IncompatibleStore
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound=fork.Forked)
 K = TypeVar("K", bound="Ordered")
+T = TypeVar("T")
 
 #: Name and kind of an index.
 IndexKey: TypeAlias = tuple[str, str]
@@ -432,7 +433,7 @@ class Indexes(Mapping[IndexKey, Any]):
 
     # ---- tables that this process builds -----------------------------------------------------------------------------
 
-    def table(self, name: str, kind: str, config: object, make: Callable[[], Any]) -> Any:
+    def table(self, name: str, kind: str, config: object, make: Callable[[], T]) -> T:
         """The table of a name and kind; ``make()`` makes it if there is none.
 
         Args:
@@ -447,7 +448,7 @@ class Indexes(Mapping[IndexKey, Any]):
         with self._tables_lock:
             if (name, kind) not in self.tables:
                 self.tables[name, kind] = (config, make())
-            known, table = self.tables[name, kind]
+            known, table = cast("tuple[object, T]", self.tables[name, kind])
         if known != config:
             raise IncompatibleStore(
                 f"index {name!r}: expected the {kind} of {known}, as it was made, got {config}. Give another index=… name."

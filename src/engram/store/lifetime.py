@@ -56,8 +56,7 @@ def exclusive(
             f"{str(directory)!r}: another process or thread has been creating, opening or closing the store for {wait_s:g} s."
         )
 
-    lock: AbstractContextManager[None] = native.folder_lock(directory, wait_s, busy)
-    return lock
+    return native.folder_lock(directory, wait_s, busy)
 
 
 class AliveFile:

@@ -139,10 +139,10 @@ def private_block(nbytes: int, what: str = "row numbers") -> Block:
     return Block(torch.frombuffer(memory, dtype=torch.uint8), nbytes)
 
 
-def new_control_memory(schema: Schema, fingerprint: int = 0) -> tuple[Block, Block]:
+def new_control_memory(schema: Schema) -> tuple[Block, Block]:
     """Control block and tickets of a new store in private memory."""
     control = private_block(native.control_bytes(schema.lanes))
-    native.format_control(control.address, control.nbytes, schema.capacity, schema.lanes, fingerprint)
+    native.format_control(control.address, control.nbytes, schema.capacity, schema.lanes, 0)
     return control, private_block(layout.tickets_bytes(schema.capacity))
 
 

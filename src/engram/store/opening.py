@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from engram._support.mappings import Piece
     from engram.format.schema import Schema
     from engram.store.lifetime import Process
-    from engram.store.memory import Segment
 
 
 class IndexCopies(Indexes):
@@ -65,17 +64,10 @@ class ReaderStore(Store):
     folder: Path
 
     def __init__(
-        self,
-        schema: Schema,
-        folder: Path,
-        control: memory.Block,
-        tickets: memory.Block,
-        segments: Sequence[Segment | None] | None,
-        *,
-        abandoned: bool,
+        self, schema: Schema, folder: Path, control: memory.Block, tickets: memory.Block, *, abandoned: bool
     ) -> None:
         self.folder = folder
-        self._segments = segments
+        self._segments = memory.segments_in(folder / layout.FOLDER)
         columns, rings = self._mapped(schema, control, private=False), rings_in(folder, schema, memory.read_block)
         super().__init__(schema, columns, control, tickets, abandoned=abandoned, rings=rings)
         self.indexes = IndexCopies(Host(self.core, control.tensor, tickets.tensor, None), schema.capacity)
@@ -104,9 +96,8 @@ class ReaderStore(Store):
         return memory.segment_fields(inside, schema, self._segments, control, readonly=not private, private=private)
 
     def map_column(self, schema: Schema, number: int) -> Tensor:
-        return memory.read_field(
-            layout.column_path(self.folder, schema, number), schema.fields[number], schema.capacity
-        )
+        path = layout.column_path(self.folder, schema, number)
+        return memory.read_field(path, schema.fields[number], schema.capacity)
 
     @property
     def place(self) -> str:
@@ -258,7 +249,7 @@ def open_readonly(directory: Path, *, unclean: str = "refuse") -> Store:
         with _naming(folder):
             in_use = lifetime.opened(directory) is not None or anyone_has_open(directory, control, tickets)
             kind = RaggedReaderStore if schema.ragged else ReaderStore
-            store = kind(schema, directory, control, tickets, memory.segments_in(folder), abandoned=not in_use)
+            store = kind(schema, directory, control, tickets, abandoned=not in_use)
     try:
         _check_description(store, folder, fingerprints)
         if store.has_files:
@@ -395,8 +386,7 @@ def _make_control(
     if guest_of is not None:
         made.text(folder / layout.TEMPORARY, lifetime.temporary_note(guest_of))
     made.text(folder / layout.BUFFER, layout.NO_RECORD)
-    control = memory.file_block(folder / layout.CONTROL, native.control_bytes(schema.lanes))
-    tickets = memory.file_block(folder / layout.TICKETS, layout.tickets_bytes(schema.capacity))
+    control, tickets = _mapped_control(folder, schema)
     fingerprint, _ = schemas.first_fingerprints(schema, schemas.encode_store(schema))
     native.format_control(control.address, control.nbytes, schema.capacity, schema.lanes, fingerprint)
     begin(native.Store(control.address, control.nbytes, tickets.address, tickets.nbytes, (), (), ()))
@@ -420,6 +410,12 @@ def _described(directory: Path) -> tuple[Schema, tuple[int, ...], bool]:
     raw = files.read_small(path, schemas.MAX_BYTES)
     schema = schemas.decode_store(raw, str(path))
     return schema, schemas.first_fingerprints(schema, raw), schemas.is_earlier(raw)
+
+
+def _mapped_control(folder: Path, schema: Schema) -> tuple[memory.Block, memory.Block]:
+    """Control block and tickets."""
+    control = memory.file_block(folder / layout.CONTROL, native.control_bytes(schema.lanes))
+    return control, memory.file_block(folder / layout.TICKETS, layout.tickets_bytes(schema.capacity))
 
 
 def _read_control(folder: Path, schema: Schema, *, earlier: bool) -> tuple[memory.Block, memory.Block]:
@@ -486,8 +482,7 @@ def _attach(schema: Schema, directory: Path, fingerprints: Sequence[int], *, unc
     alive, store = lifetime.AliveFile(directory), None
     put_in_order(directory, schema)
     try:
-        control = memory.file_block(folder / layout.CONTROL, native.control_bytes(schema.lanes))
-        tickets = memory.file_block(folder / layout.TICKETS, layout.tickets_bytes(schema.capacity))
+        control, tickets = _mapped_control(folder, schema)
         segments = memory.segments_in(folder)
         if segments is None:
             tensors = memory.fields_in(

@@ -40,14 +40,7 @@ class PriorityConfig(NamedTuple):
 
 def state_of(config: PriorityConfig) -> dict[str, object]:
     """The state of priorities that no row has yet."""
-    return {
-        "alpha": config.alpha,
-        "beta": config.beta,
-        "eps": config.eps,
-        "max_priority_within_buffer": config.within_buffer,
-        "highest": 0.0,
-        "leaves": torch.zeros(0, dtype=torch.float64, device="cpu"),
-    }
+    return dict(zip(NAMES, (*config, 0.0, torch.zeros(0, dtype=torch.float64, device="cpu")), strict=True))
 
 
 def check_priorities(state: dict[str, object], config: PriorityConfig | None, rows: int, where: str) -> PriorityConfig:

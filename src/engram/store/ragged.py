@@ -82,10 +82,8 @@ class RaggedStore(Store):
                 f"write: ragged fields ({names}): expected rows that are appended to a lane, got ones that are placed. Use a "
                 "RoundRobinWriter."
             )
-        groups, lanes = (
-            self.schema.ragged_groups,
-            plan.lane if isinstance(plan.lane, int) else as_rows(plan.lane, "extend"),
-        )
+        groups = self.schema.ragged_groups
+        lanes = plan.lane if isinstance(plan.lane, int) else as_rows(plan.lane, "extend")
         check_room(groups, columns, lanes, self.lane_length)
         addresses, sources, _kept = addresses_of(groups, columns)
         rows = native.empty_rows(n)

@@ -194,8 +194,7 @@ class Requests:
             groups = len(self._store.schema.ragged_groups)
             nbytes = native.writers_bytes(self._room, groups) if known is None else known.block.nbytes
             self._writers = WritersIndex.of_name(self._store.indexes, NAME, nbytes, self._room, groups)[0]
-        table: native.Writers = self._writers.core
-        return table
+        return self._writers.core
 
     def _check_lane(self, lane: int, call: str) -> None:
         if not 0 <= lane < self._store.lanes:

@@ -451,6 +451,11 @@ class Groups:
             self._index.core.catch_up()
         return self._index
 
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return self.of_size(1)
+
     def of_size(self, least: int, floor: float = math.nan) -> int:
         """How many there are of at least so many rows. ``floor``: as :attr:`GroupDraw.floor`."""
         return self._current().core.groups(least, floor)

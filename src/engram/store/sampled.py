@@ -139,6 +139,19 @@ class SampledStorage(Protocol):
         2
         """
 
+    def next_number(self) -> int:
+        """Ticket number of the next write: by as much as a load moves this, it moves those of all rows.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+        >>> _ = rb.extend(torch.arange(3))
+        >>> before = rb.storage.next_number()
+        >>> _ = rb.extend(torch.arange(2))
+        >>> rb.storage.next_number() - before
+        2
+        """
+
     def priorities(
         self, name: str, config: PriorityConfig, rows: int, device: torch.device | None = None
     ) -> tuple[Priorities, bool] | None:
@@ -197,6 +210,6 @@ class SampledStorage(Protocol):
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(100))
         >>> _ = rb.extend({"prompt": torch.tensor([7, 7, 9])})
         >>> groups = rb.storage.groups("main", ("prompt",), None)
-        >>> groups.of_size(1), groups.of_size(2)
+        >>> groups.count, groups.of_size(2)
         (2, 1)
         """

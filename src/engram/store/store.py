@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     #: Writes with the core, and the intake that takes the data apart. None: it could not.
     NativeWrite = Callable[[_native.Store, _native.Intake], T | None]
 
+#: What a store counts of its rows, for ``stats()``.
+COUNTERS = ("void_rows", "lapped_rows", "redraws", "priority_updates_dropped", "field_updates", "field_updates_dropped")
 #: Ticket states of a row that holds nothing and that no writer is writing.
 _UNUSED, _VOID = 0, 3
 
@@ -358,10 +360,7 @@ class Store:
         Raises:
             WriterStalled: another thread or process has paused the store, or is writing, for 5 s.
         """
-        return self._pausing_with((self._pausing,))
-
-    def _pausing_with(self, locks: tuple[object, ...]) -> AbstractContextManager[None]:
-        return self.core.pausing(locks)
+        return self.core.pausing((self._pausing,))
 
     def state(self) -> StoreState:
         """What the store says of its rows now. Exact while it is :meth:`paused`; else rows written meanwhile are left out.
@@ -417,11 +416,8 @@ class Store:
             ValueError: a state that no such store has. Nothing is changed.
             WriterStalled: as :meth:`paused`. Nothing is changed.
         """
-        lanes, numbers, n = (
-            memory.as_rows(state.lanes, "replace"),
-            memory.as_rows(state.numbers, "replace"),
-            self.core.next_ticket,
-        )
+        lanes, numbers = memory.as_rows(state.lanes, "replace"), memory.as_rows(state.numbers, "replace")
+        n = self.core.next_ticket
         writes = numbers + (n - 1) * numbers.sign() if state.writes is None else memory.as_rows(state.writes, "replace")
         if lanes.shape != (self.lanes, 4) or numbers.shape != (self.capacity,) or writes.shape != numbers.shape:
             raise ValueError(
@@ -511,9 +507,8 @@ class Store:
     def map_column(self, schema: Schema, number: int) -> Tensor:
         """The rows of a field that another process has added. Raises ``OSError``, ``CorruptStore``."""
         assert self.directory is not None  # only those in a folder have some
-        return memory.column_field(
-            layout.column_path(self.directory, schema, number), schema.fields[number], schema.capacity
-        )
+        path = layout.column_path(self.directory, schema, number)
+        return memory.column_field(path, schema.fields[number], schema.capacity)
 
     def _adopt_fields(self) -> None:
         adopt_fields(self)
@@ -539,14 +534,9 @@ class Store:
 
     def counters(self) -> dict[str, float]:
         """What happened to rows so far, in all processes, for ``stats()``; and what the indexes say."""
-        counts: dict[str, float] = {
-            "void_rows": self.core.void_rows,
-            "lapped_rows": self.core.lapped_rows,
-            "redraws": self.core.redraws,
-            "priority_updates_dropped": 0,
-            "field_updates": self.core.patches,
-            "field_updates_dropped": self.core.patches_dropped,
-        }
+        core = self.core
+        numbers = core.void_rows, core.lapped_rows, core.redraws, 0, core.patches, core.patches_dropped
+        counts: dict[str, float] = dict(zip(COUNTERS, numbers, strict=True))
         for key in tuple(self.indexes):  # another thread may add one
             self.indexes[key].count(counts)
         return counts

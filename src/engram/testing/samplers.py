@@ -213,10 +213,8 @@ class TransformContract(Contract):
     def test_reading_changes_nothing(self) -> None:
         transform = self.make()
         stored = transform.inv(self.rows(0, 8))
-        check(
-            same(transform.forward(stored.clone()), transform.forward(stored.clone())),
-            "expected forward() to compute the same each time: only writes may change a transform",
-        )
+        said = "expected forward() to compute the same each time: only writes may change a transform"
+        check(same(transform.forward(stored.clone()), transform.forward(stored.clone())), said)
 
     def test_forward_undoes_inv(self) -> None:
         if not self.inverts:
@@ -234,10 +232,8 @@ class TransformContract(Contract):
         twins = self._copies(transform)
         transform.inv(self.rows(800, 8))
         for twin in twins:
-            check(
-                same(twin.forward(stored.clone()), expected),
-                "expected a copy to compute what the original did when it was made",
-            )
+            said = "expected a copy to compute what the original did when it was made"
+            check(same(twin.forward(stored.clone()), expected), said)
 
     def test_a_state_is_all_there_is(self) -> None:
         transform = self.make()
@@ -251,10 +247,8 @@ class TransformContract(Contract):
             other = self.make()
             if isinstance(other, _Stateful):
                 other.load_state_dict(state)
-            check(
-                same(other.forward(stored.clone()), expected),
-                f"expected a transform that loads the state {way} to compute the same: both methods must copy",
-            )
+            said = f"expected a transform that loads the state {way} to compute the same: both methods must copy"
+            check(same(other.forward(stored.clone()), expected), said)
             other.inv(self.rows(1600, 8))
 
     def test_a_buffer_with_it_writes_and_samples(self) -> None:
@@ -336,10 +330,8 @@ class WriterContract(BufferContract):
         for one in (rb, twin):
             self._write(one, 0, 8)
         rb.writer.place(rb.storage.extent(), 4, 0, self.rows(8, 4))
-        check(
-            self._go_on(rb) == self._go_on(twin),
-            "expected place() to have no side effects: the write may not take place",
-        )
+        said = "expected place() to have no side effects: the write may not take place"
+        check(self._go_on(rb) == self._go_on(twin), said)
 
     def test_starts_again_after_empty(self) -> None:
         if self.read_only:

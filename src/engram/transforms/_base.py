@@ -479,12 +479,7 @@ class Compose(Stateful):
         """
         transforms = self._with_states()
         check_keys(state_dict, transforms, "Compose")
-        return Loads(
-            [
-                prepare_load(transform, state_dict[number], f"transform {number}")
-                for number, transform in transforms.items()
-            ]
-        )
+        return Loads([prepare_load(one, state_dict[at], f"transform {at}") for at, one in transforms.items()])
 
     def __len__(self) -> int:
         return len(self._steps)

@@ -264,11 +264,8 @@ class SelectTransform(_base.Transform):
         for key in self._kept:
             value = _base.find(data, key)
             if value is not None:
-                _base.put(
-                    selected,
-                    _base.keys_of(data, key),
-                    _base.shallow(value, "SelectTransform") if has_entries(value) else value,
-                )
+                kept = _base.shallow(value, "SelectTransform") if has_entries(value) else value
+                _base.put(selected, _base.keys_of(data, key), kept)
         return selected
 
     def __repr__(self) -> str:

@@ -45,15 +45,10 @@ class Windows(NamedTuple):
             raise ValueError(
                 f"{name}: expected entries of {list(batch)} steps, as many as there are end flags, got shape {list(value.shape)}."
             )
-        return _of_steps(value, self.steps)
-
-
-def _of_steps(value: Tensor, steps: Tensor) -> Tensor:
-    """``value`` ``[*batch, T, *shape]`` at steps ``[*batch, T, n]``."""
-    dims = steps.ndim - 1
-    rows = value.reshape(-1, *value.shape[dims - 1 :])
-    lane = torch.arange(len(rows), device=steps.device).reshape(-1, 1, 1)
-    return rows[lane, steps.reshape(len(rows), *steps.shape[-2:])].reshape(*steps.shape, *value.shape[dims:])
+        rows = value.reshape(-1, *value.shape[len(batch) - 1 :])
+        lane = torch.arange(len(rows), device=self.steps.device).reshape(-1, 1, 1)
+        steps = self.steps.reshape(len(rows), *self.steps.shape[-2:])
+        return rows[lane, steps].reshape(*self.steps.shape, *value.shape[len(batch) :])
 
 
 def checked_dim(what: str, dim: object) -> int:

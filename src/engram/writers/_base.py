@@ -119,7 +119,6 @@ class NativeWriter(Component):
         >>> rb.writer.write_of(rows, batched=True) is None  # before the first write, place() looks first
         True
         """
-        del data, batched
         return None
 
     @property

@@ -150,6 +150,9 @@ class _Ranked:
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
 
 class FifoRemover(_Ranked):
     """The oldest rows go. It is the default: ``ReplayBuffer(remover=FifoRemover())`` has the ring of a buffer without a remover.
@@ -166,11 +169,7 @@ class FifoRemover(_Ranked):
     """
 
     def _ranks(self, storage: Removable, rows: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.float64]:
-        del storage, rows
         return numbers.astype(np.float64)
-
-    def __repr__(self) -> str:
-        return "FifoRemover()"
 
 
 class Lifo(_Ranked):
@@ -190,11 +189,7 @@ class Lifo(_Ranked):
     """
 
     def _ranks(self, storage: Removable, rows: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.float64]:
-        del storage, rows
         return -numbers.astype(np.float64)
-
-    def __repr__(self) -> str:
-        return "Lifo()"
 
 
 class StalestFirst(_Ranked):
@@ -308,9 +303,6 @@ class MaxTimesSampled(_Ranked):
 
     def _first(self, n: int) -> NDArray[np.int64]:
         return self._ages.first(n)
-
-    def __repr__(self) -> str:
-        return "MaxTimesSampled()"
 
 
 class _Ages:

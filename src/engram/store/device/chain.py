@@ -93,16 +93,10 @@ def columns_of(
     for field, tensor in zip(store.schema.fields, store.tensors, strict=True):
         address = translate(tensor.data_ptr()) if field.row_bytes else 0
         fields.append(Column(address, row_stride(tensor), field.row_bytes, torch_dtype(field), field.shape))
-    return Columns(
-        tickets,
-        tickets + (behind if words.nbytes > behind else 0),  # stores of before have none, nor rows that were edited
-        translate(control.data_ptr()) + FIXED_BYTES,
-        capacity,
-        store.lanes,
-        store.lane_length,
-        tuple(fields),
-        None if priorities is None else tree_at(translate(priorities.block.address), capacity),
-    )
+    writes = tickets + (behind if words.nbytes > behind else 0)  # stores of before have none, nor rows that were edited
+    lanes_at = translate(control.data_ptr()) + FIXED_BYTES
+    tree = None if priorities is None else tree_at(translate(priorities.block.address), capacity)
+    return Columns(tickets, writes, lanes_at, capacity, store.lanes, store.lane_length, tuple(fields), tree)
 
 
 def tree_at(address: int, leaves: int) -> Tree:
@@ -178,12 +172,8 @@ class Layout:
         Raises:
             ValueError: it is not uint8 of :attr:`nbytes` in one piece, or does not begin at a multiple of 64 bytes.
         """
-        if (block.dtype, tuple(block.shape), block.stride(), block.data_ptr() % ALIGNMENT) != (
-            torch.uint8,
-            (self.nbytes,),
-            (1,),
-            0,
-        ):
+        found = block.dtype, tuple(block.shape), block.stride(), block.data_ptr() % ALIGNMENT
+        if found != (torch.uint8, (self.nbytes,), (1,), 0):
             raise ValueError(
                 f"Layout: expected a contiguous block of uint8 [{self.nbytes}] at a multiple of {ALIGNMENT} bytes, got {block.dtype} "
                 f"{list(block.shape)} at {block.data_ptr():#x}. Use Layout.empty."
@@ -235,18 +225,12 @@ class ResidentRows:
         """uint8 ``[capacity, row bytes]`` each."""
         self.words.zero_()
         self.lanes.zero_()
-        self.columns = Columns(
-            self.words.data_ptr(),
-            self.writes.data_ptr(),
-            self.lanes.data_ptr(),
-            capacity,
-            store.lanes,
-            store.lane_length,
-            tuple(
-                Column(memory.data_ptr() + at, field.row_bytes, field.row_bytes, torch_dtype(field), field.shape)
-                for at, field in zip(begins[3:], fields, strict=True)
-            ),
-        )
+        words, writes, lanes = self.words.data_ptr(), self.writes.data_ptr(), self.lanes.data_ptr()
+        columns = [
+            Column(memory.data_ptr() + at, field.row_bytes, field.row_bytes, torch_dtype(field), field.shape)
+            for at, field in zip(begins[3:], fields, strict=True)
+        ]
+        self.columns = Columns(words, writes, lanes, capacity, store.lanes, store.lane_length, tuple(columns))
 
     def fits(self, store: Store) -> bool:
         """Whether it is for the rows of that store, with the fields that it has now."""

@@ -204,9 +204,8 @@ class Mirror:
     def _copy(self) -> None:
         before, stream = None, self._store.rows.stream
         with self._accelerator.beside_captures():
-            while stream is None or not self._accelerator.capturing(
-                stream
-            ):  # to wait for it would become part of the graph
+            # In a capture, to wait for it would become part of the graph.
+            while stream is None or not self._accelerator.capturing(stream):
                 if self._store.rows.replaced != self._replaced:
                     self._copy_all()
                     before = None  # its rows were replaced
@@ -273,9 +272,8 @@ class Mirror:
         columns, moved = self._stage(where)
         whole, now = int(self._at.sum()) == int(positions.sum()) and not len(self._edited), time.monotonic()
         leaves = []
-        if due and (
-            whole or now - self._tried >= PRIORITIES_S
-        ):  # those of rows that the folder lacks come with the last block
+        # Those of rows that the folder lacks come with the last block.
+        if due and (whole or now - self._tried >= PRIORITIES_S):
             leaves, self._tried = self._stage_leaves(), now
             self._prioritized = now if whole else self._prioritized
         staged, size = self._accelerator.mark(self._order), self._size(len(where))

@@ -56,7 +56,7 @@ class HostedStore(Store):
         raise NotImplementedError
 
     def paused(self) -> AbstractContextManager[None]:
-        return self._pausing_with((self._lock, self._pausing))  # in between, rows have tickets already and no data yet
+        return self.core.pausing((self._lock, self._pausing))  # in between, rows have tickets already and no data yet
 
     def on_host(self, numbers: Sequence[int]) -> tuple[tuple[int, ...], list[Tensor]]:
         """As :meth:`Store.on_host`. A field that is asked for first is copied; from then on every write of it is, too."""
