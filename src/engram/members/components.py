@@ -21,7 +21,7 @@ from engram.errors import NoSampleable
 from engram.remote.fleet import plans
 from engram.samplers._base import DeclaredSampler, check_drawable, declared, key_for
 from engram.storages import Storage
-from engram.types import Commit, Extent, Sampler, StorageLoad, Traits, WritePlan, Writer
+from engram.types import Commit, Sampler, StorageLoad, Traits, Writer
 from engram.writers._base import NativeWriter
 from engram.writers._base import declared as declared_writer
 
@@ -687,22 +687,14 @@ class _Writers(OnePerMember[Writer], NativeWriter):
 
     traits = Traits()
 
-    def place(self, extent: Extent, n: int, lane: int | Tensor, data: object) -> WritePlan:  # noqa: ARG002 - as of one writer
-        raise self._refused()
-
-    def add(self, data: object = None) -> NoReturn:  # noqa: ARG002 - as of one writer
+    def add(self, *_: object, **__: object) -> NoReturn:
         """Refuses: each member writes for itself."""
-        raise self._refused()
-
-    def extend(self, data: object = None) -> NoReturn:  # noqa: ARG002 - as of one writer
-        """Refuses: each member writes for itself."""
-        raise self._refused()
-
-    def _refused(self) -> NotImplementedError:
-        return NotImplementedError(
+        raise NotImplementedError(
             f"{type(self).__name__}: expected a member to write to: ensemble[i].extend(data), or an ensemble that was made with "
             "routing_key or routing_dim."
         )
+
+    extend = place = add
 
 
 class WriterEnsemble(_Writers):
