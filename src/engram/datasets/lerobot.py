@@ -332,7 +332,7 @@ def to_lerobot(
     """Write the episodes of a store, or of a robot's recording, as a data set of LeRobot's, format v3.0.
 
     A field ``("observation", "state")`` is the feature ``observation.state``. Fields of uint8 ``[H, W, 3]`` become videos, of which
-    every second frame is a key frame; others are columns, as they are. Timestamps, numbers of episodes and statistics are written anew.
+    every second frame is a key frame; others are columns, as they are. Timestamps, numbers of episodes and statistics are computed.
     Next observations are left out, since LeRobot reads them from the next row.
 
     Of what :func:`record_robot` has recorded, the episodes that were ended are written. Every row of the sensors whose rate is ``fps``,
