@@ -265,13 +265,13 @@ def _made(shards: Shards, described: Described, own: Mapping[str, object]) -> Fa
 
 def _storage_of(shards: Shards, described: Described) -> ServedStorage:
     """The rows, over connections, as soon as there are some."""
-    from engram.remote.awaited import AwaitedStorage
+    from engram.remote.awaited import AwaitedStorage, OneStore
     from engram.remote.fleet.members import SKIP_S
     from engram.remote.fleet.storage import AwaitedFleet
-    from engram.remote.shards import OneStore, Shard
+    from engram.remote.shards import Shard
 
     if shards.is_one:
-        return AwaitedStorage(OneStore(shards.each[0]), described)
+        return AwaitedStorage(OneStore(shards.each[0], shards.each[0]), described)
     each = shards.each
     if shards.missing == "skip":
         each = tuple(Shard(shard.actor, min(SKIP_S, shard.patience_s)) for shard in each)

@@ -12,7 +12,7 @@ from engram._support.unsupported import refused
 from engram.errors import EMPTY, NoSampleable, RowError
 from engram.format.schema import encode
 from engram.remote import protocol
-from engram.remote.connection import Access, Connection, Found
+from engram.remote.connection import Access, Connection, Found, Servers
 from engram.remote.served import ServedStorage
 from engram.remote.storage import RemoteStorage
 from engram.storages import Count, Storage
@@ -63,16 +63,23 @@ class Stores(Protocol):
         """The same; what is not there is made of a schema. Raises ``OSError``, too: no space."""
 
 
+class Awaited(Servers, Protocol):
+    """What knows where a store is served, and makes the store: a shard on Ray, or the servers of a directory."""
+
+    def serve(self, schema: str | None) -> Found | None:
+        """Where its store is served, which is made of a schema if there is none. None: there is neither.
+
+        Raises ``ConnectionError``: it does not answer; ``OSError``: no space.
+        """
+
+
 class AtServers(Access):
     """The servers of one store, which the first write makes. As long as it is not there, they say no schema."""
 
     replaces_lost = True
 
     def serve(self, schema: str | None) -> Found | None:
-        """Where the store is, which is made of a schema if there is none. None: there is neither.
-
-        Raises ``ConnectionError``; ``OSError``: no space.
-        """
+        """As :class:`Awaited`."""
         connection = Connection(Access(*self))
         try:
             if schema is not None and not connection.served.schema:
@@ -89,27 +96,28 @@ class AtServers(Access):
         return super().find(known)
 
 
-class OneServed:
-    """The store of one or several servers."""
+class OneStore:
+    """One store.
+
+    Args:
+        shard: it makes the store.
+        servers: by which it is reached.
+    """
 
     number = 1
 
-    def __init__(self, access: AtServers) -> None:
-        self._access = access
+    def __init__(self, shard: Awaited, servers: Servers) -> None:
+        self._shard, self._servers = shard, servers
 
     def find(self) -> ServedStorage | None:
-        connection = Connection(Access(*self._access))
-        if connection.served.schema:
-            return RemoteStorage(connection)
-        connection.close()
-        return None
+        return None if self._shard.serve(None) is None else RemoteStorage(Connection(self._servers))
 
     def make(self, schema: str) -> ServedStorage:
-        self._access.serve(schema)
-        return RemoteStorage(Connection(Access(*self._access)))
+        self._shard.serve(schema)
+        return RemoteStorage(Connection(self._servers))
 
     def __str__(self) -> str:
-        return f"RemoteStorage({Access(*self._access)})"
+        return f"RemoteStorage({self._servers})"
 
 
 def awaited_at(stores: Stores, served: Served) -> AwaitedStorage:

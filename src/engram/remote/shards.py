@@ -13,9 +13,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from engram.errors import RankFailed
-from engram.remote.connection import Connection, Found
-from engram.remote.served import ServedStorage
-from engram.remote.storage import RemoteStorage
+from engram.remote.connection import Found
 from engram.storages import Storage
 
 if TYPE_CHECKING:
@@ -166,25 +164,6 @@ def first_described(shards: Sequence[Shard]) -> Described:
                 raise
         else:
             return described
-
-
-class OneStore:
-    """The store of one shard."""
-
-    number = 1
-
-    def __init__(self, shard: Shard) -> None:
-        self._shard = shard
-
-    def find(self) -> ServedStorage | None:
-        return None if self._shard.serve(None) is None else RemoteStorage(Connection(self._shard))
-
-    def make(self, schema: str) -> ServedStorage:
-        self._shard.serve(schema)
-        return RemoteStorage(Connection(self._shard))
-
-    def __str__(self) -> str:
-        return f"RemoteStorage({self._shard})"
 
 
 #: Calls that are made once, in threads of the actor that others do not wait for.

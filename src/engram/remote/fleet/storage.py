@@ -8,7 +8,7 @@ import time
 from collections import deque
 from contextlib import ExitStack, closing
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import msgspec
 import torch
@@ -24,8 +24,8 @@ from engram.errors import RowError
 from engram.format.schema import decode
 from engram.format.sizes import without_rings
 from engram.remote import protocol
-from engram.remote.awaited import AtServers, OneServed, awaited_at
-from engram.remote.connection import Access, Connection, Final, Found, Servers
+from engram.remote.awaited import AtServers, Awaited, OneStore, awaited_at
+from engram.remote.connection import Access, Connection, Final, Found
 from engram.remote.fleet import plans
 from engram.remote.fleet.draws import Draws
 from engram.remote.fleet.members import SKIP_S, Joining, Ledger, Members, Missing, Shard, at_once
@@ -411,7 +411,7 @@ def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedS
         if connection.served.schema:
             return RemoteStorage(connection)
         connection.close()
-        return awaited_at(OneServed(AtServers(*access)), connection.served)
+        return awaited_at(OneStore(AtServers(*access), access), connection.served)
     served = _ask_servers(access, missing)
     stores: dict[str, list[protocol.Address]] = {}
     for address, answer in served.items():
@@ -426,7 +426,7 @@ def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedS
                 f"connect: no server answers at {', '.join(map(str, silent))}: expected all of them, as the first write makes stores."
             )
         if len(makers) == 1 and stratum is None:
-            return awaited_at(OneServed(makers[0]), new)
+            return awaited_at(OneStore(makers[0], Access(*makers[0])), new)
         check_stores([one for one in served.values() if not one.schema], access.full)
         brief = access._replace(patience_s=_patience(access, missing), hurried=missing == "skip")
         hurried = [AtServers(one.addresses, *brief[1:]) for one in makers]
@@ -569,16 +569,6 @@ _KINDS: dict[str, Callable[[protocol.Served], object]] = {
         served.schema and msgspec.structs.replace(without_rings(decode(served.schema.encode(), "connect")), capacity=0)
     ),
 }
-
-
-class Awaited(Servers, Protocol):
-    """A shard on Ray: it knows where its store is served, and makes the store."""
-
-    def serve(self, schema: str | None) -> Found | None:
-        """Where its store is served, which is made of a schema if there is none. None: there is neither.
-
-        Raises ``ConnectionError``: it does not answer; ``OSError``: no space.
-        """
 
 
 class AwaitedFleet:
