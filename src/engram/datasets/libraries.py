@@ -103,10 +103,8 @@ def from_minari(
     try:
         dataset = minari.MinariDataset(folder) if folder else minari.load_dataset(str(source), download=download)
     except FileNotFoundError as error:
-        text = (
-            f"{call}: expected the folder of a data set, or the name of one on this machine (download=True fetches it)"
-        )
-        raise FileNotFoundError(2, text, str(source)) from error
+        expected = "the folder of a data set, or the name of one on this machine (download=True fetches it)"
+        raise FileNotFoundError(2, f"{call}: expected {expected}", str(source)) from error
     except (OSError, ValueError, LookupError, TypeError, AssertionError) as error:
         text = f"{call}: {source}: expected a data set that Minari {minari.__version__} reads, and a hub within reach for downloads"
         raise DatasetError(f"{text} ({type(error).__name__}: {error}).") from error
