@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 FieldPath: TypeAlias = tuple[str, ...]
 #: The entry of a batch of windows that transforms find beside its fields: bool ``[*batch, 1]``, true at the last step of each window.
@@ -43,6 +43,17 @@ def as_paths(keys: object, what: str, *, empty: bool = False) -> tuple[FieldPath
 def public(path: Sequence[str]) -> str | FieldPath:
     """A path as users write it: a string if it has one part."""
     return path[0] if len(path) == 1 else tuple(path)
+
+
+def nested(values: Mapping[FieldPath, object]) -> dict[str, object]:
+    """Values by path as dicts in each other."""
+    root: dict[str, object] = {}
+    for path, value in values.items():
+        inside = root
+        for key in path[:-1]:
+            inside = inside.setdefault(key, {})  # type: ignore[assignment] # no path of a value begins another one
+        inside[path[-1]] = value
+    return root
 
 
 def plain(value: object) -> object:

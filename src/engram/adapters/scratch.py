@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, cast
 
 import engram
 from engram.errors import IncompatibleStore
@@ -14,55 +14,57 @@ if TYPE_CHECKING:
 
     from engram.types import Sampler
 
-T = TypeVar("T")
 
+class Scratch:
+    """A framework's buffer whose rows lie in an engram buffer, :attr:`rb`. Pickles hold all rows in RAM, or the directory's name."""
 
-def open_rows(
-    who: str,
-    folder: Path | None,
-    size: int,
-    lanes: int,
-    what: str,
-    *,
-    sampler: Sampler | None = None,
-    transform: object = None,
-) -> tuple[engram.ReplayBuffer[dict[str, object]], Hold | None]:
-    """A buffer of ``size`` rows in as many lanes as environments, and the lock on its folder, which lives as long as it is referred to.
+    #: Attributes that pickles leave out.
+    not_pickled: tuple[str, ...]
+    #: The directory; None: the rows lie in RAM.
+    scratch_dir: Path | None
+    rb: engram.ReplayBuffer[dict[str, object]]
+    #: The lock on the directory, which lives as long as it is referred to.
+    _hold: Hold | None
 
-    Args:
-        who: begins messages, which call the folder ``scratch_dir``.
-        folder: None: the rows lie in RAM.
-        what: what the folder must hold, for a message.
+    def _open(self) -> None:
+        """Make the engram buffer, or open its directory. What was open there ends."""
+        raise NotImplementedError
 
-    Raises:
-        StoreInUse: another process has the folder. IncompatibleStore: it holds other lanes or another number of rows. Nothing is changed.
-    """
-    if folder is None:
-        storage = LazyTensorStorage(size, lanes=lanes)
-        return engram.ReplayBuffer(storage=storage, sampler=sampler, transform=transform), None
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = hold(folder.with_name(f".{folder.name}.lock"), f"{who}: scratch_dir", folder)
-    try:
-        rb = engram.ReplayBuffer[dict[str, object]].open_or_create(
-            folder, size, lanes=lanes, sampler=sampler, transform=transform
-        )
-    except IncompatibleStore as error:
-        raise IncompatibleStore(f"{who}: scratch_dir: expected {what}: {error}") from None
-    return rb, lock
+    def _open_rows(self, size: int, lanes: int, what: str, sampler: Sampler, transform: object = None) -> None:
+        """Have a buffer of ``size`` rows in as many lanes as environments, and the lock on its directory.
 
+        Args:
+            what: what the directory must hold, for a message.
 
-def check_there(who: str, folder: Path | None) -> None:
-    """Raise ``FileNotFoundError`` if the folder that a pickle names is gone."""
-    if folder is not None and not folder.exists():
-        raise FileNotFoundError(2, f"{who}: expected the directory of the saved replay", str(folder))
+        Raises:
+            StoreInUse: another process has the directory. IncompatibleStore: it holds other lanes or another number of rows. Nothing is
+                changed.
+        """
+        folder, where = self.scratch_dir, f"{type(self).__name__}: scratch_dir"
+        if folder is None:
+            storage = LazyTensorStorage(size, lanes=lanes)
+            self.rb, self._hold = engram.ReplayBuffer(storage=storage, sampler=sampler, transform=transform), None
+            return
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = hold(folder.with_name(f".{folder.name}.lock"), where, folder)
+        kind = engram.ReplayBuffer[dict[str, object]]
+        try:
+            self.rb = kind.open_or_create(folder, size, lanes=lanes, sampler=sampler, transform=transform)
+        except IncompatibleStore as error:
+            raise IncompatibleStore(f"{where}: expected {what}: {error}") from None
+        self._hold = lock
 
+    def __getstate__(self) -> dict[str, object]:
+        """What a pickle holds: all rows in RAM, or the directory's name."""
+        state = {name: value for name, value in vars(self).items() if name not in self.not_pickled}
+        return state if self.scratch_dir is not None else {**state, "rows": (self.rb.state_dict(),)}
 
-def nested(values: dict[tuple[str, ...], T]) -> dict[str, object]:
-    """Dicts in each other of values by path."""
-    root: dict[str, object] = {}
-    for path, value in values.items():
-        inside = root
-        for key in path[:-1]:
-            inside = inside.setdefault(key, {})  # type: ignore[assignment] # of a path that is a value no other begins with it
-        inside[path[-1]] = value
-    return root
+    def __setstate__(self, state: dict[str, object]) -> None:
+        saved = cast("tuple[dict[str, object], ...]", state.pop("rows", ()))
+        vars(self).update(state)
+        if self.scratch_dir is not None and not self.scratch_dir.exists():
+            who = type(self).__name__
+            raise FileNotFoundError(2, f"{who}: expected the directory of the saved replay", str(self.scratch_dir))
+        self._open()
+        for rows in saved:
+            self.rb.load_state_dict(rows)

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from engram._support.checks import check_count, check_path
-from engram.adapters.scratch import check_there, nested, open_rows
+from engram._support.field_paths import nested
+from engram.adapters.scratch import Scratch
 from engram.format.schema import DTYPES
 from engram.samplers import PrioritizedSampler, RandomSampler
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from engram.store.lifetime import Hold
     from engram.types import Sampler
 
     Array: TypeAlias = NDArray[np.generic]
@@ -41,14 +41,12 @@ if TYPE_CHECKING:
 
 __all__ = ["PrioritizedVectorReplayBuffer", "VectorReplayBuffer"]
 
-#: Attributes that pickles leave out.
-_NOT_PICKLED = ("rb", "_hold", "_meta", "_stored")
 _ROLES: Mapping[tuple[str, ...], str] = {(name,): name for name in ("done", "terminated", "truncated")}
 #: What tianshou stores as these, whatever the first row is.
 _DTYPES: Mapping[tuple[str, ...], type[np.generic]] = {("rew",): np.float64, **dict.fromkeys(_ROLES, np.bool_)}
 
 
-class VectorReplayBuffer(data.VectorReplayBuffer):  # type: ignore[misc] # typed where it is installed only
+class VectorReplayBuffer(Scratch, data.VectorReplayBuffer):  # type: ignore[misc] # typed where it is installed only
     """tianshou's ``VectorReplayBuffer``, whose rows lie in RAM or in a directory that survives ``kill -9``.
 
     ``Collector(policy, envs, VectorReplayBuffer(20_000, len(envs), scratch_dir="run/replay"))`` goes on with the steps that an earlier
@@ -83,6 +81,8 @@ class VectorReplayBuffer(data.VectorReplayBuffer):  # type: ignore[misc] # typed
     4
     """
 
+    not_pickled = ("rb", "_hold", "_meta", "_stored")
+
     def __init__(
         self,
         total_size: int,
@@ -102,11 +102,8 @@ class VectorReplayBuffer(data.VectorReplayBuffer):  # type: ignore[misc] # typed
     # ---- the store -----------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        """Make the engram buffer, or open its directory. What was open there ends."""
         what = f"steps of buffer_num={self.buffer_num}, which are lanes, and of total_size={self.maxsize}"
-        parts = type(self).__name__, self.scratch_dir, self.maxsize, self.buffer_num, what
-        self._hold: Hold | None
-        self.rb, self._hold = open_rows(*parts, sampler=self._new_sampler())
+        self._open_rows(self.maxsize, self.buffer_num, what, self._new_sampler())
         if len(self.rb):
             self.rb.end_trajectory("each", roles=_ROLES)
         else:
@@ -153,19 +150,9 @@ class VectorReplayBuffer(data.VectorReplayBuffer):  # type: ignore[misc] # typed
             for buffer, filled, at in zip(self.buffers, extent.filled, ahead.tolist(), strict=True):
                 vars(buffer).update(_size=filled, _insertion_idx=at, _ep_start_idx=at, _ep_return=0.0, _ep_len=0)
 
-    def __getstate__(self) -> dict[str, object]:
-        """What a pickle holds: all rows in RAM, or the directory's name."""
-        state = {name: value for name, value in vars(self).items() if name not in _NOT_PICKLED}
-        return state if self.scratch_dir is not None else {**state, "rows": (self.rb.state_dict(),)}
-
     def __setstate__(self, state: dict[str, object]) -> None:
-        rows = cast("tuple[dict[str, object]] | None", state.pop("rows", None))
-        self.__dict__.update(state)
-        check_there(type(self).__name__, self.scratch_dir)
-        self._open()
-        if rows is not None:
-            self.rb.load_state_dict(*rows)
-            self._attach()
+        super().__setstate__(state)
+        self._attach()
 
     def close(self) -> None:
         """Give the directory up: of a buffer that is used no more."""

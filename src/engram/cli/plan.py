@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import shutil
@@ -75,9 +74,7 @@ def planned(
     if not found:
         raise Misuse("plan: expected a SAMPLE or --field NAME=DTYPE[SHAPE], got neither.")
     fields = [*found.values()]
-    if clash := [
-        it.key for it in fields if any(it.key == other.key[: len(it.key)] for other in fields if other is not it)
-    ]:
+    if clash := [key for key in found if any(key == other[: len(key)] for other in found if other != key)]:
         raise Misuse(f"plan: {'.'.join(clash[0])} is both a field and the beginning of another one's name.")
     schema.validate_fields(fields, capacity)
     row_bytes = sum(it.row_bytes for it in fields)
@@ -118,15 +115,12 @@ def show_plan(plan: Plan) -> None:
     rows = [(plain(name), it.dtype, it.shape, it.row, format_size(it.nbytes)) for name, it in shown]
     columns = ("field", "dtype", "shape", "a row", count(plan.capacity, "row"))
     echo([*table([columns, *rows], right=[3, 4], headed=True), ""])
+    origin = "given" if plan.memory != plan.available else "available to a process here"
     facts = [
         ("rows", format_size(plan.bytes), f"{format_size(plan.row_bytes)} a row"),
         ("beside them", format_size(plan.overhead), "tickets"),
         ("priorities", format_size(plan.priorities), "if a sampler draws by them"),
-        (
-            "memory",
-            format_size(plan.memory),
-            "given" if plan.memory != plan.available else "available to a process here",
-        ),
+        ("memory", format_size(plan.memory), origin),
         ("disk", format_size(plan.disk_free), f"free in {tempfile.gettempdir()}"),
     ]
     if plan.device is not None:
@@ -240,13 +234,12 @@ def _of_arrays(path: Path, *, batch: bool) -> Iterator[Field]:
     import numpy as np
 
     try:
-        with contextlib.ExitStack() as stack:
-            loaded = np.load(path, allow_pickle=False)
-            if isinstance(loaded, np.ndarray):
-                arrays = {layout.SINGLE: loaded}
-            else:
-                stack.enter_context(loaded)
-                arrays = {name: loaded[name] for name in loaded.files}
+        loaded = np.load(path, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            arrays = {layout.SINGLE: loaded}
+        else:
+            with loaded:
+                arrays = dict(loaded)
     except (ValueError, EOFError) as error:
         raise Misuse(f"{path}: expected arrays of numbers, got something else: {error}") from error
     for name, array in arrays.items():

@@ -23,7 +23,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from engram._support.checks import check_path
-from engram._support.field_paths import FieldPath, as_paths, checked_path, public
+from engram._support.field_paths import FieldPath, as_paths, checked_path, nested, public
 from engram._support.progress import OnProgress, Work
 from engram._support.words import count
 from engram.around import FinalObservations, NextFromFollowing
@@ -239,17 +239,6 @@ def flat_names(data: Mapping[str, object]) -> Iterator[tuple[FieldPath, object]]
             yield from (((str(key), *path), leaf) for path, leaf in flat_names(inner))
         else:
             yield (str(key),), value
-
-
-def nested(columns: Mapping[FieldPath, object]) -> dict[str, object]:
-    """Columns by path as nested dicts."""
-    found: dict[str, object] = {}
-    for path, column in columns.items():
-        at = found
-        for part in path[:-1]:
-            at = cast("dict[str, object]", at.setdefault(part, {}))
-        at[path[-1]] = column
-    return found
 
 
 #: In the directory of the store: the note, the folder of observations after last steps, and a file that an import locks.

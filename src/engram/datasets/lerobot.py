@@ -78,11 +78,8 @@ class _Episodes(ParquetRows):
         self.files = [*self.files, path / _INFO, path / _TASKS, *(one for each in files.values() for one in each)]
         [one.stat() for one in self.files]  # raises FileNotFoundError, which names it
         texts: list[str] = next((tasks[key] for key in tasks if key != "task_index"), [])
-        self.about = {
-            "fps": info["fps"],
-            "tasks": texts,
-            "names": {key: features[key].get("names") for key in features},
-        }
+        axes = {key: feature.get("names") for key, feature in features.items()}
+        self.about = {"fps": info["fps"], "tasks": texts, "names": axes}
 
     def _expect(self, got: object, expected: object, what: str) -> None:
         if got != expected:

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from engram._support.checks import check_path
-from engram._support.field_paths import public
+from engram._support.field_paths import nested, public
 from engram.datasets import importing as of
 from engram.datasets.tables import Stored, check_dtypes, stored, written_whole
 from engram.errors import DatasetError
@@ -103,10 +103,8 @@ def from_minari(
     try:
         dataset = minari.MinariDataset(folder) if folder else minari.load_dataset(str(source), download=download)
     except FileNotFoundError as error:
-        text = (
-            f"{call}: expected the folder of a data set, or the name of one on this machine (download=True fetches it)"
-        )
-        raise FileNotFoundError(2, text, str(source)) from error
+        expected = "the folder of a data set, or the name of one on this machine (download=True fetches it)"
+        raise FileNotFoundError(2, f"{call}: expected {expected}", str(source)) from error
     except (OSError, ValueError, LookupError, TypeError, AssertionError) as error:
         text = f"{call}: {source}: expected a data set that Minari {minari.__version__} reads, and a hub within reach for downloads"
         raise DatasetError(f"{text} ({type(error).__name__}: {error}).") from error
@@ -180,7 +178,7 @@ def _episodes_of(store: Stored, final: str) -> Iterator[dict[str, object]]:
 
 
 def _entries(columns: of.Columns) -> of.Array | dict[str, object]:
-    return columns[()] if () in columns else of.nested(columns)
+    return columns[()] if () in columns else nested(columns)
 
 
 def _space(column: object) -> object:
@@ -285,7 +283,7 @@ def to_torchrl(directory: StrPath, path: StrPath, *, final: str = "refuse") -> N
             ends = [columns[flag].reshape(n) != 0 for flag in (of.TERMINATED, of.TRUNCATED) if flag in columns]
             columns.setdefault(of.DONE, np.any(ends, axis=0) if ends else np.zeros(n, bool))
             columns |= {key: columns[key].reshape(n, -1) for key in (of.REWARD, *of.FLAGS) if key in columns}
-            data = TensorDict(of.nested({key: torch.from_numpy(column) for key, column in columns.items()}), [n])
+            data = TensorDict(nested({key: torch.from_numpy(column) for key, column in columns.items()}), [n])
             if rows is None:
                 rows = data[:1].expand(store.rows).memmap_like(partial / "storage")
             rows[at : at + n] = data

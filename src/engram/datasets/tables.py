@@ -22,18 +22,8 @@ from engram.around.episodes import TrajectoryKeys, numbers_by_path
 from engram.around.following import finals_of
 from engram.around.reading import MARK
 from engram.buffer.replay_buffer import ReplayBuffer
-from engram.datasets.importing import (
-    BLOCK_BYTES,
-    Array,
-    Block,
-    Columns,
-    DataSet,
-    ImportArguments,
-    Table,
-    flat_names,
-    import_source,
-    required,
-)
+from engram.datasets import importing as of
+from engram.datasets.importing import BLOCK_BYTES
 from engram.errors import DatasetError
 from engram.format.files import Descriptor
 from engram.saved import disk
@@ -46,12 +36,12 @@ if TYPE_CHECKING:
     from engram.format.schema import Field
 
 
-class Stored(Table):
+class Stored(of.Table):
     """The rows of a store, lane after lane and oldest first."""
 
     sorted = False
 
-    def __init__(self, buffer: DataSet, call: str, where: Path) -> None:
+    def __init__(self, buffer: of.DataSet, call: str, where: Path) -> None:
         super().__init__(call, where)
         self._storage, self._extent, self._finals = buffer.storage, buffer.storage.extent(), finals_of(buffer.sampler)
         memory = buffer.storage.memory
@@ -67,11 +57,11 @@ class Stored(Table):
         check_dtypes(self, fields)
         self._piece = max(1, BLOCK_BYTES // memory.schema.row_bytes)
 
-    def parts(self, row: int) -> Iterator[Iterator[Columns]]:
+    def parts(self, row: int) -> Iterator[Iterator[of.Columns]]:
         assert row == 0  # exports begin there
         yield from map(self._lane, range(len(self._extent.filled)))
 
-    def _lane(self, lane: int) -> Iterator[Columns]:
+    def _lane(self, lane: int) -> Iterator[of.Columns]:
         filled = self._extent.filled[lane]
         for start in range(0, filled, self._piece):
             places = torch.arange(start, min(start + self._piece, filled))
@@ -82,7 +72,7 @@ class Stored(Table):
             if len(rows):
                 yield {path: column.numpy() for path, column in zip(self._paths, columns, strict=True)}
 
-    def blocks(self, row: int, episode: int) -> Iterator[Block]:
+    def blocks(self, row: int, episode: int) -> Iterator[of.Block]:
         """Its episodes, and the observations after their last steps, as far as they are known."""
         for block in super().blocks(row, episode):
             mark, last = block.columns.pop(MARK, None), np.cumsum(block.lengths) - 1
@@ -96,9 +86,9 @@ class Stored(Table):
                 finals |= {key: block.columns[key][last] for key in self._finals.keys}
                 for key, value in zip(self._finals.keys, values, strict=False):
                     finals[key][known] = value[found].numpy()
-            yield Block(block.columns, block.lengths, finals, known)
+            yield of.Block(block.columns, block.lengths, finals, known)
 
-    def steps(self, block: Block, final: str, first: str | None = None) -> Columns:
+    def steps(self, block: of.Block, final: str, first: str | None = None) -> of.Columns:
         """The rows of a block, with the next observations where they are not stored: of what the store has observations of after last
         steps, and of fields whose path begins with ``first``. ``final``: as for :meth:`after`.
         """
@@ -109,7 +99,7 @@ class Stored(Table):
                 following[np.cumsum(block.lengths) - 1] = self.after(block, key, final)
         return columns
 
-    def after(self, block: Block, path: FieldPath, final: str) -> Array:
+    def after(self, block: of.Block, path: FieldPath, final: str) -> of.Array:
         """The observations after the last steps of a block, ``[episodes, …]``.
 
         Args:
@@ -134,7 +124,7 @@ def distinct(names: list[str], call: str) -> list[str]:
     return names
 
 
-def check_dtypes(source: Table, fields: Iterator[Field] | tuple[Field, ...]) -> None:
+def check_dtypes(source: of.Table, fields: Iterator[Field] | tuple[Field, ...]) -> None:
     for field in fields:
         if field.dtype.startswith(("float8", "bfloat", "complex32")):
             raise source.refuse(f"field {field.name}: expected a dtype that NumPy has, got {field.dtype}.")
@@ -170,11 +160,11 @@ def written_whole(path: StrPath, call: str) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-class Arrays(Table):
+class Arrays(of.Table):
     """Columns that can be sliced: arrays, or data sets of an HDF5 file."""
 
     def __init__(
-        self, call: str, where: StrPath, fields: Mapping[FieldPath, Array], arguments: ImportArguments
+        self, call: str, where: StrPath, fields: Mapping[FieldPath, of.Array], arguments: of.ImportArguments
     ) -> None:
         super().__init__(call, where)
         self.named(fields, arguments)
@@ -194,7 +184,7 @@ class Arrays(Table):
         shapes = [(path, str(column.dtype), column.shape) for path, column in self._columns.items()]
         return {**super().identity(), "fields": shapes, "sum": sums.hexdigest()}
 
-    def pieces(self, row: int) -> Iterator[Columns]:
+    def pieces(self, row: int) -> Iterator[of.Columns]:
         for start in range(row, self.rows, self._piece):
             try:
                 yield {path: column[start : start + self._piece] for path, column in self._columns.items()}
@@ -202,7 +192,7 @@ class Arrays(Table):
                 raise self.refuse(f"rows from {start} on cannot be read ({error}). The file is damaged.") from error
 
 
-def from_numpy(data: Mapping[str, object], directory: StrPath, **more: Unpack[ImportArguments]) -> DataSet:
+def from_numpy(data: Mapping[str, object], directory: StrPath, **more: Unpack[of.ImportArguments]) -> of.DataSet:
     """Write arrays of steps to a store in a directory, and open it read-only.
 
     Rows get the names of TorchRL: ``observations`` becomes ``observation``, ``rewards`` ``("next", "reward")``, ``terminals``
@@ -242,8 +232,8 @@ def from_numpy(data: Mapping[str, object], directory: StrPath, **more: Unpack[Im
     """
     if not isinstance(data, Mapping):
         raise TypeError(f"from_numpy: data: expected a dict of arrays, got {type(data).__name__}.")
-    columns = {path: np.atleast_1d(np.asarray(leaf)) for path, leaf in flat_names(data)}
-    return import_source(Arrays("from_numpy", "data", columns, more), directory, more)
+    columns = {path: np.atleast_1d(np.asarray(leaf)) for path, leaf in of.flat_names(data)}
+    return of.import_source(Arrays("from_numpy", "data", columns, more), directory, more)
 
 
 # ---- HDF5 ---------------------------------------------------------------------------------------------------------------
@@ -260,7 +250,7 @@ _D4RL: dict[FieldPath, str] = {
 }
 
 
-def from_hdf5(path: StrPath, directory: StrPath, **more: Unpack[ImportArguments]) -> DataSet:
+def from_hdf5(path: StrPath, directory: StrPath, **more: Unpack[of.ImportArguments]) -> of.DataSet:
     """Write the steps of an HDF5 file in D4RL's layout to a store in a directory, and open it read-only.
 
     Its data sets are columns of steps: ``observations``, ``actions``, ``rewards``, ``terminals``, ``timeouts`` and others, such as
@@ -285,14 +275,14 @@ def from_hdf5(path: StrPath, directory: StrPath, **more: Unpack[ImportArguments]
     4
     """
     call = "from_hdf5"
-    h5py, where = required("h5py", "hdf5", call), check_path(f"{call}: path", path)
+    h5py, where = of.required("h5py", "hdf5", call), check_path(f"{call}: path", path)
     where.stat()  # raises FileNotFoundError, which names it
     try:
         file = h5py.File(where, "r")
     except OSError as error:
         raise DatasetError(f"{call}: {where}: expected a whole HDF5 file ({error}).") from error
     with file:
-        fields: dict[FieldPath, Array] = {}
+        fields: dict[FieldPath, of.Array] = {}
 
         def visit(name: str, entry: object) -> None:
             if isinstance(entry, h5py.Dataset) and entry.shape and not name.startswith("metadata/"):
@@ -301,7 +291,7 @@ def from_hdf5(path: StrPath, directory: StrPath, **more: Unpack[ImportArguments]
         file.visititems(visit)
         source = Arrays(call, where, fields, more)
         source.files = [where]
-        return import_source(source, directory, more)
+        return of.import_source(source, directory, more)
 
 
 def to_hdf5(directory: StrPath, path: StrPath, *, compression: str | None = None, final: str = "refuse") -> None:
@@ -335,7 +325,7 @@ def to_hdf5(directory: StrPath, path: StrPath, *, compression: str | None = None
     ...     file["observations"][:].tolist(), file["terminals"][:].tolist()
     ([0.0, 1.0, 2.0, 3.0], [False, False, False, True])
     """
-    h5py = required("h5py", "hdf5", "to_hdf5")
+    h5py = of.required("h5py", "hdf5", "to_hdf5")
     with (
         stored(directory, "to_hdf5") as store,
         written_whole(path, "to_hdf5") as partial,
@@ -359,15 +349,15 @@ def _d4rl(field: FieldPath) -> str:
 # ---- Parquet ------------------------------------------------------------------------------------------------------------
 
 
-class ParquetRows(Table):
+class ParquetRows(of.Table):
     """The rows of Parquet files, one file after the other. Dots in names of columns part those of groups."""
 
-    def __init__(self, call: str, path: Path, files: Sequence[Path], arguments: ImportArguments) -> None:
+    def __init__(self, call: str, path: Path, files: Sequence[Path], arguments: of.ImportArguments) -> None:
         super().__init__(call, path)
-        self._arrow, self.files, self._tables = required("pyarrow", "datasets", call), files, files
+        self._arrow, self.files, self._tables = of.required("pyarrow", "datasets", call), files, files
         if not files:
             raise self.refuse("expected Parquet files, got none.")
-        self._parquet = required("pyarrow.parquet", "datasets", call)
+        self._parquet = of.required("pyarrow.parquet", "datasets", call)
         found = [self._opened(one) for one in files]
         self._rows = [file.metadata.num_rows for file in found]
         self.rows = sum(self._rows)
@@ -390,7 +380,7 @@ class ParquetRows(Table):
             why = f"damaged or open still ({error})"
             raise self.refuse(f"{path.name}: expected a whole Parquet file, {why}.") from error
 
-    def pieces(self, row: int) -> Iterator[Columns]:
+    def pieces(self, row: int) -> Iterator[of.Columns]:
         for path, rows in zip(self._tables, self._rows, strict=True):
             if row < rows:
                 with self._opened(path) as file:
@@ -410,7 +400,7 @@ class ParquetRows(Table):
         except OSError as error:
             raise self.refuse(f"{path.name}: expected a whole Parquet file, got a damaged one ({error}).") from error
 
-    def _array(self, name: str, column: pa.Array) -> Array:
+    def _array(self, name: str, column: pa.Array) -> of.Array:
         """A column as an array, ``[rows, …]``. Raises ``DatasetError``: an entry is missing, or lists differ in length."""
         shape, types = [len(column)], self._arrow.types
         column = column.storage if isinstance(column, self._arrow.ExtensionArray) else column
@@ -428,7 +418,7 @@ class ParquetRows(Table):
         return np.asarray(column.to_numpy(zero_copy_only=False)).reshape(shape)
 
 
-def from_parquet(path: StrPath, directory: StrPath, **more: Unpack[ImportArguments]) -> DataSet:
+def from_parquet(path: StrPath, directory: StrPath, **more: Unpack[of.ImportArguments]) -> of.DataSet:
     """Write the steps of Parquet files to a store in a directory, and open it read-only.
 
     A row of the files is a step, a column a field: numbers, or lists of one length. A column ``next.reward`` is the field ``("next",
@@ -455,7 +445,7 @@ def from_parquet(path: StrPath, directory: StrPath, **more: Unpack[ImportArgumen
     """
     where = check_path("from_parquet: path", path)
     files = sorted(where.rglob("*.parquet")) if where.is_dir() else [where]
-    return import_source(ParquetRows("from_parquet", where, files, more), directory, more)
+    return of.import_source(ParquetRows("from_parquet", where, files, more), directory, more)
 
 
 def to_parquet(directory: StrPath, path: StrPath, *, compression: str = "zstd", final: str = "refuse") -> None:
@@ -485,7 +475,7 @@ def to_parquet(directory: StrPath, path: StrPath, *, compression: str = "zstd", 
     [0.0, 1.0, 2.0, 3.0]
     """
     call = "to_parquet"
-    parquet = required("pyarrow.parquet", "datasets", call)
+    parquet = of.required("pyarrow.parquet", "datasets", call)
     with stored(directory, call) as store, written_whole(path, call) as partial:
         tables = (arrow_table(store.steps(block, final), call) for block in store.blocks(0, 0))
         first = next(tables)
@@ -495,9 +485,9 @@ def to_parquet(directory: StrPath, path: StrPath, *, compression: str = "zstd", 
                 writer.write_table(table)
 
 
-def arrow_table(columns: Columns, call: str) -> pa.Table:
+def arrow_table(columns: of.Columns, call: str) -> pa.Table:
     """Columns as a table of Arrow's, with dots in their names. Raises ``DatasetError``: it lacks a dtype."""
-    arrow = required("pyarrow", "datasets", call)
+    arrow = of.required("pyarrow", "datasets", call)
     found = {}
     for name, column in zip(distinct([*map(".".join, columns)], call), columns.values(), strict=True):
         try:
@@ -540,9 +530,9 @@ class _Reader(pickle.Unpickler):
 class _Envs(Arrays):
     """Arrays ``[T, environments, …]``: the steps of one environment after the other, oldest first."""
 
-    def __init__(self, call: str, where: str, buffer: Mapping[str, object], arguments: ImportArguments) -> None:
+    def __init__(self, call: str, where: str, buffer: Mapping[str, object], arguments: of.ImportArguments) -> None:
         given = {key: buffer[key] for key in _OF_SB3 if buffer.get(key) is not None}
-        found = {key: np.asarray(leaf) for key, leaf in flat_names(given)}
+        found = {key: np.asarray(leaf) for key, leaf in of.flat_names(given)}
         shape: tuple[int, ...] = found.get(("rewards",), np.zeros(0)).shape
         wrong = {public(key): leaf.shape for key, leaf in found.items() if leaf.shape[:2] != shape}
         if len(shape) != 2 or ("dones",) not in found or wrong:
@@ -552,7 +542,7 @@ class _Envs(Arrays):
         order = (np.arange(steps) + pos) % steps if full else np.arange(pos)
         # Without next observations, the newest of them has taken the place of the oldest observation.
         self._order = order[bool(buffer.get("full")) and "next_observations" not in given :]
-        Table.__init__(self, call, where)
+        of.Table.__init__(self, call, where)
         dones = self.is_set(("dones",), found.pop(("dones",)))
         timeouts = self.is_set(("timeouts",), found.pop(("timeouts",), np.zeros_like(dones)))
         found |= {("terminals",): dones & ~timeouts, ("timeouts",): dones & timeouts}
@@ -562,18 +552,18 @@ class _Envs(Arrays):
     def identity(self) -> dict[str, object]:
         return {**super().identity(), "order": [self.rows, *map(int, self._order[:1])]}
 
-    def parts(self, row: int) -> Iterator[Iterator[Columns]]:
+    def parts(self, row: int) -> Iterator[Iterator[of.Columns]]:
         env, steps = divmod(row, max(1, len(self._order)))
         for one in range(env, self._envs):
             yield self._steps(one, steps if one == env else 0)
 
-    def _steps(self, env: int, first: int) -> Iterator[Columns]:
+    def _steps(self, env: int, first: int) -> Iterator[of.Columns]:
         for start in range(first, len(self._order), self._piece):
             rows = self._order[start : start + self._piece]
             yield {path: column[rows, env] for path, column in self._columns.items()}
 
 
-def from_sb3(source: object, directory: StrPath, **more: Unpack[ImportArguments]) -> DataSet:
+def from_sb3(source: object, directory: StrPath, **more: Unpack[of.ImportArguments]) -> of.DataSet:
     """Write a replay buffer of Stable-Baselines3 to a store in a directory, and open it read-only.
 
     The steps of one environment follow those of another. A done that is a timeout becomes ``("next", "truncated")``, another one
@@ -605,4 +595,4 @@ def from_sb3(source: object, directory: StrPath, **more: Unpack[ImportArguments]
         except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, LookupError) as error:
             raise DatasetError(f"{call}: {where}: expected a whole pickle of a ReplayBuffer ({error}).") from error
     entries = source if isinstance(source, Mapping) else vars(source) if "__dict__" in dir(source) else {}
-    return import_source(_Envs(call, where, entries, more), directory, more)
+    return of.import_source(_Envs(call, where, entries, more), directory, more)

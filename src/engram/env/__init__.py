@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import TypeVar, cast
 
@@ -18,22 +19,12 @@ def record(env: E, target: Target) -> E:
 
     A library is imported only where the program has imported it already, as an environment of its own has.
     """
-    recorded: object = None
-    if "gymnasium" in sys.modules:
-        from engram.env import gymnasium
-
-        recorded = gymnasium.recorded(env, target)
-    if recorded is None and "pettingzoo" in sys.modules:
-        from engram.env import pettingzoo
-
-        recorded = pettingzoo.recorded(env, target)
-    if recorded is None and "dm_env" in sys.modules:
-        from engram.env import dm_env
-
-        recorded = dm_env.recorded(env, target)
-    if recorded is None:
-        raise TypeError(
-            "record: expected a gymnasium.Env or gymnasium.vector.VectorEnv, a pettingzoo.ParallelEnv or a dm_env.Environment, "
-            f"got {type(env).__module__}.{type(env).__qualname__}."
-        )
-    return cast("E", recorded)
+    for library in ("gymnasium", "pettingzoo", "dm_env"):
+        if library in sys.modules:
+            recorded = importlib.import_module(f"engram.env.{library}").recorded(env, target)
+            if recorded is not None:
+                return cast("E", recorded)
+    raise TypeError(
+        "record: expected a gymnasium.Env or gymnasium.vector.VectorEnv, a pettingzoo.ParallelEnv or a dm_env.Environment, "
+        f"got {type(env).__module__}.{type(env).__qualname__}."
+    )

@@ -38,9 +38,8 @@ def spec_of(space: object, field: str) -> Spec:
         return {key: spec_of(entry, f"{field}[{key!r}]") for key, entry in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
         return tuple(spec_of(entry, f"{field}[{i}]") for i, entry in enumerate(space.spaces))
-    return checked_dtype(
-        space.dtype if isinstance(space, spaces.Space) and space.shape is not None else None, field, space
-    )
+    dtype = space.dtype if isinstance(space, spaces.Space) and space.shape is not None else None
+    return checked_dtype(dtype, field, space)
 
 
 def autoreset_mode(env: Vector) -> AutoresetMode:

@@ -28,8 +28,9 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
+from engram._support.field_paths import nested
 from engram.format.schema import DTYPES, Column, Field, Schema
 
 if TYPE_CHECKING:
@@ -218,19 +219,11 @@ def is_series(root: Path) -> bool:
 
 def meta_files(directory: Path, schema: Schema) -> dict[Path, bytes]:
     """TensorDict's ``meta.json`` of every level."""
-    root: _Level = {}
     group = group_of(schema)
-    for number, field in enumerate(schema.fields):
-        if (group and number in group.offsets) or field.ragged is not None:
-            continue
-        level = root
-        for part in field.key[:-1]:
-            deeper = level.setdefault(part, {})
-            assert isinstance(deeper, dict)  # no key is the beginning of another
-            level = deeper
-        level[field.key[-1]] = field
+    apart = group.offsets if group else ()
+    shown = {it.key: it for number, it in enumerate(schema.fields) if number not in apart and it.ragged is None}
     files: dict[Path, bytes] = {}
-    _add_level(directory, root, schema.capacity, files)
+    _add_level(directory, cast("_Level", nested(shown)), schema.capacity, files)
     return files
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 import torch
 
+from engram._support.field_paths import nested
 from engram._support.tensordicts import tensordict_type
 from engram.buffer.tensordict import (
     PrioritizedReplayBuffer,
@@ -70,23 +71,19 @@ class Awaiting:
     """Answers until there is a store, of a buffer over a directory: then :meth:`found` is asked."""
 
     def __init__(self, rb: ReplayBuffer, directory: Path) -> None:
-        self._rb, self._directory = rb, directory
+        #: The open one.
+        self.buffer = rb
+        self._directory = directory
         self._storage = cast("LazyMemmapStorage", rb.storage)
         self._lock = threading.Lock()
         self._service: Service | None = None
-
-    @property
-    def buffer(self) -> ReplayBuffer:
-        """The open one."""
-        return self._rb
 
     def found(self) -> Service | None:
         """The service of the store, once this or another process has made it."""
         with self._lock:
             if self._service is None and self._storage.initialized:
-                self._service = Service(
-                    self._rb
-                )  # one for all callers: it counts them, and an epoch's draws take turns in it
+                # One for all callers: it counts them, and an epoch's draws take turns in it.
+                self._service = Service(self.buffer)
             return self._service
 
     def do(self, command: msgspec.Struct) -> object:
@@ -94,10 +91,9 @@ class Awaiting:
         match command:
             case protocol.Describe():
                 check_protocol(command)
-                rb, folder = self._rb, self._directory.stat()
-                served = served_by(
-                    rb, f"{folder.st_dev:x}-{folder.st_ino:x}", "", vars(rb)["_recipe"].entries(), why_alone(rb)
-                )
+                rb, folder = self.buffer, self._directory.stat()
+                name, recipe = f"{folder.st_dev:x}-{folder.st_ino:x}", vars(rb)["_recipe"].entries()
+                served = served_by(rb, name, "", recipe, why_alone(rb))
                 return msgspec.structs.replace(served, lanes=self._storage.lanes, limited=False)
             case protocol.Make():
                 self.make(decode(command.schema.encode(), "extend"))
@@ -114,19 +110,13 @@ class Awaiting:
             if not storage.initialized:
                 own = msgspec.structs.replace(schema, capacity=storage._geometry.capacity, lanes=storage.lanes)  # noqa: SLF001 - asked for
                 storage.allocate_for(decode(encode(own), "extend"))
-                self._rb.observe(
-                    Write(torch.empty(0, dtype=torch.int64), 0), None
-                )  # the folder notes the buffer's kind
+                # The folder notes the buffer's kind.
+                self.buffer.observe(Write(torch.empty(0, dtype=torch.int64), 0), None)
 
     def make_of(self, fields: Sequence[Field]) -> None:
         """As :meth:`make`, for rows with these fields."""
-        row: dict[str, object] = {}
-        for field in fields:
-            above = row
-            for name in field.key[:-1]:
-                above = cast("dict[str, object]", above.setdefault(name, {}))
-            above[field.key[-1]] = torch.zeros(field.shape, dtype=getattr(torch, field.dtype))
-        data = tensordict_type()(row, []) if isinstance(self._rb, TensorDictReplayBuffer) else row
+        row = nested({field.key: torch.zeros(field.shape, dtype=getattr(torch, field.dtype)) for field in fields})
+        data = tensordict_type()(row, []) if isinstance(self.buffer, TensorDictReplayBuffer) else row
         structure = Structure.of(data, batched=False, call="serve")
         structure.flatten(data, None, "serve")
         self.make(self._storage._geometry.schema(structure, ()))  # noqa: SLF001 - what it was asked for

@@ -13,8 +13,8 @@ from stable_baselines3.common.type_aliases import DictReplayBufferSamples, Repla
 from stable_baselines3.common.utils import get_device
 
 import engram
-from engram._support.checks import check_count, check_number, check_path
-from engram.adapters.scratch import check_there, open_rows
+from engram._support.checks import check_choice, check_count, check_number, check_path
+from engram.adapters.scratch import Scratch
 from engram.around import FinalObservations, FrameStack, NextFromFollowing, NStep, finals_of
 from engram.errors import IncompatibleStore
 from engram.format.schema import DTYPES
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from stable_baselines3.common.vec_env import VecNormalize
     from torch import Tensor
 
-    from engram.store.lifetime import Hold
     from engram.types import Extent, Sampler
 
     Array: TypeAlias = NDArray[np.generic]
@@ -117,8 +116,7 @@ class Frames:
             raise ValueError(
                 f"{who}: frame_stack: expected observations that are {n} frames, a Box with {n} times as many channels, got {space}."
             )
-        if padding not in ("zeros", "first"):
-            raise ValueError(f"{who}: frame_padding: expected 'zeros' or 'first', got {padding!r}.")
+        check_choice(f"{who}: frame_padding", padding, ("zeros", "first"))
         self.n, self.padding, self.size = n, padding, shape[self.axis] // n
 
     def column(self, stacks: Column) -> Column:
@@ -127,19 +125,9 @@ class Frames:
         shape[self.axis] = self.size
         return stacks._replace(shape=tuple(shape))
 
-    def older(self, stacks: Array) -> Array:
-        """All frames but the newest."""
-        return self._cut(stacks, slice(None, -self.size))
-
-    def newer(self, stacks: Array) -> Array:
-        """All frames but the oldest."""
-        return self._cut(stacks, slice(self.size, None))
-
-    def newest(self, stacks: Array) -> Array:
-        """The last frame of each stack."""
-        return self._cut(stacks, slice(-self.size, None))
-
-    def _cut(self, stacks: Array, part: slice) -> Array:
+    def cut(self, stacks: Array, start: int, stop: int | None = None) -> Array:
+        """Some frames of each stack: -1 is the newest one."""
+        part = slice(start * self.size, None if stop is None else stop * self.size)
         index: tuple[slice | EllipsisType, ...] = (..., part, *(slice(None),) * (-self.axis - 1))
         return stacks[index]
 
@@ -150,15 +138,15 @@ class Frames:
             stacks, following: ``[n, *shape]``, observed before and after a step.
             starts: whose episode begins, bool ``[n]``.
         """
-        if not np.array_equal(self.newer(stacks), self.older(following)):
+        if not np.array_equal(self.cut(stacks, 1), self.cut(following, 0, -1)):
             raise ValueError(
                 f"add: next_obs: expected the last {self.n - 1} frames of obs before its newest, as frame_stack={self.n} says, got others."
             )
         if starts.any():
             begun = stacks[starts]
-            repeated = np.concatenate([self.newest(begun)] * (self.n - 1), self.axis)
+            repeated = np.concatenate([self.cut(begun, -1)] * (self.n - 1), self.axis)
             expected = repeated if self.padding == "first" else np.zeros_like(repeated)
-            if not np.array_equal(self.older(begun), expected):
+            if not np.array_equal(self.cut(begun, 0, -1), expected):
                 raise ValueError(
                     f"add: obs: expected older frames that are {self.padding} where an episode begins, got others. VecFrameStack pads with "
                     "frame_padding='zeros', FrameStackObservation with 'first'."
@@ -219,7 +207,7 @@ FINAL = ("next", "final")
 _ONE, _FLAG = Column(np.dtype(np.float32), (1,)), Column(np.dtype(np.bool_), (1,))
 
 
-class ReplayBuffer(sb3.ReplayBuffer):
+class ReplayBuffer(Scratch, sb3.ReplayBuffer):
     """Stable-Baselines3's replay buffer, whose rows lie in RAM or in a directory that survives ``kill -9``.
 
     ``DQN("MlpPolicy", env, replay_buffer_class=ReplayBuffer, replay_buffer_kwargs={"scratch_dir": "run/replay"})`` goes on with the
@@ -263,9 +251,7 @@ class ReplayBuffer(sb3.ReplayBuffer):
     80
     """
 
-    #: Attributes that pickles leave out.
     not_pickled: tuple[str, ...] = ("rb", "_source", "_unended", "_hold")
-    _hold: Hold | None = None
 
     def __init__(
         self,
@@ -312,13 +298,11 @@ class ReplayBuffer(sb3.ReplayBuffer):
     # ---- the store -----------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        """Make the engram buffer, or open its directory. What was open there ends."""
         finals = self._finals() if self.optimize_memory_usage else None
         self._source = self._new_source()
-        size, sampler = self.buffer_size * self.n_envs, self._around(self._source, finals)
         what = f"steps of n_envs={self.n_envs}, which are lanes, and of buffer_size={self.buffer_size} for each"
-        parts = type(self).__name__, self.scratch_dir, size, self.n_envs, what
-        self.rb, self._hold = open_rows(*parts, sampler=sampler, transform=finals)
+        size, sampler = self.buffer_size * self.n_envs, self._around(self._source, finals)
+        self._open_rows(size, self.n_envs, what, sampler, finals)
         if self.scratch_dir is not None:
             self._check_fields()
         #: Writes rows that end no episode, past the transform: they have no final observation.
@@ -379,20 +363,10 @@ class ReplayBuffer(sb3.ReplayBuffer):
                     f"arguments here say, got {_said(held.get(path))} in {str(self.scratch_dir)!r}. Use another directory."
                 )
 
-    def __getstate__(self) -> dict[str, object]:
-        """What a pickle holds: all rows in RAM, or the directory's name."""
-        state = {name: value for name, value in vars(self).items() if name not in self.not_pickled}
-        return state if self.scratch_dir is not None else {**state, "rows": self.rb.state_dict()}
-
     def __setstate__(self, state: dict[str, object]) -> None:
-        rows = cast("dict[str, object] | None", state.pop("rows", None))
-        vars(self).update(state)
-        check_there(type(self).__name__, self.scratch_dir)
-        self._open()
-        if rows is None:
+        super().__setstate__(state)
+        if self.scratch_dir is not None:
             self._following = Following(self.n_envs)
-        else:
-            self.rb.load_state_dict(rows)
 
     # ---- writing -------------------------------------------------------------------------------------------------------
 
@@ -447,7 +421,7 @@ class ReplayBuffer(sb3.ReplayBuffer):
         cut, observed, last = following.cut(before), before, after
         if self._frames is not None:
             self._frames.check(cast("Array", before), cast("Array", after), following.starts | cut)
-            observed, last = (self._frames.newest(cast("Array", stacks)) for stacks in (before, after))
+            observed, last = (self._frames.cut(cast("Array", stacks), -1) for stacks in (before, after))
         if cut.any():
             self.rb.end_trajectory(cut.nonzero()[0])
         if over.any():
@@ -510,11 +484,9 @@ class ReplayBuffer(sb3.ReplayBuffer):
         if env is not None:
             seen, following = (_normalized(part, env) for part in (seen, following))
             reward = self._normalized_reward(reward, env)
-        others = (cast("Tensor | None", value) for value in (batch["action"], after["terminated"], batch.get("gamma")))
-        action, terminated, discounts = others
+        others = (batch["action"], after["terminated"], batch.get("gamma"))
+        action, terminated, discounts = (cast("Tensor | None", value) for value in others)
         parts = (seen, action, following, terminated, reward, discounts)
-        if self.device.type == "cpu":
-            return parts
         return tuple(None if part is None else _map(part, lambda x: x.to(self.device)) for part in parts)
 
     def _normalized_reward(self, reward: Tensor, env: VecNormalize) -> Tensor:
