@@ -153,11 +153,6 @@ def stream(*participants: int) -> int:
     return xxhash.xxh3_64_intdigest(said.encode()) >> 1 if said else 0
 
 
-def is_numbered() -> bool:
-    """Whether this process draws the same in every run of its program: it has a rank, or is a worker of a DataLoader."""
-    return rank() is not None or worker() is not None
-
-
 def _prepare() -> None:
     _lineage.forks += 1
     prepared: list[tuple[Any, object]] = []

@@ -327,12 +327,6 @@ def _checked_depth(prefetch: object, batch_size: int | None, call: str) -> int:
 # ---- buffers whose parts are made at their first use ---------------------------------------------------------------------
 
 
-def drop_first_use(buffer: object) -> None:
-    """The buffer has its parts: it is of its own class again."""
-    cls: type[object] = type(buffer)
-    object.__setattr__(buffer, "__class__", cls.__base__)
-
-
 class Assembled(Protocol):
     """A buffer whose parts may be missing."""
 

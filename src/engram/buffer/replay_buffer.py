@@ -183,7 +183,7 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
             settings.unmade = None
             wiring.storage.attach(self)
             if "_wiring" in vars(type(self)):
-                conf.drop_first_use(self)
+                object.__setattr__(self, "__class__", type(self).__base__)  # it has its parts
             if unmade.shared:
                 self.share()
         if wiring.untraced:

@@ -270,7 +270,7 @@ class Saving:
             own = self._of_the_sampler(states) if convert else []
             if saved_parts.INDEX in states["sampler"]:
                 states["sampler"] = saved_parts.index_state(reader, states["sampler"])
-            if resize and not checkpointers.is_laid_out(reader):
+            if resize and reader.type != checkpointers.HOOKED and not checkpointers.is_layout(reader):
                 rows = self._prepare_conversion(reader, states)
             else:
                 rows = checkpointers.prepare_dumped(self._wiring.storage, reader, close_open=close_open, without=own)
@@ -464,7 +464,9 @@ class DumpPreparation:
 
     def prepare(self) -> None:
         """Gather what writers need not wait for."""
-        self._prepared = checkpointers.prepared_snapshot(self._storage, self._own())  # type: ignore[assignment] # or a layout
+        own = self._own()
+        laid_out = self._storage.checkpointer.preparation(self._storage, own)
+        self._prepared = laid_out or self._storage.prepare_snapshot(without=own)  # type: ignore[assignment] # or a layout
 
     @property
     def paused(self) -> AbstractContextManager[object]:
@@ -580,7 +582,7 @@ class RngLoad(NamedTuple):
             wiring.generator.set_state(self.own.get_state())
         if self.default is not None:
             torch.default_generator.set_state(self.default.get_state())
-        if not (self.own is self.default is None or fork.is_numbered()):
+        if not (self.own is self.default is None or fork.rank() is not None or fork.worker() is not None):
             wiring.stream = self.stream
 
 

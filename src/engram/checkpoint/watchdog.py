@@ -199,7 +199,7 @@ class Watchdog:
         beat = 0.0
         try:
             while not self._stop.wait(0 if self._signals is not None else _LOOK_S):
-                if self._signals is not None and signal.SIGTERM in self._received():
+                if self._signals is not None and signal.SIGTERM in self._received(self._signals):
                     self._terminated()
                 if not self.begun and self._file.exists():
                     self.save("another rank failed")
@@ -235,13 +235,12 @@ class Watchdog:
 
     # ---- signals ---------------------------------------------------------------------------------------------------------
 
-    def _received(self) -> bytes:
+    def _received(self, signals: int) -> bytes:
         """Signals that arrived, also while the main thread cannot handle them. Waits a moment."""
-        assert self._signals is not None
-        ready, _, _ = select.select([self._signals], [], [], _LOOK_S)
+        ready, _, _ = select.select([signals], [], [], _LOOK_S)
         if not ready:
             return b""
-        numbers = os.read(self._signals, 4096)
+        numbers = os.read(signals, 4096)
         if self._others >= 0:  # an earlier reader of wakeups gets them, too
             with contextlib.suppress(OSError):
                 os.write(self._others, numbers)

@@ -274,8 +274,6 @@ def _checked_runs(reader: PartReader, lane_length: int, columns: int) -> Ints:
 
 def _blocks(reader: PartReader, runs: Ints, columns: int, block: int) -> Ints:
     """Runs in pieces of so many steps, counted from their newest ones, as if each were a trajectory."""
-    geometry = reader.geometry
-    assert geometry is not None  # it has runs
     live, numbers = lanes_of(reader)[:, 1], read_rows_state(reader)["numbers"].numpy()
     steps = (runs[:, 2] - runs[:, 1]) // columns
     counts = -(-steps // block)
@@ -283,7 +281,8 @@ def _blocks(reader: PartReader, runs: Ints, columns: int, block: int) -> Ints:
     from_newest = counts.repeat(counts) - 1 - within(counts)
     end = runs[run, 2] - from_newest * block * columns
     first = np.maximum(end - block * columns, runs[run, 1])
-    last = runs[run, 0] * geometry.lane_length + (end - columns) % live[runs[run, 0]]
+    length = reader.geometry.lane_length  # type: ignore[union-attr] # it has runs
+    last = runs[run, 0] * length + (end - columns) % live[runs[run, 0]]
     return np.stack([runs[run, 0], first, end, numbers[last], np.full(len(run), HAS_FIRST | HAS_LAST)], 1)
 
 

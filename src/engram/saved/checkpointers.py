@@ -197,11 +197,6 @@ def is_layout(reader: PartReader) -> bool:
     return reader.part == "storage" and reader.type in LAYOUTS
 
 
-def is_laid_out(reader: PartReader) -> bool:
-    """Whether a part holds a storage in another form than its own."""
-    return reader.type == HOOKED or is_layout(reader)
-
-
 def rows_state(schema: schemas.Schema, length: int, position: int, write_count: int) -> dict[str, object]:
     """The state without rows of a tensor storage of one lane: the oldest row has the smallest ticket.
 
@@ -498,11 +493,6 @@ def _files(folder: Path) -> list[str]:
     return [path.as_posix() for path in found if path.parts[0] != layout.FOLDER]
 
 
-def is_hooked(reader: PartReader) -> bool:
-    """Whether a part holds a storage that hooks have changed."""
-    return reader.part == "storage" and reader.type == HOOKED
-
-
 def prepare_hooked(
     storage: SavedStorage,
     folder: Path,
@@ -738,7 +728,7 @@ class StorageCheckpointerBase(abc.ABC):
         """
         if is_layout(reader):
             return torchrl().prepare_layout(storage, reader, without)
-        if is_hooked(reader):
+        if reader.part == "storage" and reader.type == HOOKED:
             if not self._load_hooks:
                 raise IncompatibleCheckpoint(
                     f"{reader.folder}: hooks have changed what was saved, and none is registered here that changes it back. Use "
@@ -919,11 +909,6 @@ def accepted(given: object) -> object:
     """A checkpointer that a storage takes: one of TorchRL's for HDF5 files is wrapped, everything else stays."""
     theirs = any(base.__name__ == "H5StorageCheckpointer" for base in type(given).__mro__)
     return torchrl().checkpointer(given) if theirs and not isinstance(given, StorageCheckpointerBase) else given
-
-
-def prepared_snapshot(storage: SavedStorage, without: IndexNames) -> object:
-    """What takes the snapshot of a storage for a dump of a buffer, in the form that its checkpointer saves."""
-    return storage.checkpointer.preparation(storage, without) or storage.prepare_snapshot(without=without, whole=True)
 
 
 def prepare_dumped(

@@ -138,9 +138,7 @@ class Geometry(NamedTuple):
         Raises:
             ValueError: it is none. IncompatibleCheckpoint: another one.
         """
-        schema = _decoded(text, where, self.dtypes)
-        if schema.ragged:
-            schema = self.with_own_rings(schema, here, where)
+        schema = self._decoded(text, here, where)
         expected = here or self.schema(structure_in(schema), schema.columns)
         if here is not None and (here.added or schema.added) and _as_far_as_both(here, schema):
             expected = schema  # one of the two has fields that were added since
@@ -190,15 +188,24 @@ class Geometry(NamedTuple):
             raise IncompatibleCheckpoint(
                 f"{where}: nothing was ever written to what was saved: there is nothing to convert."
             )
-        schema = _decoded(text, where, self.dtypes)
-        if schema.ragged:
-            schema = self.with_own_rings(schema, here, where)
+        schema = self._decoded(text, here, where)
         made = self.schema(structure_in(schema), schema.columns)
         if here is None or _as_far_as_both(here, made):
             return made
         raise IncompatibleCheckpoint(
             f"{where}: expected the fields of this storage, got others: {schemas.differences(here, made)}."
         )
+
+    def _decoded(self, text: str, here: Schema | None, where: str) -> Schema:
+        try:
+            schema = schemas.decode(text.encode(), where)
+            if self.dtypes:
+                check_stored(schema.fields, self.dtypes)
+        except IncompatibleStore as error:
+            raise IncompatibleCheckpoint(str(error)) from error
+        except (CorruptStore, UnicodeEncodeError) as error:
+            raise ValueError(str(error)) from error
+        return self.with_own_rings(schema, here, where) if schema.ragged else schema
 
 
 def _as_far_as_both(here: Schema, saved: Schema) -> bool:
@@ -207,18 +214,6 @@ def _as_far_as_both(here: Schema, saved: Schema) -> bool:
     if max(here.first_fields, saved.first_fields) > both:
         return False
     return schemas.encode(here.until(both)) == schemas.encode(saved.until(both))
-
-
-def _decoded(text: str, where: str, dtypes: Dtypes) -> Schema:
-    try:
-        schema = schemas.decode(text.encode(), where)
-        if dtypes:
-            check_stored(schema.fields, dtypes)
-        return schema
-    except IncompatibleStore as error:
-        raise IncompatibleCheckpoint(str(error)) from error
-    except (CorruptStore, UnicodeEncodeError) as error:
-        raise ValueError(str(error)) from error
 
 
 def positions_of(rows: Tensor, live: Tensor, store: Store | None, columns: int) -> Tensor:

@@ -509,9 +509,7 @@ class _ItemsLoad(NamedTuple):
             storage._rows.replace(_with_capacity(rows, storage._rows.capacity), lambda _: None)
             storage._items = [next(items) if number else None for number in numbers.tolist()]
             for name, (config, entries) in self.priorities.items():
-                index = storage.priorities(name, config, self.capacity)
-                assert index is not None  # a list has some
-                index[0].restore(entries)
+                storage.priorities(name, config, self.capacity)[0].restore(entries)  # type: ignore[index] # a list has some
             for groups in storage._groups.values():
                 storage._tell_groups(groups)
 

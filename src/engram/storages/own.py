@@ -553,9 +553,7 @@ class LazyTensorStorage(TensorStorage):
 
     def _allocate_in(self, home: Home, schema: Schema, *, replace: bool) -> Store:
         store = home.create(schema, replace=replace, given=self._given)
-        folder = store.directory
-        assert folder is not None  # it was just created there
-        announce(creation_line(schema, folder))
+        announce(creation_line(schema, cast("Path", store.directory)))  # it was just created there
         return store
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -511,8 +511,7 @@ class RowsLoad(NamedTuple):
         if self.schema is None:
             return
         self.storage.allocate_for(self.schema)
-        store = self.storage.memory
-        assert store is not None  # it was just allocated
+        store = cast("Store", self.storage.memory)  # it was just allocated
         for number in range(len(store.schema.fields), len(self.schema.fields)):
             add_field(store, self.schema.fields[number], self.schema.fill(number) or b"")
 

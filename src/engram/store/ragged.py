@@ -233,15 +233,10 @@ class RaggedStore(Store):
         return columns[: len(wanted)], moved
 
     def sample_uniform(self, key: Key, n: int, with_rows: bool, with_numbers: bool = False) -> list[Tensor]:
-        drawn = self._drawn(key, n, with_rows, with_numbers, False)
-        assert drawn is not None  # it waits for nothing
-        return drawn
+        return self.sample_unlimited(key, n, with_rows, with_numbers, False)  # type: ignore[return-value] # it waits for nothing
 
-    def sample_unlimited(self, key: Key, n: int, with_rows: bool, with_numbers: bool) -> list[Tensor] | None:
-        return self._drawn(key, n, with_rows, with_numbers, True)
-
-    def _drawn(
-        self, key: Key, n: int, with_rows: bool, with_numbers: bool, unless_limited: bool
+    def sample_unlimited(
+        self, key: Key, n: int, with_rows: bool, with_numbers: bool, unless_limited: bool = True
     ) -> list[Tensor] | None:
         drawn = self.core.draw_uniform(self.layout, key.address, n, True, True, unless_limited, self._item_layout)
         if drawn is None:
