@@ -12,13 +12,17 @@
 #       os.environ["ENGRAM_ADDRESSES"], token=os.environ["ENGRAM_TOKEN"], tls_root=os.environ["ENGRAM_TLS_ROOT"]
 #   )
 #
+# It runs once, on the first node; it may start others by srun --overlap.
+#
 # ENGRAM_DIR: a folder of each node's own disk for its store. ENGRAM_CAPACITY: rows of a store. ENGRAM_PORT: of all servers.
+# ENGRAM_PATIENCE: seconds for all servers to answer.
 # A job that is started again on the same nodes, with the same ENGRAM_DIR, goes on with the rows that are there.
 set -euo pipefail
 
 : "${ENGRAM_DIR:?a folder of the local disk of each node}"
 capacity=${ENGRAM_CAPACITY:-1000000}
 port=${ENGRAM_PORT:-7777}
+patience=${ENGRAM_PATIENCE:-300}
 if [ $# -eq 0 ]; then
   echo "slurm.sh: expected a program to run beside the stores, got none: sbatch slurm.sh python train.py" >&2
   exit 2
@@ -60,12 +64,15 @@ for node in "${nodes[@]}"; do
     if ! kill -0 "$servers" 2>/dev/null; then
       echo "slurm.sh: the servers ended before the one on $node answered" >&2
       exit 1
+    elif ((SECONDS > patience)); then
+      echo "slurm.sh: the server on $node did not answer within $patience s (ENGRAM_PATIENCE)" >&2
+      exit 1
     fi
     sleep 1
   done
 done
 
 export ENGRAM_ADDRESSES=$addresses ENGRAM_TOKEN=$secrets/token ENGRAM_TLS_ROOT=$secrets/tls.crt
-srun --overlap "$@" &
+srun --overlap --nodes=1 --ntasks=1 "$@" &
 program=$!
 wait "$program"

@@ -207,6 +207,15 @@ def test_a_server_that_cannot_start_ends_the_job(node, tmp_path):
     assert "the servers ended" in done.stderr
 
 
+def test_a_server_that_never_answers_ends_the_job(node, tmp_path):
+    (tmp_path / "srun").write_text("#!/bin/sh\nexec sleep 600\n")
+    env = {**node, "ENGRAM_PATIENCE": "1"}
+    done = subprocess.run([ROOT / "slurm.sh", "true"], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "did not answer within 1 s" in done.stderr
+    assert not [*(tmp_path / "home").iterdir()]
+
+
 def test_the_shell_reads_the_scripts(documents):
     subprocess.run(["bash", "-n", ROOT / "slurm.sh"], check=True)
     args = documents[1]["spec"]["template"]["spec"]["containers"][0]["args"]

@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import pickle
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -10,8 +12,15 @@ import torch
 from click.testing import CliRunner
 from tensordict import TensorDict
 
-from engram import NoSampleable, PrioritizedSampler, ReplayBuffer, TensorDictPrioritizedReplayBuffer
+from engram import (
+    NoSampleable,
+    PrioritizedReplayBuffer,
+    PrioritizedSampler,
+    ReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+)
 from engram.cli import main
+from engram.errors import IncompatibleStore
 from engram.format.schema import Field
 from engram.serving.awaiting import awaiting
 from tests import fresh
@@ -101,6 +110,81 @@ def test_what_cannot_be_stored_leaves_no_folder(tmp_path):
     with pytest.raises(ValueError, match="lanes"):
         awaiting(tmp_path / "store", 10, lanes=11, fields=[Field(("obs",), "float32", (3,))])
     assert not (tmp_path / "store").exists()
+
+
+def test_a_store_whose_maker_died_gets_its_kind(tmp_path):
+    how = {"priorities": (0.6, 0.4), "batch_size": 8}
+    with awaiting(tmp_path / "store", 10, **how, fields=[Field(("obs",), "float32", (3,))]).buffer:
+        pass  # before anything was asked
+    made = awaiting(tmp_path / "store", 10, **how)
+    with made.buffer:
+        assert made.found() is not None
+    with ReplayBuffer.open(tmp_path / "store") as rb:
+        assert (type(rb), rb.batch_size, rb.sampler.alpha) == (PrioritizedReplayBuffer, 8, 0.6)
+
+
+def test_a_description_of_other_fields_than_the_store_has_is_refused(tmp_path):
+    with ReplayBuffer.open_or_create(tmp_path / "store", 10) as rb:
+        rb.extend({"obs": torch.zeros(2, 3)})
+    awaiting(tmp_path / "store", 10, fields=[Field(("obs",), "float32", (3,))]).buffer.close()
+    for field in (Field(("other",), "float32", (3,)), Field(("obs",), "float32", (4,)), Field(("obs",), "int64", (3,))):
+        with pytest.raises(IncompatibleStore, match="other fields"):
+            awaiting(tmp_path / "store", 10, fields=[field])
+    with ReplayBuffer.open(tmp_path / "store") as rb:
+        assert rb["obs"].shape == (2, 3)
+
+
+def test_a_buffer_is_pickled_before_and_after_the_first_write(tmp_path):
+    with contextlib.ExitStack() as stack:
+        at = [stack.enter_context(serving(tmp_path / name, "--capacity", 50, "--batch-size", 4)) for name in "ab"]
+        for addresses in (at[0], at):
+            rb = stack.enter_context(ReplayBuffer.connect(addresses))
+            before = stack.enter_context(pickle.loads(pickle.dumps(rb)))
+            assert len(before) == len(rb)
+            rb.extend(row(1, 6))
+            after = stack.enter_context(pickle.loads(pickle.dumps(rb)))
+            assert len(before) == len(after) == len(rb) >= 6
+            assert before.sample()["obs"].shape == after.sample()["obs"].shape == (4, 3)
+
+
+def rows_of_other_kinds(folder):
+    with ReplayBuffer.open_or_create(folder, 50) as rb:
+        rb.extend(
+            {"obs": torch.full((20, 3), 7, dtype=torch.int32), "next": {"done": torch.ones(20, dtype=torch.bool)}}
+        )
+
+
+@pytest.mark.parametrize("becomes", ["another store", "an empty folder"])
+def test_a_store_that_is_lost_is_no_other_one(tmp_path, becomes):
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(serving(tmp_path / "a", "--capacity", 50, "--batch-size", 8))
+        with serving(tmp_path / "b", "--capacity", 50, "--batch-size", 8) as second:
+            rb = stack.enter_context(ReplayBuffer.connect([first, second], patience=20))
+            alone = stack.enter_context(ReplayBuffer.connect(second, patience=20))
+            [stack.enter_context(ReplayBuffer.connect([first, second])).extend(row(1, 10)) for _ in range(2)]
+            assert len(rb) == 20
+            assert len(alone) == 10
+        (tmp_path / "b").rename(tmp_path / "gone")
+        if becomes == "another store":
+            rows_of_other_kinds(tmp_path / "b")
+        again = stack.enter_context(serving(tmp_path / "b", "--capacity", 50))
+        assert again == second
+        with pytest.raises((ValueError, ConnectionError), match="another store"):
+            alone.sample()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it says which store is gone
+            for _ in range(5):
+                assert rb.sample()["obs"].tolist() == [[1.0] * 3] * 8
+            rb.extend(row(1, 4))
+    if becomes == "another store":
+        with ReplayBuffer.open(tmp_path / "b") as rb:
+            assert rb["obs"].unique().tolist() == [7]
+
+
+def test_top_of_a_server_without_a_store(tmp_path):
+    with serving(tmp_path / "store", "--capacity", 50) as address:
+        done = CliRunner().invoke(main, ["top", address, "--count", "1"])
+    assert done.exit_code == 0, done.output
 
 
 def described(tmp_path, kind):

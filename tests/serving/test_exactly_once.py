@@ -390,7 +390,7 @@ def test_closing_ends_a_search_for_a_server_and_says_which_rows_are_in_doubt(ser
         other.describes = False
         other.faults = ["lose message"] * 100
         remote.extend({"a": torch.zeros(3, dtype=torch.int64)}, lane=2)
-        for _ in range(2):  # before it asks again it knows that no server answered
+        for _ in range(3):  # it asks which store is there, for a server, and again when it knows that none answered
             assert other.refused.acquire(timeout=60)
         assert remote.storage.connection.is_searching
         with pytest.warns(RuntimeWarning, match="3 rows are not known to be written"):

@@ -271,7 +271,7 @@ def _storage_of(shards: Shards, described: Described) -> ServedStorage:
     from engram.remote.shards import Shard
 
     if shards.is_one:
-        return AwaitedStorage(OneStore(shards.each[0], shards.each[0]), described)
+        return AwaitedStorage(OneStore(shards.each[0]), described)
     each = shards.each
     if shards.missing == "skip":
         each = tuple(Shard(shard.actor, min(SKIP_S, shard.patience_s)) for shard in each)

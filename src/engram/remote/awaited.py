@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
 import torch
 
-from engram._support.unsupported import refused
 from engram.errors import EMPTY, NoSampleable, RowError
 from engram.format.schema import encode
 from engram.remote import protocol
@@ -20,6 +19,7 @@ from engram.storages._columns import rows_of_written
 from engram.storages._geometry import Geometry
 from engram.storages._structure import Structure
 from engram.storages._types import as_tensor
+from engram.store.store import COUNTERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -72,15 +72,17 @@ class Awaited(Servers, Protocol):
         Raises ``ConnectionError``: it does not answer; ``OSError``: no space.
         """
 
+    @property
+    def servers(self) -> Servers:
+        """By which its store is reached once it is there."""
+
 
 class AtServers(Access):
     """The servers of one store, which the first write makes. As long as it is not there, they say no schema."""
 
-    replaces_lost = True
-
     def serve(self, schema: str | None) -> Found | None:
         """As :class:`Awaited`."""
-        connection = Connection(Access(*self))
+        connection = Connection(self.servers)
         try:
             if schema is not None and not connection.served.schema:
                 connection.ask("make", protocol.Make(schema), dict)
@@ -89,11 +91,10 @@ class AtServers(Access):
             connection.close()
         return Access.find(self, None) if there else None
 
-    def find(self, known: Served | None) -> Found:
-        """As ``Servers``. A store that is not there is made as others are."""
-        if known is not None:
-            self._replace(patience_s=0.0).serve(known.schema)
-        return super().find(known)
+    @property
+    def servers(self) -> Access:
+        """As :class:`Awaited`. They never stand for another store."""
+        return Access(*self)
 
 
 class OneStore:
@@ -101,23 +102,22 @@ class OneStore:
 
     Args:
         shard: it makes the store.
-        servers: by which it is reached.
     """
 
     number = 1
 
-    def __init__(self, shard: Awaited, servers: Servers) -> None:
-        self._shard, self._servers = shard, servers
+    def __init__(self, shard: Awaited) -> None:
+        self._shard = shard
 
     def find(self) -> ServedStorage | None:
-        return None if self._shard.serve(None) is None else RemoteStorage(Connection(self._servers))
+        return None if self._shard.serve(None) is None else RemoteStorage(Connection(self._shard.servers))
 
     def make(self, schema: str) -> ServedStorage:
         self._shard.serve(schema)
-        return RemoteStorage(Connection(self._servers))
+        return RemoteStorage(Connection(self._shard.servers))
 
     def __str__(self) -> str:
-        return f"RemoteStorage({self._servers})"
+        return f"RemoteStorage({self._shard})"
 
 
 def awaited_at(stores: Stores, served: Served) -> AwaitedStorage:
@@ -252,7 +252,8 @@ class AwaitedStorage(ServedStorage):
 
     state = _of_store(ServedStorage.state, _empty)
     __len__ = _of_store(ServedStorage.__len__, 0)
-    counters, gauges = (_of_store(method, lambda _: {}) for method in (ServedStorage.counters, ServedStorage.gauges))
+    counters = _of_store(ServedStorage.counters, lambda _: dict.fromkeys(COUNTERS, 0))
+    gauges = _of_store(ServedStorage.gauges, lambda _: {})
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
@@ -304,8 +305,8 @@ class AwaitedStorage(ServedStorage):
 
     fetch_dump = _of_store(ServedStorage.fetch_dump, _empty)
 
-    def __getstate__(self) -> dict[str, object]:
-        raise refused("copy of the storage", "Copy its buffer, or pickle that.")
+    def __reduce__(self) -> tuple[type[AwaitedStorage], tuple[Stores, Described]]:
+        return AwaitedStorage, (self._stores, self._described)
 
     def close(self) -> None:
         there = self._there

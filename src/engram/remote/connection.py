@@ -304,6 +304,16 @@ class Connection:
         """Ask what is :attr:`served` now. Raises as :meth:`ask`."""
         self.served = self.ask("describe", protocol.Describe(protocol.PROTOCOL, __version__), protocol.Served)
 
+    def check_store(self, *, hurried: bool = False) -> None:
+        """Raise ``ValueError`` where the server has another store than the first one: a channel connects again by itself, to what listens
+        at its address then. A server of an older engram does not say. As :meth:`ask`, too.
+        """
+        if self.access.replaces_lost:
+            return
+        held = self.ask("health", protocol.Health(), dict[str, str], hurried=hurried).get("store", self.served.store)
+        if held != self.served.store:
+            raise _AnotherStore(f"connect: {self.access} serves another store than the servers before. Connect again.")
+
     def pause(self, seconds: float) -> None:
         """Sleep. Raises ``RuntimeError``: it was closed meanwhile."""
         if self._ends.wait(seconds):
@@ -573,7 +583,8 @@ class Exchange:
 
     def _put(self, message: Message) -> None:
         if self._writer is None:
-            # First: of one that is gone, another is looked for.
+            # First: of one that is gone, another is looked for, and one that came back may have another store.
+            self._connection.check_store(hurried=self.hurried)
             self._client = self._connection.client(hurried=self.hurried)
             self._writer, self._reader = self._connection.exchange(self._client, self._stream)
             self._schema, self._columns = None, []

@@ -227,7 +227,7 @@ class Gauges(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Health(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Command that any server answers: ``{}``."""
+    """Command that any server answers: ``{"store": NAME}``; ``{}`` where there is no store yet, and of an older engram."""
 
 
 class CanSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

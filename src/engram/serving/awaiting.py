@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 import torch
+from pyarrow import flight
 
 from engram._support.field_paths import nested
 from engram._support.tensordicts import tensordict_type
@@ -17,7 +18,8 @@ from engram.buffer.tensordict import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from engram.format.schema import Schema, decode, encode
+from engram.errors import IncompatibleStore
+from engram.format.schema import Schema, decode, encode, field_differences
 from engram.remote import protocol
 from engram.serving.service import Service, check_protocol, served_by, why_alone
 from engram.storages._structure import Structure
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
     from engram.format.schema import Field
     from engram.storages import LazyMemmapStorage
+    from engram.store import Store
 
 
 def awaiting(
@@ -82,12 +85,14 @@ class Awaiting:
         """The service of the store, once this or another process has made it."""
         with self._lock:
             if self._service is None and self._storage.initialized:
+                # The folder notes the buffer's kind, also where who made the store died before it was noted.
+                self.buffer.observe(Write(torch.empty(0, dtype=torch.int64), 0), None)
                 # One for all callers: it counts them, and an epoch's draws take turns in it.
                 self._service = Service(self.buffer)
             return self._service
 
     def do(self, command: msgspec.Struct) -> object:
-        """As ``Service.do``. Raises ``RuntimeError``: it takes a store."""
+        """As ``Service.do``. Raises Flight's error for a server that is gone: it takes a store, so who had one has lost it."""
         match command:
             case protocol.Describe():
                 check_protocol(command)
@@ -100,7 +105,7 @@ class Awaiting:
             case protocol.Health():
                 pass
             case _:
-                raise RuntimeError("expected a store, but nothing was ever written. Write a first row.")
+                raise flight.FlightUnavailableError("there is no store: nothing was ever written")
         return {}
 
     def make(self, schema: Schema) -> None:
@@ -110,13 +115,15 @@ class Awaiting:
             if not storage.initialized:
                 own = msgspec.structs.replace(schema, capacity=storage._geometry.capacity, lanes=storage.lanes)  # noqa: SLF001 - asked for
                 storage.allocate_for(decode(encode(own), "extend"))
-                # The folder notes the buffer's kind.
-                self.buffer.observe(Write(torch.empty(0, dtype=torch.int64), 0), None)
 
     def make_of(self, fields: Sequence[Field]) -> None:
-        """As :meth:`make`, for rows with these fields."""
+        """As :meth:`make`, for rows with these fields. Raises ``IncompatibleStore``: there is a store, of others."""
         row = nested({field.key: torch.zeros(field.shape, dtype=getattr(torch, field.dtype)) for field in fields})
         data = tensordict_type()(row, []) if isinstance(self.buffer, TensorDictReplayBuffer) else row
         structure = Structure.of(data, batched=False, call="serve")
         structure.flatten(data, None, "serve")
-        self.make(self._storage._geometry.schema(structure, ()))  # noqa: SLF001 - what it was asked for
+        self.make(wanted := self._storage._geometry.schema(structure, ()))  # noqa: SLF001 - what it was asked for
+        if differs := field_differences(wanted.fields, cast("Store", self._storage.memory).schema.fields):
+            raise IncompatibleStore(
+                f"serve: {str(self._directory)!r} holds a store of other fields: {'; '.join(differs)}."
+            )

@@ -91,15 +91,16 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
     @property
     def _service(self) -> Service | Awaiting:
         """Of the store, as soon as there is one."""
-        if isinstance(self._given, Awaiting):
-            self._given = self._given.found() or self._given
-        return self._given
+        given = self._given  # read once: another thread may find the store meanwhile
+        if isinstance(given, Awaiting):
+            self._given = given = given.found() or given
+        return given
 
     def _of_store(self) -> Service:
         """Raises Flight's error: there is no store yet."""
         service = self._service
         if isinstance(service, Awaiting):
-            raise broken("expected a store, but nothing was ever written. Write a first row.")
+            raise away("there is no store: nothing was ever written")
         return service
 
     # ---- actions -------------------------------------------------------------------------------------------------------
@@ -118,6 +119,8 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
                     f"expected one of the commands {', '.join(protocol.ACTIONS)}, got {action.type!r:.40}."
                 )
             return self._service.do(protocol.decoded(kind, action.body.to_pybytes() or b"{}", action.type))
+        except flight.FlightError:
+            raise
         except Exception as error:  # noqa: BLE001 - the client raises it
             return protocol.refusal_of(error)
 

@@ -231,6 +231,8 @@ class Service:
         match command:
             case protocol.Describe():
                 return self._describe(command)
+            case protocol.Health():
+                return {"store": self._name}
             case protocol.Stats():
                 return self._state()
             case protocol.Gauges():

@@ -515,11 +515,7 @@ class LazyTensorStorage(TensorStorage):
 
     def _begin_mirror(self, folder: Path) -> None:
         """Note where rows are copied to; if there are some, begin with them."""
-        if self._device.type == "cpu":
-            raise ValueError(
-                f"{type(self).__name__}: mirror: expected a storage on an accelerator that device= names, got "
-                f"device={self._device_argument!r}. LazyMemmapStorage keeps rows of the host in a folder."
-            )
+        self._check_accelerated()
         self._mirror, call = folder, f"{type(self).__name__}: mirror"
         if not holds_store(folder, call):
             return
@@ -538,6 +534,13 @@ class LazyTensorStorage(TensorStorage):
             target.close()
             raise
         self._adopt(store, structure_in(found, self._geometry.dtypes, self.ragged))
+
+    def _check_accelerated(self) -> None:
+        if self._device.type == "cpu":
+            raise ValueError(
+                f"{type(self).__name__}: mirror: expected a storage on an accelerator that device= names, got "
+                f"device={self._device_argument!r}. LazyMemmapStorage keeps rows of the host in a folder."
+            )
 
     def flush(self) -> None:
         """Wait until the ``mirror`` holds all rows and priorities as they are now. Without one nothing is done.

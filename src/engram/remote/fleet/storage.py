@@ -411,7 +411,7 @@ def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedS
         if connection.served.schema:
             return RemoteStorage(connection)
         connection.close()
-        return awaited_at(OneStore(AtServers(*access), access), connection.served)
+        return awaited_at(OneStore(AtServers(*access)), connection.served)
     served = _ask_servers(access, missing)
     stores: dict[str, list[protocol.Address]] = {}
     for address, answer in served.items():
@@ -426,7 +426,7 @@ def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedS
                 f"connect: no server answers at {', '.join(map(str, silent))}: expected all of them, as the first write makes stores."
             )
         if len(makers) == 1 and stratum is None:
-            return awaited_at(OneStore(makers[0], Access(*makers[0])), new)
+            return awaited_at(OneStore(makers[0]), new)
         check_stores([one for one in served.values() if not one.schema], access.full)
         brief = access._replace(patience_s=_patience(access, missing), hurried=missing == "skip")
         hurried = [AtServers(one.addresses, *brief[1:]) for one in makers]
@@ -610,7 +610,7 @@ class AwaitedFleet:
     def make(self, schema: str) -> FleetStorage:
         """The same; stores are made of a schema, of that of the first shard if it has one. All shards must be there."""
         self._makers[0].serve(schema)  # the first one decides where several clients do this
-        first = Connection(self._makers[0])
+        first = Connection(self._makers[0].servers)
         first.close()
         schema = first.served.schema
         for one in at_once(lambda shard: shard.serve(schema), self._makers[1:]):
@@ -630,16 +630,19 @@ class AwaitedFleet:
         served: protocol.Served | None = None
         with ExitStack() as opened:
             for k in (*having, *(k for k in range(len(self._shards)) if k not in having)):
-                try:  # one without a store makes one like that of the others
-                    storages[k] = opened.enter_context(closing(RemoteStorage(Connection(self._shards[k], served))))
+                try:
+                    if served is not None:  # one without a store makes one like that of the others
+                        self._shards[k].serve(served.schema)
+                    storages[k] = opened.enter_context(closing(RemoteStorage(Connection(self._shards[k].servers))))
                     served = storages[k].served
                 except ConnectionError as error:
                     silent[k] = error
-            if served is None or (silent and self._missing == "wait"):
+            certain = all(self._shards[k].servers.replaces_lost for k in silent)  # else they may serve anything by then
+            if served is None or (silent and (self._missing == "wait" or not certain)):
                 raise silent[min(silent)]
             check_stores([storage.served for storage in storages.values()], None)
             for k in silent:
-                away = RemoteStorage(Connection(self._shards[k], served, opens=False))
+                away = RemoteStorage(Connection(self._shards[k].servers, served, opens=False))
                 storages[k] = opened.enter_context(closing(away))
             fleet = FleetStorage([storages[k] for k in sorted(storages)], self._missing, self._stratum, turn=self._turn)
             opened.pop_all()
