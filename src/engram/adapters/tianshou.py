@@ -6,6 +6,7 @@ nothing of engram.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import TYPE_CHECKING, NoReturn, TypeAlias, cast
 
 import h5py
@@ -149,6 +150,10 @@ class VectorReplayBuffer(Scratch, data.VectorReplayBuffer):  # type: ignore[misc
             self.last_index = self._offset + (ahead - 1) % np.maximum(self._lengths, 1)
             for buffer, filled, at in zip(self.buffers, extent.filled, ahead.tolist(), strict=True):
                 vars(buffer).update(_size=filled, _insertion_idx=at, _ep_start_idx=at, _ep_return=0.0, _ep_len=0)
+
+    def __getstate__(self) -> dict[str, object]:
+        without = {id(vars(one)["_meta"]): data.Batch() for one in self.buffers}  # views of all rows
+        return {**super().__getstate__(), "buffers": deepcopy(self.buffers, without)}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
