@@ -211,11 +211,11 @@ class VectorReplayBuffer(Scratch, data.VectorReplayBuffer):  # type: ignore[misc
         rows = dict(_leaves(given, self.exclude))
         rows["done",] = np.logical_or(rows["terminated",], rows["truncated",])
         for path, value in rows.items():
-            column = self._stored.get(path)
-            dtype = value.dtype if column is None else column.dtype
+            dtype = self._stored.get(path, value).dtype
             rows[path] = value.astype(_DTYPES.get(path, dtype), copy=False)
-            if column is None and self._stored:
-                self.rb.add_field(path, torch.from_numpy(np.zeros_like(value[0])))
+        fits = all(value.shape == (n, *self._stored.get(path, value).shape[1:]) for path, value in rows.items())
+        for path in [path for path in rows if fits and self._stored and path not in self._stored]:
+            self.rb.add_field(path, torch.from_numpy(np.zeros_like(rows[path][0])))
         for path in self._stored.keys() - rows.keys():
             rows[path] = np.zeros((n, *self._stored[path].shape[1:]), self._stored[path].dtype)
         return rows

@@ -58,9 +58,8 @@ class _Episodes(ParquetRows):
                 raise LookupError(f"codebase_version is {info['codebase_version']!r}")
             features, self._half = info["features"], 0.5 / check_number("fps", info["fps"], least=0.001)
             self._shapes = {key: tuple(one["shape"]) for key, one in features.items() if one["dtype"] == "video"}
-            for key, shape in self._shapes.items():
-                if _unsafe(key) or [type(n) is int and n > 0 for n in shape] != [True] * 3:
-                    raise LookupError(f"video {key!r}: expected no '/', and three positive ints, got {shape}")
+            if bad := [one for one in self._shapes.items() if _unsafe(*one)]:
+                raise LookupError(f"videos: expected names without '/' and three positive ints each, got {bad}")
             kinds = ["data", *map("videos/{}".format, self._shapes)]
             wanted = [f"{kind}/{part}_index" for kind in kinds for part in ("chunk", "file")]
             wanted += ["episode_index", "length", *(f"{kind}/{side}_timestamp" for kind in kinds[1:] for side in sides)]
@@ -131,9 +130,9 @@ class _Episodes(ParquetRows):
             raise self.refuse(f"{name}: expected a whole video ({error}).") from error
 
 
-def _unsafe(name: str) -> bool:
-    """Whether the name of a feature is not that of a folder, too: files would lie elsewhere."""
-    return not name.strip(".") or not {"/", "\0"}.isdisjoint(name)
+def _unsafe(name: str, shape: tuple[int, ...] = (1, 1, 1)) -> bool:
+    """Whether the name of a feature cannot be that of a folder, as files would lie elsewhere, or a shape not that of frames."""
+    return not name.strip(".") or bool({*"/\0"} & {*name}) or [type(n) is int and n > 0 for n in shape] != [True] * 3
 
 
 def _file(root: Path, kind: str, listed: Mapping[str, object]) -> Path:
@@ -253,8 +252,9 @@ def _write(root: Path, episodes: Iterator[Named], fps: float, tasks: list[str], 
         if bad := [name for name in columns if _unsafe(name)]:
             raise DatasetError(f"to_lerobot: features {bad}: expected names without '/'. Store them by others.")
         if task.dtype.kind not in "iu" or task.shape != (n,) or not 0 <= task.min() <= task.max() < len(tasks):
-            said = f"whole numbers [{n}] in [0, {len(tasks)}), one of a text"
-            raise DatasetError(f"to_lerobot: task_index: expected {said}, got {task.dtype}{[*task.shape]}: {task}.")
+            raise DatasetError(
+                f"to_lerobot: task_index: expected {n} ints below {len(tasks)}, got {task.dtype} {task}."
+            )
         columns |= {"task_index": task, "timestamp": (steps / fps).astype(np.float32), "frame_index": steps}
         columns |= {"episode_index": steps * 0 + number, "index": steps + total}
         row: Row = {"episode_index": number, "length": n, "dataset_from_index": total}
@@ -311,8 +311,9 @@ def _steps(store: Stored, fps: float) -> Iterator[Named]:
             at = columns.get(name, np.zeros(1)).reshape(-1) * 1.0
             off = abs(at - at[0] - np.arange(len(at)) * unit).max()
             if not off <= unit / 2:
-                said = f"expected rows {unit:g} apart at {fps:g} a second, got one {off:.3f} off"
-                raise store.refuse(f"{name}: {said}. Name their rate, fps=, or the field otherwise.")
+                raise store.refuse(
+                    f"{name}: expected rows {unit:g} apart, one is {off:.3f} off. Give fps=, or rename it."
+                )
         yield columns
 
 
