@@ -234,10 +234,10 @@ def test_a_field_whose_name_leaves_the_folder_is_not_written(tmp_path, name, kin
         ("frame_index", np.array([0, 2, 4, 6], np.uint8), "frame_index: expected rows 1 apart"),
         ("timestamp", np.array([0, 0.1, np.nan, 0.3]), "timestamp: expected rows 0.1 apart"),
         ("timestamp", np.zeros((4, 2)), "timestamp: expected rows 0.1 apart"),
-        ("task_index", np.zeros((4, 1), int), r"task_index: expected 4 ints below 1, got int64 \[\[0\]"),
-        ("task_index", np.zeros(4), r"task_index: expected 4 ints below 1, got float64"),
-        ("task_index", np.array([0, 1, 2, 3]), r"expected 4 ints below 1, got int64 \[0 1 2 3\]"),
-        ("task_index", np.array([0, -1, 0, 0]), r"expected 4 ints below 1, got int64 \[ 0 -1"),
+        ("task_index", np.zeros((4, 1), int), r"task_index: expected 4 ints < 1, got int64 \[\[0\]"),
+        ("task_index", np.zeros(4), r"task_index: expected 4 ints < 1, got float64"),
+        ("task_index", np.array([0, 1, 2, 3]), r"expected 4 ints < 1, got int64 \[0 1 2 3\]"),
+        ("task_index", np.array([0, -1, 0, 0]), r"expected 4 ints < 1, got int64 \[ 0 -1"),
     ],
 )
 def test_fields_that_mean_something_else_are_refused(tmp_path, name, column, said):

@@ -252,9 +252,7 @@ def _write(root: Path, episodes: Iterator[Named], fps: float, tasks: list[str], 
         if bad := [name for name in columns if _unsafe(name)]:
             raise DatasetError(f"to_lerobot: features {bad}: expected names without '/'. Store them by others.")
         if task.dtype.kind not in "iu" or task.shape != (n,) or not 0 <= task.min() <= task.max() < len(tasks):
-            raise DatasetError(
-                f"to_lerobot: task_index: expected {n} ints below {len(tasks)}, got {task.dtype} {task}."
-            )
+            raise DatasetError(f"to_lerobot: task_index: expected {n} ints < {len(tasks)}, got {task.dtype} {task}.")
         columns |= {"task_index": task, "timestamp": (steps / fps).astype(np.float32), "frame_index": steps}
         columns |= {"episode_index": steps * 0 + number, "index": steps + total}
         row: Row = {"episode_index": number, "length": n, "dataset_from_index": total}
@@ -312,7 +310,7 @@ def _steps(store: Stored, fps: float) -> Iterator[Named]:
             off = abs(at - at[0] - np.arange(len(at)) * unit).max()
             if not off <= unit / 2:
                 raise store.refuse(
-                    f"{name}: expected rows {unit:g} apart, one is {off:.3f} off. Give fps=, or rename it."
+                    f"{name}: expected rows {unit:g} apart, one is {off:.3f} off. Give fps or rename it."
                 )
         yield columns
 
