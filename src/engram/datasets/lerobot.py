@@ -309,9 +309,7 @@ def _steps(store: Stored, fps: float) -> Iterator[Named]:
             at = columns.get(name, np.zeros(1)).reshape(-1) * 1.0
             off = abs(at - at[0] - np.arange(len(at)) * unit).max()
             if not off <= unit / 2:
-                raise store.refuse(
-                    f"{name}: expected rows {unit:g} apart, one is {off:.3f} off. Give fps or rename it."
-                )
+                raise store.refuse(f"{name}: expected rows {unit:g} apart, one is {off:.3f} off. Give fps, or rename.")
         yield columns
 
 
