@@ -170,6 +170,93 @@ def test_what_is_damaged_is_refused(tmp_path, how, changes, error, said):
     assert json.loads(note.read_text())["complete"] is False if note.exists() else not (tmp_path / "data").exists()
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"fps": float("nan")}, "fps: expected a finite number"),
+        ({"fps": 0}, "fps: expected a finite number of at least 0.001, got 0"),
+        ({"fps": -10}, "fps: expected a finite number of at least 0.001, got -10"),
+        ({"fps": "10"}, "fps: expected a finite number.*got str"),
+        ({"shape": [48, 64]}, r"three positive ints each, got .*\(48, 64\)"),
+        ({"shape": [48, -64, 3]}, "three positive ints"),
+        ({"shape": [48, 64.0, 3]}, "three positive ints"),
+        ({"shape": "abc"}, "three positive ints"),
+        ({"shape": None}, "meta/: expected whole files"),
+        ({"shape": [64, 48, 3]}, r"file-000.mp4: the shape of its frames: expected \(64, 48, 3\), got \(48, 64, 3\)"),
+        ({"deep": True}, "meta/: expected whole files of format v3.0: .*recursion"),
+    ],
+)
+def test_bad_info_is_refused_in_a_sentence(tmp_path, changes, said):
+    data.write(tmp_path / "in", NUMBERS, LENGTHS)
+    path = tmp_path / "in/meta/info.json"
+    info = json.loads(path.read_text())
+    if "shape" in changes:
+        info["features"][data.KEY]["shape"] = changes["shape"]
+    path.write_text("[" * 200_000 if "deep" in changes else json.dumps(info | changes))
+    with pytest.raises(DatasetError, match=said):
+        from_lerobot(tmp_path / "in", tmp_path / "data")
+
+
+@pytest.mark.parametrize("name", ["../../outside", "a/b", "..", "a\0b"])
+def test_a_feature_whose_name_leaves_the_folder_is_not_read(tmp_path, name):
+    data.write(tmp_path / "sets/in", NUMBERS, LENGTHS)
+    path, meta = tmp_path / "sets/in/meta/info.json", data.chunk(tmp_path / "sets/in", "meta/episodes", 0, "parquet")
+    path.write_text(
+        json.dumps(json.loads(path.read_text().replace(data.KEY, "KEY"))).replace("KEY", json.dumps(name)[1:-1])
+    )
+    found = pq.read_table(meta)
+    pq.write_table(found.rename_columns([one.replace(data.KEY, name) for one in found.column_names]), meta)
+    (tmp_path / "sets/in/videos" / data.KEY).rename(tmp_path / "sets/outside")
+    with pytest.raises(DatasetError) as caught:
+        from_lerobot(tmp_path / "sets/in", tmp_path / "data")
+    assert f"videos: expected names without '/' and three positive ints each, got [({name!r}, " in str(caught.value)
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("kind", ["frames", "numbers"])
+@pytest.mark.parametrize("name", ["../../outside", "a/b", ".."])
+def test_a_field_whose_name_leaves_the_folder_is_not_written(tmp_path, name, kind):
+    column = np.zeros((4, 16, 16, 3), np.uint8) if kind == "frames" else np.zeros(4)
+    from_numpy({"action": np.zeros(4), name: column, "episode": np.zeros(4, int)}, tmp_path / "data").close()
+    before = sorted(path for path in tmp_path.rglob("*") if path.is_file())
+    with pytest.raises(DatasetError) as caught:
+        to_lerobot(tmp_path / "data", tmp_path / "a/b/out", fps=10)
+    assert repr(name) in str(caught.value)
+    assert "expected names without '/'" in str(caught.value)
+    assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "said"),
+    [
+        ("index", np.array([3, 1, 4, 1]), "index: expected rows 1 apart"),
+        ("index", np.array([True, True, False, True]), "index: expected rows 1 apart"),
+        ("frame_index", np.array([0, 2, 4, 6], np.uint8), "frame_index: expected rows 1 apart"),
+        ("timestamp", np.array([0, 0.1, np.nan, 0.3]), "timestamp: expected rows 0.1 apart"),
+        ("timestamp", np.zeros((4, 2)), "timestamp: expected rows 0.1 apart"),
+        ("task_index", np.zeros((4, 1), int), r"task_index: expected 4 ints < 1, got int64 \[\[0\]"),
+        ("task_index", np.zeros(4), r"task_index: expected 4 ints < 1, got float64"),
+        ("task_index", np.array([0, 1, 2, 3]), r"expected 4 ints < 1, got int64 \[0 1 2 3\]"),
+        ("task_index", np.array([0, -1, 0, 0]), r"expected 4 ints < 1, got int64 \[ 0 -1"),
+    ],
+)
+def test_fields_that_mean_something_else_are_refused(tmp_path, name, column, said):
+    rows = {"action": np.zeros(4), name: column, "episode": np.zeros(4, int)}
+    from_numpy(rows, tmp_path / "data").close()
+    with pytest.raises(DatasetError, match=said):
+        to_lerobot(tmp_path / "data", tmp_path / "out", fps=10)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
+
+
+def test_fields_that_count_rows_are_numbered_again(tmp_path):
+    rows = {"timestamp": np.arange(4) / 10 + 5, "index": np.arange(7, 11), "frame_index": np.arange(4, dtype=np.uint8)}
+    from_numpy({"action": np.zeros(4), **rows, "episode": np.zeros(4, int)}, tmp_path / "data").close()
+    to_lerobot(tmp_path / "data", tmp_path / "out", fps=10)
+    _, _, found = data.read(tmp_path / "out")
+    assert found["index"].tolist() == found["frame_index"].tolist() == [0, 1, 2, 3]
+    np.testing.assert_allclose(found["timestamp"], np.arange(4) / 10, atol=1e-6)
+
+
 def test_a_data_set_that_has_changed(tmp_path):
     data.write(tmp_path / "in", NUMBERS, LENGTHS)
     from_lerobot(tmp_path / "in", tmp_path / "data").close()
@@ -339,7 +426,7 @@ def test_stores_that_do_not_fit(tmp_path):
     from_numpy(rows, tmp_path / "data").close()
     with pytest.raises(TypeError, match="to_lerobot: fps: expected a finite number .*, got NoneType"):
         to_lerobot(tmp_path / "data", tmp_path / "out")
-    with pytest.raises(DatasetError, match="fps: expected timestamps 1/20 s apart, got one 0.150 s off"):
+    with pytest.raises(DatasetError, match="timestamp: expected rows 0.05 apart, one is 0.150 off"):
         to_lerobot(tmp_path / "data", tmp_path / "out", fps=20)
     (tmp_path / "out").mkdir()
     with pytest.raises(FileExistsError, match="expected a path where nothing is"):

@@ -154,6 +154,23 @@ def test_a_saved_buffer(form, where, tmp_path):
     again.close()
 
 
+def test_a_saved_buffer_of_a_directory_holds_its_name_alone(tmp_path):
+    ours, _ = both(size=80_000, scratch_dir=tmp_path / "replay")
+    ours.add(Steps("plain").rows(np.arange(4)))
+    views = [buffer._meta for buffer in ours.buffers]
+    held = pickle.dumps(ours)
+    ours.save_hdf5(str(tmp_path / "saved.h5"))
+    assert len(held) < 16 * 80_000 + 50_000  # two numbers of each row are tianshou's own; rows take 67 bytes each
+    assert (tmp_path / "saved.h5").stat().st_size < 16 * 80_000 + 100_000
+    assert all(buffer._meta is view for buffer, view in zip(ours.buffers, views, strict=True))
+    rows = ours[:]
+    ours.close()
+    again = pickle.loads(held)
+    assert np.array_equal(again[:].obs, rows.obs)
+    assert np.array_equal(again.buffers[1].obs[:1], rows.obs[1:2])
+    again.close()
+
+
 def test_a_directory_that_is_gone(tmp_path):
     ours, _ = both(scratch_dir=tmp_path / "replay")
     ours.add(Steps("plain").rows(np.arange(4)))
@@ -245,6 +262,28 @@ def test_a_directory_of_other_rows(tmp_path):
     again, _ = both(scratch_dir=tmp_path / "replay")
     assert np.array_equal(again[:].obs, before)
     again.close()
+
+
+@pytest.mark.parametrize(("width", "extras"), [(2, 4), (3, 3)])
+def test_a_refused_step_adds_no_field(tmp_path, width, extras):
+    ours, _ = both(scratch_dir=tmp_path / "replay")
+    steps = Steps("plain")
+    ours.add(steps.rows(np.arange(4)))
+    bad = Steps("plain", width=width).rows(np.arange(4))
+    bad.info = Batch(extra=np.zeros(extras))
+    with pytest.raises(
+        RuntimeError, match="same number of rows in every leaf" if extras == 3 else "obs: expected shape"
+    ):
+        ours.add(bad)
+    ours.close()
+    ours, _ = both(scratch_dir=tmp_path / "replay")
+    assert "extra" not in ours[:].info.get_keys()
+    assert len(ours) == 4
+    good = steps.rows(np.arange(4))
+    good.info = Batch(extra=np.ones(4))
+    ours.add(good)
+    assert sorted(ours[:].info.extra.tolist()) == [0] * 4 + [1] * 4
+    ours.close()
 
 
 def test_what_rows_cannot_hold():

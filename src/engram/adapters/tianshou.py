@@ -6,6 +6,7 @@ nothing of engram.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import TYPE_CHECKING, NoReturn, TypeAlias, cast
 
 import h5py
@@ -150,6 +151,10 @@ class VectorReplayBuffer(Scratch, data.VectorReplayBuffer):  # type: ignore[misc
             for buffer, filled, at in zip(self.buffers, extent.filled, ahead.tolist(), strict=True):
                 vars(buffer).update(_size=filled, _insertion_idx=at, _ep_start_idx=at, _ep_return=0.0, _ep_len=0)
 
+    def __getstate__(self) -> dict[str, object]:
+        without = {id(vars(one)["_meta"]): data.Batch() for one in self.buffers}  # views of all rows
+        return {**super().__getstate__(), "buffers": deepcopy(self.buffers, without)}
+
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         self._attach()
@@ -206,11 +211,11 @@ class VectorReplayBuffer(Scratch, data.VectorReplayBuffer):  # type: ignore[misc
         rows = dict(_leaves(given, self.exclude))
         rows["done",] = np.logical_or(rows["terminated",], rows["truncated",])
         for path, value in rows.items():
-            column = self._stored.get(path)
-            dtype = value.dtype if column is None else column.dtype
+            dtype = self._stored.get(path, value).dtype
             rows[path] = value.astype(_DTYPES.get(path, dtype), copy=False)
-            if column is None and self._stored:
-                self.rb.add_field(path, torch.from_numpy(np.zeros_like(value[0])))
+        fits = all(value.shape == (n, *self._stored.get(path, value).shape[1:]) for path, value in rows.items())
+        for path in [path for path in rows if fits and self._stored and path not in self._stored]:
+            self.rb.add_field(path, torch.from_numpy(np.zeros_like(rows[path][0])))
         for path in self._stored.keys() - rows.keys():
             rows[path] = np.zeros((n, *self._stored[path].shape[1:]), self._stored[path].dtype)
         return rows

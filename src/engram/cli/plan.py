@@ -159,7 +159,7 @@ def fields_of_row(like: Path | None, described: Path | None) -> list[Field]:
     for field in found:
         if field.ragged is not None:
             raise Misuse(
-                f"{like}: {'.'.join(field.key)} is ragged. Make the store with LazyMemmapStorage(ragged=…), then serve it."
+                f"{described or like}: {'.'.join(field.key)} is ragged. Make the store with LazyMemmapStorage(ragged=…), then serve it."
             )
     return found
 

@@ -56,15 +56,17 @@ class _Episodes(ParquetRows):
             info, sides = json.loads((path / _INFO).read_bytes()), ("from", "to")
             if info["codebase_version"] != _VERSION:
                 raise LookupError(f"codebase_version is {info['codebase_version']!r}")
-            features, self._half = info["features"], 0.5 / info["fps"]
+            features, self._half = info["features"], 0.5 / check_number("fps", info["fps"], least=0.001)
             self._shapes = {key: tuple(one["shape"]) for key, one in features.items() if one["dtype"] == "video"}
+            if bad := [one for one in self._shapes.items() if _unsafe(*one)]:
+                raise LookupError(f"videos: expected names without '/' and three positive ints each, got {bad}")
             kinds = ["data", *map("videos/{}".format, self._shapes)]
             wanted = [f"{kind}/{part}_index" for kind in kinds for part in ("chunk", "file")]
             wanted += ["episode_index", "length", *(f"{kind}/{side}_timestamp" for kind in kinds[1:] for side in sides)]
             listed: list[dict[str, float]] = table(path / _EPISODES, columns=wanted).to_pylist()
             tasks = table(path / _TASKS).sort_by("task_index").to_pydict()
             totals = [info["total_episodes"], info["total_frames"]]
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise self.refuse(f"meta/: expected whole files of format {_VERSION}: {error}.") from error
         self._listed = sorted(listed, key=lambda one: one["episode_index"])
         files = {kind: dict.fromkeys(_file(path, kind, one) for one in self._listed) for kind in kinds}
@@ -108,11 +110,11 @@ class _Episodes(ParquetRows):
             if (new := self.names[tuple(key.split("."))]) is not None:
                 begin, end = (listed[f"videos/{key}/{side}_timestamp"] for side in ("from", "to"))
                 file = _file(self._folder, f"videos/{key}", listed)
-                frames = self._frames(file, time.astype(np.float64) + begin, end)
+                frames = self._frames(file, shape, time.astype(np.float64) + begin, end)
                 found[new] = cast("of.Array", _Frames((len(time), *shape), frames))
         return found
 
-    def _frames(self, path: Path, times: of.Array, end: float) -> Iterator[of.Array]:
+    def _frames(self, path: Path, shape: tuple[int, ...], times: of.Array, end: float) -> Iterator[of.Array]:
         """The frames of a video at times, which grow and lie before its end."""
         half, name = self._half, path.relative_to(self._folder)
         try:
@@ -122,9 +124,15 @@ class _Episodes(ParquetRows):
                     at, frame = next(found, (np.inf, times))
                 if max(at, time) > min(time + half, end):
                     raise self.refuse(f"{name}: expected a frame at {time:.3f} s: it has fewer than there are rows.")
+                self._expect(frame.shape, shape, f"{name}: the shape of its frames")
                 yield frame
         except OSError as error:
             raise self.refuse(f"{name}: expected a whole video ({error}).") from error
+
+
+def _unsafe(name: str, shape: tuple[int, ...] = (1, 1, 1)) -> bool:
+    """Whether the name of a feature cannot be that of a folder, as files would lie elsewhere, or a shape not that of frames."""
+    return not name.strip(".") or bool({*"/\0"} & {*name}) or [type(n) is int and n > 0 for n in shape] != [True] * 3
 
 
 def _file(root: Path, kind: str, listed: Mapping[str, object]) -> Path:
@@ -240,7 +248,11 @@ def _write(root: Path, episodes: Iterator[Named], fps: float, tasks: list[str], 
     stats, files = dict[str, list[Named]](), dict[str, _Files]()
     for number, columns in enumerate(episodes):
         rows, steps = of.Columns(), np.arange(len(next(iter(columns.values()))))
-        n, task = len(steps), columns.get("task_index", steps * 0) * (len(tasks) > 1)
+        n, task = len(steps), columns.get("task_index", steps * 0) * (len(tasks) > 1 or tasks == [""])
+        if bad := [name for name in columns if _unsafe(name)]:
+            raise DatasetError(f"to_lerobot: features {bad}: expected names without '/'. Store them by others.")
+        if task.dtype.kind not in "iu" or task.shape != (n,) or not 0 <= task.min() <= task.max() < len(tasks):
+            raise DatasetError(f"to_lerobot: task_index: expected {n} ints < {len(tasks)}, got {task.dtype} {task}.")
         columns |= {"task_index": task, "timestamp": (steps / fps).astype(np.float32), "frame_index": steps}
         columns |= {"episode_index": steps * 0 + number, "index": steps + total}
         row: Row = {"episode_index": number, "length": n, "dataset_from_index": total}
@@ -293,10 +305,11 @@ def _steps(store: Stored, fps: float) -> Iterator[Named]:
     for found in (one for block in store.blocks(0, 0) for one in block.episodes()):
         kept = {path: one for path, one in found.items() if path[:2] not in _LEFT_OUT}
         columns = dict(zip(distinct([*map(".".join, kept)], store.call), kept.values(), strict=True))
-        time = columns.get("timestamp", np.zeros(1)).reshape(-1)
-        off = abs(time - time[0] - np.arange(len(time)) / fps).max()
-        if off > 0.5 / fps:
-            raise store.refuse(f"fps: expected timestamps 1/{fps:g} s apart, got one {off:.3f} s off. Name their rate.")
+        for name, unit in (("timestamp", 1 / fps), ("frame_index", 1), ("index", 1)):
+            at = columns.get(name, np.zeros(1)).reshape(-1) * 1.0
+            off = abs(at - at[0] - np.arange(len(at)) * unit).max()
+            if not off <= unit / 2:
+                raise store.refuse(f"{name}: expected rows {unit:g} apart, one is {off:.3f} off. Give fps, or rename.")
         yield columns
 
 
@@ -343,7 +356,8 @@ def to_lerobot(
         tolerance: how many seconds from a row what it gets of other streams may lie.
 
     Raises:
-        DatasetError: there is no episode; stored timestamps are not ``1 / fps`` apart; of a stream nothing is near enough to a row, or
+        DatasetError: there is no episode; stored timestamps are not ``1 / fps`` apart; ``index`` or ``frame_index`` does not count rows,
+            or ``task_index`` numbers no text; the name of a field has a ``/``; of a stream nothing is near enough to a row, or
             none has the rate ``fps``; a field is of a dtype that Arrow lacks. FileExistsError: the folder is there.
         TypeError, ValueError: ``fps`` is not known, or no number. StoreInUse: the robot is recorded.
         ModuleNotFoundError: pyarrow, or PyAV for frames, is missing; ``engram-replay[datasets,robot]`` brings both.
