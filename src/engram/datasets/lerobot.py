@@ -132,7 +132,9 @@ class _Episodes(ParquetRows):
 
 def _unsafe(name: str, shape: tuple[int, ...] = (1, 1, 1)) -> bool:
     """Whether the name of a feature cannot be that of a folder, as files would lie elsewhere, or a shape not that of frames."""
-    return not name.strip(".") or bool({*"/\0"} & {*name}) or [type(n) is int and n > 0 for n in shape] != [True] * 3
+    return (
+        not name.strip(".") or bool({*"/\0"} & {*name}) or [isinstance(n, int) and n > 0 for n in shape] != [True] * 3
+    )
 
 
 def _file(root: Path, kind: str, listed: Mapping[str, object]) -> Path:
