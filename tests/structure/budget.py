@@ -13,7 +13,7 @@ ROOMS = {
     "buffer": 6_317,
     "checkpoint": 1_989,
     "cli": 1_787,
-    "datasets": 1_101,
+    "datasets": 1_103,
     "device": 1_033,
     "env": 1_129,
     "format": 1_094,
