@@ -132,9 +132,8 @@ class _Episodes(ParquetRows):
 
 def _unsafe(name: str, shape: tuple[int, ...] = (1, 1, 1)) -> bool:
     """Whether the name of a feature cannot be that of a folder, as files would lie elsewhere, or a shape not that of frames."""
-    return (
-        not name.strip(".") or bool({*"/\0"} & {*name}) or [isinstance(n, int) and n > 0 for n in shape] != [True] * 3
-    )
+    leads_astray = not name.strip(".") or not {*"/\0"}.isdisjoint(name)
+    return leads_astray or [isinstance(n, int) and n > 0 for n in shape] != [True] * 3
 
 
 def _file(root: Path, kind: str, listed: Mapping[str, object]) -> Path:

@@ -184,7 +184,8 @@ class Service:
     """The commands over an open buffer, for any number of threads."""
 
     def __init__(self, rb: ReplayBuffer) -> None:
-        self._rb = rb
+        #: The open one.
+        self.buffer = self._rb = rb
         self._wiring = Wiring(rb.storage, Compose.of(None), collate_fn=None, pinning=None, generator=None)
         self._wiring.unit = unit = _unit_of(rb)
         self._wiring.connect(rb.sampler, rb.writer, rb.batch_size)
@@ -217,11 +218,6 @@ class Service:
         #: Of batches, by their fields and entries.
         self._columns: dict[tuple[object, ...], list[Column]] = {}
         self._name = _name_of(self._folder, readonly=store.readonly)
-
-    @property
-    def buffer(self) -> ReplayBuffer:
-        """The open one."""
-        return self._rb
 
     # ---- actions -------------------------------------------------------------------------------------------------------
 
