@@ -130,7 +130,7 @@ class _Episodes(ParquetRows):
             raise self.refuse(f"{name}: expected a whole video ({error}).") from error
 
 
-def _unsafe(name: str, shape: tuple[int, ...] = (1, 1, 1)) -> bool:
+def _unsafe(name: str, shape: tuple[object, ...] = (1, 1, 1)) -> bool:
     """Whether the name of a feature cannot be that of a folder, as files would lie elsewhere, or a shape not that of frames."""
     leads_astray = not name.strip(".") or not {*"/\0"}.isdisjoint(name)
     return leads_astray or [isinstance(n, int) and n > 0 for n in shape] != [True] * 3
