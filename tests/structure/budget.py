@@ -24,7 +24,7 @@ ROOMS = {
     "reshard": 1_072,
     "samplers": 1_972,
     "saved": 5_144,
-    "serving": 1_532,
+    "serving": 1_533,
     "storages": 5_019,
     "store": 6_783,
     "testing": 592,

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from engram.store import Store
 
 
+#: Flight's error of a server that is gone: clients ask another one, or the same again.
+away = flight.FlightUnavailableError
+
+
 def awaiting(
     directory: Path,
     capacity: int,
@@ -105,7 +109,7 @@ class Awaiting:
             case protocol.Health():
                 pass
             case _:
-                raise flight.FlightUnavailableError("there is no store: nothing was ever written")
+                raise away("there is no store: nothing was ever written")
         return {}
 
     def make(self, schema: Schema) -> None:

@@ -24,7 +24,7 @@ from pyarrow import ArrowException, flight
 
 from engram.buffer.tensordict import ReplayBuffer
 from engram.remote import protocol, wire
-from engram.serving.awaiting import Awaiting
+from engram.serving.awaiting import Awaiting, away
 from engram.serving.service import Service, TooMany
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _DRAIN_TIMEOUT_S = 5.0
 
 
 #: Errors that Flight knows.
-refusal, broken, away = flight.FlightUnauthenticatedError, flight.FlightServerError, flight.FlightUnavailableError
+refusal, broken = flight.FlightUnauthenticatedError, flight.FlightServerError
 
 
 class _Token(flight.ServerMiddlewareFactory):  # type: ignore[misc]
