@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "check.h"
+#include "fence.h"
 #include "participants.h"
 
 namespace engram {
@@ -152,7 +153,7 @@ void OpenRows::append(std::uint64_t i, const SlotLayout& layout, std::span<const
   const auto give = [&](std::uint64_t field, std::uint8_t is) { word<std::uint8_t>(row + layout.given(field)).store(is, std::memory_order_release); };
   for (const SlotValue& value : values) {
     give(value.field, 0);
-    std::atomic_thread_fence(std::memory_order_release);
+    fence(std::memory_order_release);
     if (layout.bytes(value.field) != 0) std::memcpy(row + layout.places()[value.field], value.data, layout.bytes(value.field));
     give(value.field, 1);
   }
