@@ -10,6 +10,7 @@ The task: find a and b of y = a x0 + b x1.
 """
 
 import argparse
+import gc
 import os
 import subprocess
 import sys
@@ -74,6 +75,9 @@ def learn(folder, updates):
         print(f"y = {a:.1f} x0 + {b:.1f} x1")
     distributed.barrier()
     rb.close()
+    # It holds the group, whose threads may wait for Python's lock while it ends: the group must be the last to go.
+    del together
+    gc.collect()
     distributed.destroy_process_group()
 
 
