@@ -256,12 +256,12 @@ def _learner(replay: Any) -> Callable[[], object]:
 
 def _recovery(engram: Any, folder: Path, share: float) -> Row:
     """Everything in children: here the store is never open."""
-    _in_child(_make_small_rows, engram, folder)
+    in_child(_make_small_rows, engram, folder)
     found: dict[str, list[float]] = {"engram": [], "after a close": []}
     for _ in range(max(5, round(RECOVERIES * share))):
         _die(engram, folder)
-        found["engram"].append(_in_child(_open, engram, folder))
-        found["after a close"].append(_in_child(_open, engram, folder))
+        found["engram"].append(in_child(_open, engram, folder))
+        found["after a close"].append(in_child(_open, engram, folder))
     spreads = {side: Spread.of(values) for side, values in found.items()}
     judged = Comparison("100 ms", "value", spreads["engram"], FLOORS["sharing/recovery", "100 ms"])
     note = (
@@ -314,7 +314,7 @@ def _open(engram: Any, folder: Path) -> float:
     return elapsed_ms
 
 
-def _in_child(work: Callable[..., Any], *arguments: Any) -> Any:
+def in_child(work: Callable[..., Any], *arguments: Any) -> Any:
     """What ``work`` returns in a process of its own."""
     ours, theirs = get_context("fork").Pipe()
     child = get_context("fork").Process(target=lambda: theirs.send(work(*arguments)))

@@ -107,7 +107,7 @@ def _comparison(row: Row, one: Comparison) -> tuple[str, str, str, str]:
 def _ratio(row: Row, one: Comparison) -> str:
     middle, low, high = one.measured.median, one.measured.low, one.measured.high
     if one.kind == "value":
-        if row.unit in ("s", "ms", "µs", "MB", "MiB", "%", "poll_every"):
+        if row.unit in ("s", "ms", "µs", "MB", "MiB", "%", "×", "poll_every"):
             return f"{middle:.1f} \\[{low:.1f}–{high:.1f}] {row.unit}"
         return f"{middle:.2f} bytes per row"
     theirs = "" if one.against in LIBRARIES else f" ({_with_unit(row.spreads[one.against].median, row.unit)})"
