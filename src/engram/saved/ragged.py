@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from engram.store.ragged import RaggedStore
 
 #: Bytes of the items that one piece begins among, at least; a ring has no more than so many blocks of that size.
-_BLOCK, _BLOCKS_OF_A_RING = 4 << 20, 4096
+_BLOCK, _BLOCKS_OF_A_RING = 4 << 20, 256
 #: Pieces of a block, before it is written again as one.
-_PIECES_OF_A_BLOCK = 16
+_PIECES_OF_A_BLOCK = 64
 
 
 class Parent(NamedTuple):
