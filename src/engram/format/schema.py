@@ -578,24 +578,13 @@ def _listed(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
-def encode(value: msgspec.Struct) -> bytes:
+def encode(schema: Schema) -> bytes:
     """JSON without spaces. Entries keep their order, since that of children is significant. Equal values have equal bytes."""
-    entries = msgspec.to_builtins(value)
-    if isinstance(value, Schema):
-        del entries["grouped"]
-        if value.added:
-            entries["version"] = ADDED_VERSION
-        else:
-            del entries["added"]
-    text = _dumped(entries)
-    # Hardly any has such keys: the text says so sooner than its nodes.
-    if '"integers"' in text and isinstance(value, Schema) and value.structure.has_integers:
-        entries["version"] = INTEGERS_VERSION
-        text = _dumped(entries)
-    if '"ragged":{' in text and isinstance(value, Schema) and value.ragged:
-        entries["version"] = RAGGED_VERSION
-        text = _dumped(entries)
-    return text.encode()
+    entries = msgspec.to_builtins(schema) | {"version": _version_of(schema, VERSION)}
+    del entries["grouped"]
+    if not schema.added:
+        del entries["added"]
+    return _dumped(entries).encode()
 
 
 def encode_store(schema: Schema, *, earlier: bool = False) -> bytes:
@@ -604,11 +593,8 @@ def encode_store(schema: Schema, *, earlier: bool = False) -> bytes:
     ``earlier``: as it was before version 2.4.
     """
     version = RAGGED_VERSION if schema.ragged else WRITES_VERSION
-    if earlier and version == WRITES_VERSION:
-        if not schema.grouped and not schema.added:
-            return encode(schema)
-        version = ADDED_VERSION if schema.added else GROUPED_VERSION
-        version = INTEGERS_VERSION if schema.structure.has_integers else version
+    if earlier:
+        version = _version_of(schema, GROUPED_VERSION if schema.grouped else VERSION)
     entries = msgspec.to_builtins(schema) | {"version": version}
     if not schema.grouped:
         del entries["grouped"]
@@ -617,6 +603,15 @@ def encode_store(schema: Schema, *, earlier: bool = False) -> bytes:
     else:
         del entries["added"]
     return _dumped(entries).encode()
+
+
+def _version_of(schema: Schema, first: tuple[int, int]) -> tuple[int, int]:
+    """The first version that has what a description says; ``first`` where that is nothing special."""
+    if schema.ragged:
+        return RAGGED_VERSION
+    if schema.structure.has_integers:
+        return INTEGERS_VERSION
+    return ADDED_VERSION if schema.added else first
 
 
 def _sum_of(entries: dict[str, object]) -> str:
