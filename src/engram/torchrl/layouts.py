@@ -377,16 +377,9 @@ class LayoutDump:
                 )
         return msgspec.structs.replace(like, capacity=self.capacity, columns=self.columns, grouped=0)
 
-    def state(self, schema: Schema, write_count: int | None = None) -> dict[str, object]:
+    def state(self, schema: Schema) -> dict[str, object]:
         """The state without rows of a tensor storage with these rows: the oldest has the smallest ticket."""
-        return rows_state(schema, self.length, self.position, self.position if write_count is None else write_count)
-
-    def source(self, schema: Schema) -> LayoutRows:
-        """The rows, for the fields of a store of that schema."""
-        unknown = sorted({field.key for field in schema.fields} - self._origins.keys())
-        if unknown:
-            raise CorruptCheckpoint(f"{self.name}: expected the fields {unknown}, found none.")
-        return LayoutRows(self, schema)
+        return rows_state(schema, self.length, self.position, self.position)
 
     def verify(self) -> None:
         """Read what can be damaged without that its size says so. Raises ``CorruptCheckpoint``."""
@@ -414,36 +407,49 @@ class LayoutDump:
             out[:, column] = check_bools(values, f"{self.name}: {origin.key}")
         return out
 
-    def read_rows(self, key: Key, out: Tensor, first: int) -> None:
+    def read_rows(self, key: Key, out: Tensor, first: int = 0) -> None:
         """Copy the rows of a field from the ``first`` on into ``out``, ``[n, *shape]``."""
-        width = self.ring.width
-        for time, slot, n in self.ring.pieces(max(1, _PIECE // max(1, out[:1].nbytes * width))):
-            begin, end = max(slot * width, first), min((slot + n) * width, first + len(out))
+        width, stop = self.ring.width, first + len(out)
+        for time, slot, n in self.ring.pieces(self.ring.slots):
+            begin, end = max(slot, first // width), min(slot + n, -(-stop // width))
             if begin < end:
-                rows = self.rows(self.origin(key), out.shape[1:], out.dtype, (time, n)).flatten(0, 1)
-                out[begin - first : end - first] = rows[begin - slot * width : end - slot * width]
+                piece = (time + begin - slot, end - begin)
+                rows = self.rows(self.origin(key), out.shape[1:], out.dtype, piece).flatten(0, 1)
+                low, high = max(begin * width, first), min(end * width, stop)
+                out[low - first : high - first] = rows[low - begin * width : high - begin * width]
 
     def origin(self, key: Key) -> Origin:
         return self._origins[key][1]
 
 
-class LayoutRows(NamedTuple):
-    """The rows of a layout, for a store."""
+class HasRows(Protocol):
+    """Rows of a dump."""
 
-    dump: LayoutDump
+    @property
+    def length(self) -> int:
+        """Live rows."""
+
+    def read_rows(self, key: Key, out: Tensor, first: int = 0) -> None:
+        """Copy the rows of a field from the ``first`` on into ``out``, ``[n, *shape]``, contiguous, on the CPU."""
+
+
+class DumpedRows(NamedTuple):
+    """The rows of a dump, for a store."""
+
+    dump: HasRows
     schema: Schema
 
     def fill(self, tensors: RowsTarget) -> None:
         """Read them into the fields of a store, ``[capacity, *shape]`` each."""
-        ring = self.dump.ring
-        for number, field in enumerate(self.schema.fields):
-            origin, dtype = self.dump.origin(field.key), DTYPE_OF[field.dtype]
-            for time, slot, n in ring.pieces(max(1, _PIECE // max(1, field.row_bytes * ring.width))):
-                rows = self.dump.rows(origin, field.shape, dtype, (time, n)).flatten(0, 1)
-                write_rows(tensors, number, slot * ring.width, rows)
-
-
-#: Bytes of rows that are brought into order at a time.
+        for number, (field, tensor) in enumerate(zip(self.schema.fields, tensors, strict=True)):
+            step = max(1, _PIECE // max(1, field.row_bytes))
+            for first in range(0, self.dump.length, step):
+                rows = tensor[first : min(first + step, self.dump.length)]
+                direct = rows.is_cpu and rows.is_contiguous() and tensors.put is None
+                piece = rows if direct else torch.empty(rows.shape, dtype=rows.dtype, device="cpu")
+                self.dump.read_rows(field.key, piece, first)
+                if not direct:
+                    write_rows(tensors, number, first, piece)
 
 
 #: Takes values ``[n, *shape]`` of one entry, contiguous on the CPU, from the ``at``-th on: ``(at, values)``. What is not written is zero.

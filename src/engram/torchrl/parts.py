@@ -290,7 +290,7 @@ class Layout(NamedTuple):
         schema = dump.schema(None if here is None else here.schema)
         if here is not None and int(here.core.size()):
             dump.verify()
-        return storage.prepare_rows(dump.state(schema), dump.source(schema))
+        return storage.prepare_rows(dump.state(schema), layouts.DumpedRows(dump, schema))
 
     def open(self, folder: Path) -> layouts.LayoutDump:
         """Describe and check the layout in a folder. Raises as :func:`open_layout`."""
@@ -398,7 +398,7 @@ def prepare_layout(storage: SavedStorage, reader: PartReader, without: Sequence[
     if (schema.capacity, schema.columns) != (dump.capacity, dump.columns) or not found.issuperset(expected):
         raise CorruptCheckpoint(f"{root}: expected the rows of its schema, got others.")
     kept = {name: it for name, it in priorities.items() if name not in without}
-    return storage.prepare_rows({**state, "priorities": kept}, dump.source(schema))
+    return storage.prepare_rows({**state, "priorities": kept}, layouts.DumpedRows(dump, schema))
 
 
 class _NotedKeys(msgspec.Struct):
