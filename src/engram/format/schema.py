@@ -21,7 +21,7 @@ from engram.errors import CorruptStore, IncompatibleStore
 from engram.format import strict
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 FORMAT = "engram.store"
 VERSION = (2, 0)
@@ -290,7 +290,8 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
 
     def until(self, number: int) -> Schema:
         """The schema as it was before that field was added, and those behind it."""
-        structure, added = _without_leaves(self.structure, number), self.added[: number - self.first_fields]
+        structure = renumbered(self.structure, {n: n for n in range(number)})
+        added = self.added[: number - self.first_fields]
         return msgspec.structs.replace(self, fields=self.fields[:number], structure=structure, added=added)
 
     def validate(self) -> None:
@@ -386,13 +387,16 @@ def _with_leaf(node: Node, root: Node, key: tuple[str, ...], at: int, number: in
     return msgspec.structs.replace(node, children={**node.children, name: child})
 
 
-def _without_leaves(node: Node, first: int) -> Node:
-    """A node without the leaves of fields from ``first`` on, and without containers that hold nothing else."""
+def renumbered(node: Node, numbers: Mapping[int, int]) -> Node:
+    """The structure with other numbers of fields, without fields that have none, and without nodes of which nothing is left."""
+    if node.kind == "leaf":
+        return Node("leaf", field=numbers[node.field])
     children = {}
     for name, child in node.children.items():
-        kept = child if child.kind == "leaf" else _without_leaves(child, first)
-        if kept.field < first and (kept.children or not child.children):
-            children[name] = kept
+        if child.kind != "leaf" or child.field in numbers:
+            made = renumbered(child, numbers)
+            if made.children or not child.children:
+                children[name] = made
     integers = tuple(name for name in node.integers if name in children)
     return msgspec.structs.replace(node, children=children, integers=integers)
 

@@ -21,9 +21,8 @@ import functools
 import math
 import re
 import struct
-import sys
 from array import array
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 import msgspec
 import xxhash
@@ -36,27 +35,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
     from typing_extensions import Buffer
 
-__all__ = [
-    "HAS_FIRST",
-    "HAS_LAST",
-    "LINKED",
-    "MAX_SEGMENTS",
-    "MAX_TRAJECTORIES",
-    "OPEN",
-    "RECORD_BYTES",
-    "TRUNCATED",
-    "Lane",
-    "Segment",
-    "Trajectory",
-    "pack_lanes",
-    "pack_segments",
-    "pack_trajectories",
-    "unpack_lanes",
-    "unpack_segments",
-    "unpack_trajectories",
-]
 
 #: Bytes of a block; the last one of a file may be shorter.
 BLOCK = 1 << 18
@@ -66,6 +49,7 @@ _SUM_OF_ZEROS: int = xxhash.xxh3_64_intdigest(_ZEROS)
 
 
 Sums: TypeAlias = "array[int]"
+B = TypeVar("B", "Tensor", "NDArray[np.uint8]")
 
 
 def blocks_of(nbytes: int) -> int:
@@ -133,23 +117,6 @@ def first_wrong(data: bytes | memoryview, sums: Sums, first: int) -> int | None:
         if xxhash.xxh3_64_intdigest(view[i * BLOCK : (i + 1) * BLOCK]) != sums[first + i]:
             return first + i
     return None
-
-
-def pack_sums(sums: Sums) -> bytes:
-    """Sums as they lie in a file: u64, little-endian."""
-    if sys.byteorder == "big":
-        sums = sums[:]
-        sums.byteswap()
-    return sums.tobytes()
-
-
-def unpack_sums(raw: bytes) -> Sums:
-    """Sums from a file, whose length is a multiple of 8."""
-    sums = array("Q")
-    sums.frombytes(raw)
-    if sys.byteorder == "big":
-        sums.byteswap()
-    return sums
 
 
 def wrong_block(path: Path, sums: Sums, block: int) -> documents.Problem:
@@ -257,11 +224,6 @@ class ItemsPiece(NamedTuple):
         return f"{layout.FOLDER}/items/{self.lane}-{self.leader}-{self.first}.bin"
 
 
-def pack_lanes(lanes: Iterable[Lane]) -> bytes:
-    """The table of all lanes, in their order."""
-    return b"".join(_LANE.pack(lane.next_position, lane.live_rows, lane.is_open, 0) for lane in lanes)
-
-
 def unpack_lanes(raw: Buffer, lane_length: int) -> list[Lane]:
     """The lanes in a table. Raises ``ValueError`` for one that no store has."""
     lanes = []
@@ -273,11 +235,6 @@ def unpack_lanes(raw: Buffer, lane_length: int) -> list[Lane]:
             )
         lanes.append(Lane(position, live, bool(is_open)))
     return lanes
-
-
-def pack_trajectories(trajectories: Iterable[Trajectory]) -> bytes:
-    """Records in the order given, which must be that of the table."""
-    return b"".join(_TRAJECTORY.pack(*trajectory) for trajectory in trajectories)
 
 
 def unpack_trajectories(
@@ -475,6 +432,21 @@ def segment_layout(fields: Sequence[PartField], rows: int) -> tuple[list[int], i
         offsets.append(begin)
         end = begin + rows * field.row_bytes
     return offsets, end
+
+
+def columns_in(room: B, fields: Sequence[PartField], rows: int) -> list[B]:
+    """The column of each field in the bytes of a segment or a piece: ``[rows, row_bytes]``."""
+    offsets, _ = segment_layout(fields, rows)
+    placed = zip(fields, offsets, strict=True)
+    return [room[at : at + rows * it.row_bytes].reshape(rows, it.row_bytes) for it, at in placed]
+
+
+def changed_unseen(row: int, field: PartField) -> RuntimeError:
+    """The error for a row whose bytes differ from those that an older checkpoint has of the same write."""
+    return RuntimeError(
+        f"save: row {row} of {field.key} was changed through a view since the last checkpoint, which would not have it. "
+        "Write with rb[index] = value or set_at_."
+    )
 
 
 def prefix(part: str) -> str:

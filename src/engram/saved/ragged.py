@@ -189,28 +189,20 @@ class ItemsWriter:
         self._progress(len(room))
 
     def _compare(self, rows: _LaneRows, piece: ItemsPiece, theirs: NDArray[np.uint8]) -> None:
-        still = self._numbers.copy()
-        ours = self._gathered(rows, piece, still).numpy()
+        still, n = self._numbers.copy(), piece.items
         fields = description.piece_fields(self._fields, piece.leader)
-        for field, offset in zip(fields, description.segment_layout(fields, piece.items)[0], strict=True):
-            span = slice(offset, offset + piece.items * field.row_bytes)
-            differs = (ours[span] != theirs[span]).reshape(piece.items, -1).any(1)
+        both = (self._gathered(rows, piece, still).numpy(), theirs)
+        for field, *columns in zip(fields, *(description.columns_in(room, fields, n) for room in both), strict=True):
+            differs = (columns[0] != columns[1]).any(1)
             for row, first, end in zip(rows.rows, rows.first, rows.end, strict=True):
                 if still[row] and differs[first - piece.first : end - piece.first].any():
-                    raise RuntimeError(
-                        f"save: row {row} of {field.key} was changed through a view since the last checkpoint, which would not have it. "
-                        "Write with rb[index] = value or set_at_."
-                    )
+                    raise description.changed_unseen(row, field)
 
     def _gathered(self, rows: _LaneRows, piece: ItemsPiece, numbers: NDArray[np.int64]) -> Tensor:
         """The bytes of a piece; of rows that moved meanwhile zeros, and 0 in ``numbers``."""
         fields = description.piece_fields(self._fields, piece.leader)
-        offsets, size = description.segment_layout(fields, piece.items)
-        room = torch.zeros(size, dtype=torch.uint8, device="cpu")
-        columns = [
-            room[offset : offset + piece.items * field.row_bytes].view(piece.items, field.row_bytes)
-            for field, offset in zip(fields, offsets, strict=True)
-        ]
+        room = torch.zeros(description.segment_layout(fields, piece.items)[1], dtype=torch.uint8, device="cpu")
+        columns = description.columns_in(room, fields, piece.items)
         own, places = torch.from_numpy(rows.rows), torch.from_numpy(rows.first - piece.first)
         tickets, spans = torch.from_numpy(numbers[rows.rows]), self._spans[piece.leader][own]
         moved = self._store.gather(rows.group, own, tickets, spans, columns, places)

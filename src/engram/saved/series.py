@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
     from pathlib import Path
 
-    from engram.saved.description import Sums
     from engram.saved.part_reader import PartReader
 
 LATEST = "LATEST"
@@ -469,7 +468,7 @@ class Mirror:
                 for place in range(checkpoint.manifest.world):
                     for part in checkpoint.parts(place):
                         for file, nbytes in part.files.items():
-                            known[nbytes, _bytes_of(part.listing.sums_of(file))] = part.folder, file
+                            known[nbytes, part.listing.sums_of(file).tobytes()] = part.folder, file
         return known
 
     def _copy_part(
@@ -484,7 +483,7 @@ class Mirror:
             if name not in part.files:  # the description itself: its digest is compared when the copy is opened
                 _copy_small(part.folder, name, target, nbytes)
                 continue
-            same = known.get((nbytes, _bytes_of(part.listing.sums_of(name))))
+            same = known.get((nbytes, part.listing.sums_of(name).tobytes()))
             if same is not None:
                 with disk.open_folder(same[0]) as folder:
                     if disk.link(same[1], folder, path):
@@ -495,10 +494,6 @@ class Mirror:
                     piece = memory[: min(_CHUNK, nbytes - at)]
                     part.read(name, at, piece)
                     disk.write(fd, piece, at)
-
-
-def _bytes_of(sums: Sums) -> bytes:
-    return bytes(memoryview(sums).cast("B"))
 
 
 def _copy_small(source: Path, name: str, target: Path, limit: int = MAX_BYTES) -> None:

@@ -15,23 +15,13 @@ from engram._support.tensordicts import tensordict_type
 from engram._support.words import warn
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format.layout import encode_key
-from engram.format.schema import DTYPES, INTEGER, MAX_DEPTH, Field, Node, Schema
+from engram.format.schema import DTYPES, INTEGER, MAX_DEPTH, Field, Node, Schema, renumbered
 from engram.format.strict import parse_loosely
 from engram.saved.checkpointers import DumpedPriorities, SavedStorage, rows_state
 from engram.saved.folder import Folder, convert
 from engram.saved.snapshot import bytes_of
 from engram.store.memory import DTYPE_OF
-from engram.torchrl.layouts import (
-    Count,
-    DumpedRows,
-    Leaf,
-    Shape,
-    check_bools,
-    check_key,
-    known_dtype,
-    read_tensor,
-    renumbered,
-)
+from engram.torchrl.layouts import Count, DumpedRows, Leaf, Shape, check_bools, check_key, known_dtype, read_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -11,7 +11,7 @@ import torch
 
 from engram._support.field_paths import DEFAULT_DONE_KEYS
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from engram.format.schema import DTYPES, MAX_DIMS, Field, Node, Schema, validate_key
+from engram.format.schema import DTYPES, MAX_DIMS, Field, Node, Schema, renumbered, validate_key
 from engram.saved.checkpointers import Key, Ring, rows_state, tensordicts_of
 from engram.saved.snapshot import bytes_of
 from engram.store.memory import DTYPE_OF, write_rows
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from engram.types import RowsTarget
 
 #: What TensorDict's files say of a TensorDict.
-TENSORDICT = "<class 'tensordict._td.TensorDict'>"
 MAX_ROWS = 1 << 58
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_ROWS)]
@@ -74,16 +73,6 @@ def known_dtype(dtype: str, where: str) -> str:
     if name not in DTYPES:
         raise IncompatibleCheckpoint(f"{where}: dtype {dtype!r:.100} cannot be stored. Possible: {', '.join(DTYPES)}.")
     return name
-
-
-def renumbered(node: Node, numbers: Mapping[int, int]) -> Node:
-    """The structure with other numbers of fields, without fields that have none."""
-    if node.kind == "leaf":
-        return Node("leaf", field=numbers[node.field])
-    kept = {key: it for key, it in node.children.items() if it.kind != "leaf" or it.field in numbers}
-    made = {key: (it, renumbered(it, numbers)) for key, it in kept.items()}
-    left = {key: one for key, (it, one) in made.items() if one.children or not it.children}  # of others nothing is left
-    return msgspec.structs.replace(node, children=left)
 
 
 #: What a layout notes beside the entries: whether all slots are live, the oldest slot, and sizes of the dimensions that index rows.

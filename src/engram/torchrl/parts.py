@@ -42,10 +42,6 @@ _NON_TENSOR = "<class 'tensordict.tensorclass.NonTensorData'>"
 _TAKEN = frozenset({"shape", "device", "_type", "meta.json", METADATA})
 
 
-class _Described(dict[str, object]):
-    """What ``meta.json`` says of an entry."""
-
-
 class FolderSink:
     """Writes a layout into a folder.
 
@@ -57,7 +53,7 @@ class FolderSink:
 
     def __init__(self, folder: Path, who: str, *, nested: bool) -> None:
         self._folder, self._who, self._nested = folder, who, nested
-        self._tree: dict[str, object] = {}
+        self._described: dict[Key, layout.Described] = {}
         self._lengths: tuple[Tensor, Tensor] = (torch.zeros(0), torch.zeros(0))
         self.files: list[str] = []
 
@@ -67,7 +63,7 @@ class FolderSink:
             self._lengths = steps.trajectories()
         noted = {keys.full: ring.full, keys.shift: ring.shift, layouts.SHAPE: [ring.slots, *ring.columns]}
         for name, data in noted.items():
-            self._tree[name] = _Described(type="NonTensorData")
+            self._described[name,] = layout.Described(type="NonTensorData")
             said = {"_type": _NON_TENSOR, "data": data, "_is_non_tensor": True, "_metadata": None}
             self._put(f"{layout.encode_key(name)}/meta.json", said)
 
@@ -75,13 +71,13 @@ class FolderSink:
     def column(self, key: Key, shape: torch.Size, dtype: torch.dtype, *, expanded: bool) -> Iterator[Write]:
         rows = self._steps.observations if expanded else self._ring.slots * self._ring.width
         name = self._name(key)
-        described = _Described(device="cpu", shape=[rows, *shape], dtype=str(dtype), is_nested=self._nested)
+        described = layout.Described(device="cpu", shape=[rows, *shape], dtype=str(dtype), is_nested=self._nested)
         if self._nested:
             lengths = self._lengths[expanded]
             sizes = torch.cat([lengths[:, None], torch.tensor(shape, dtype=torch.int64).repeat(len(lengths), 1)], 1)
             described["shape"] = list(sizes.shape)
             disk.put(self._made(_shape_name(name)), bytes_of(sizes.contiguous()))
-        self._node(key[:-1])[key[-1]] = described
+        self._described[key] = described
         row = shape.numel() * dtype.itemsize
         fd = disk.create(self._made(name), rows * row)
         try:
@@ -106,28 +102,10 @@ class FolderSink:
 
     def finish(self, length: int) -> None:
         """Describe what was written. ``length``: live rows."""
-        self._put_node((), self._tree)
+        shape = [len(self._lengths[0])] if self._nested else []
+        for path, raw in layout.metas(Path(), self._described, shape).items():
+            disk.put(self._made(path.as_posix()), raw)
         self._put(METADATA, {"metadata": {}, "is_pytree": False, "len": length})
-
-    def _node(self, path: Key) -> dict[str, object]:
-        node = self._tree
-        for part in path:
-            below = node.setdefault(part, {})
-            assert isinstance(below, dict)
-            node = below
-        return node
-
-    def _put_node(self, path: Key, node: dict[str, object]) -> None:
-        meta: dict[str, object] = {}
-        for key, below in node.items():
-            if isinstance(below, _Described) or not isinstance(below, dict):
-                meta[key] = below
-            else:
-                self._put_node((*path, key), below)
-                meta[key] = {"type": "TensorDict"}
-        meta["shape"] = [len(self._lengths[0])] if self._nested else []
-        meta |= {"device": "cpu", "_type": layouts.TENSORDICT}
-        self._put("/".join([*map(layout.encode_key, path), "meta.json"]), meta)
 
     def _made(self, name: str) -> Path:
         """The path of a new file."""
@@ -210,7 +188,7 @@ class FolderLeaves:
     def _read_node(self, parts: tuple[str, ...], key: Key) -> None:
         name = self._folder.name((*parts, "meta.json"))
         meta = self._folder.json((*parts, "meta.json"))
-        if meta.get("_type") != layouts.TENSORDICT:
+        if meta.get("_type") != layout.TENSORDICT:
             raise IncompatibleCheckpoint(f"{name}: expected a TensorDict, got {meta.get('_type')!s:.100}.")
         for entry, value in meta.items():
             if not isinstance(value, dict) or (not key and entry in self._reserved):
