@@ -1,7 +1,6 @@
 """Small parts, dumps and series for the tests of ``format/``: made of every kind of file there is."""
 
 import random
-import struct
 from array import array
 
 from engram.format.schema import PartField
@@ -15,6 +14,8 @@ from engram.saved.description import (
     Lane,
     Segment,
     Trajectory,
+    pack_lanes,
+    pack_trajectories,
     schema_sum,
     segment_layout,
 )
@@ -37,14 +38,6 @@ TRAJECTORIES = [
 ]
 ROWS = 27
 META = b'{"shape":[27],"device":"cpu"}'
-
-
-def pack_lanes(lanes):
-    return b"".join(struct.pack("<4q", *lane, 0) for lane in lanes)
-
-
-def pack_trajectories(trajectories):
-    return b"".join(struct.pack("<5q", *it) for it in trajectories)
 
 
 def noise(nbytes, seed=0):

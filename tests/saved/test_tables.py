@@ -4,7 +4,6 @@ from hypothesis import strategies as st
 
 from engram.saved import description
 from engram.saved.description import Lane, Segment, Trajectory
-from tests.saved.checkpoint_folders import pack_lanes, pack_trajectories
 
 u32 = st.integers(0, (1 << 32) - 1)
 big = st.integers(0, (1 << 63) - 1)
@@ -12,7 +11,7 @@ big = st.integers(0, (1 << 63) - 1)
 
 @given(st.lists(st.builds(Lane, big, st.integers(0, 50), st.booleans()), max_size=20))
 def test_lanes(lanes):
-    raw = pack_lanes(lanes)
+    raw = description.pack_lanes(lanes)
     assert len(raw) == len(lanes) * description.RECORD_BYTES["lanes"]
     assert description.unpack_lanes(raw, 50) == lanes
 
@@ -27,7 +26,7 @@ def test_trajectories(steps):
         first = ends[lane] + gap
         ends[lane] = first + length
         every.append(Trajectory(lane, first, ends[lane], t_end, flags))
-    raw = pack_trajectories(every)
+    raw = description.pack_trajectories(every)
     assert list(description.unpack_trajectories(raw, 4)) == every
     cut = len(every) // 2 * 40
     after = every[len(every) // 2 - 1] if cut else None
@@ -52,6 +51,7 @@ def test_segments(every):
 
 
 def test_records_are_little_endian():
+    assert description.pack_lanes([Lane(1, 2, True)]) == b"".join(n.to_bytes(8, "little") for n in (1, 2, 1, 0))
     raw = description.pack_segments([Segment(1, 2, 3, 4, 5, (1 << 64) - 1, 7, 1)])
     assert raw[:8] == b"\1\0\0\0\2\0\0\0"
     assert raw[32:40] == b"\xff" * 8
@@ -71,12 +71,12 @@ def test_records_are_little_endian():
 )
 def test_trajectories_that_no_store_has(wrong, says):
     with pytest.raises(ValueError, match=says):
-        list(description.unpack_trajectories(pack_trajectories([Trajectory(0, 3, 10, 0, 0), wrong]), 4))
+        list(description.unpack_trajectories(description.pack_trajectories([Trajectory(0, 3, 10, 0, 0), wrong]), 4))
 
 
 def test_trajectories_of_columns_lie_between_each_other():
     every = [Trajectory(0, 0, 8, 1, 0), Trajectory(0, 1, 7, 1, 0), Trajectory(0, 8, 10, 1, 0)]
-    raw = pack_trajectories(every)
+    raw = description.pack_trajectories(every)
     assert list(description.unpack_trajectories(raw, 1, columns=2)) == every
     with pytest.raises(ValueError, match="by lane"):
         list(description.unpack_trajectories(raw, 1))

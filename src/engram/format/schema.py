@@ -196,7 +196,9 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     @property
     def has_integers(self) -> bool:
         """Whether a key is an int, here or below."""
-        return bool(self.integers) or any(child.has_integers for child in self.children.values())
+        return b'"integers":[' in msgspec.json.encode(
+            self
+        )  # of a child called so an object follows; in texts quotes are escaped
 
     @functools.cached_property
     def keys(self) -> tuple[str | int, ...]:

@@ -41,6 +41,26 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
+__all__ = [
+    "HAS_FIRST",
+    "HAS_LAST",
+    "LINKED",
+    "MAX_SEGMENTS",
+    "MAX_TRAJECTORIES",
+    "OPEN",
+    "RECORD_BYTES",
+    "TRUNCATED",
+    "Lane",
+    "Segment",
+    "Trajectory",
+    "pack_lanes",
+    "pack_segments",
+    "pack_trajectories",
+    "unpack_lanes",
+    "unpack_segments",
+    "unpack_trajectories",
+]
+
 #: Bytes of a block; the last one of a file may be shorter.
 BLOCK = 1 << 18
 
@@ -224,6 +244,11 @@ class ItemsPiece(NamedTuple):
         return f"{layout.FOLDER}/items/{self.lane}-{self.leader}-{self.first}.bin"
 
 
+def pack_lanes(lanes: Iterable[Lane]) -> bytes:
+    """The table of all lanes, in their order."""
+    return b"".join(_LANE.pack(lane.next_position, lane.live_rows, lane.is_open, 0) for lane in lanes)
+
+
 def unpack_lanes(raw: Buffer, lane_length: int) -> list[Lane]:
     """The lanes in a table. Raises ``ValueError`` for one that no store has."""
     lanes = []
@@ -235,6 +260,11 @@ def unpack_lanes(raw: Buffer, lane_length: int) -> list[Lane]:
             )
         lanes.append(Lane(position, live, bool(is_open)))
     return lanes
+
+
+def pack_trajectories(trajectories: Iterable[Trajectory]) -> bytes:
+    """Records in the order given, which must be that of the table."""
+    return b"".join(_TRAJECTORY.pack(*trajectory) for trajectory in trajectories)
 
 
 def unpack_trajectories(

@@ -17,7 +17,7 @@ from engram.format import layout, strict
 from engram.format.files import Descriptor
 from engram.saved import description, disk, folder
 from engram.saved.description import PART, SUMS, Geometry, Part, Sums, segment_layout, wrong_block
-from engram.saved.documents import Problem, corrupt, misfits, no_file, problem_of, read_small
+from engram.saved.documents import Problem, corrupt, misfits, no_file, open_folder, problem_of, read_small
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -252,10 +252,7 @@ class PartReader(Closes):
         #: What is read does not stay in the kernel's memory, where rows are that others draw.
         self.behind = False
         self._below: tuple[str, Descriptor] | None = None
-        try:
-            self.folder_fd = disk.open_folder(folder) if folder_fd is None else folder_fd
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise corrupt(folder, "expected the folder of a part, found none") from error
+        self.folder_fd = open_folder(folder, "a part") if folder_fd is None else folder_fd
         try:
             self.listing = read_listing(folder, self.folder_fd, expected_sha256) if listing is None else listing
         except BaseException:

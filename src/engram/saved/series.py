@@ -80,7 +80,7 @@ class Series:
         contents = self._contents.get(folder.name)
         if contents is None or contents.manifest is None:
             return False
-        with contextlib.suppress(CorruptCheckpoint, OSError, KeyError), attempts.open_attempt(folder) as fd:
+        with contextlib.suppress(CorruptCheckpoint, OSError, KeyError), disk.open_folder(folder) as fd:
             raw = documents.read_small(folder, fd, documents.MANIFEST, MAX_BYTES)
             if hashlib.sha256(raw).hexdigest() == contents.sha256 and disk.have_sizes(fd, contents.sizes):
                 return True

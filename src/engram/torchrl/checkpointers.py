@@ -32,17 +32,18 @@ if TYPE_CHECKING:
 
 class _Hook:
     _kind = "flat"
+    _done: str | tuple[str, ...] = "done"
 
     def __init__(
         self,
-        done_key: str | tuple[str, ...] = "done",
+        done_key: str | tuple[str, ...] | None = None,
         shift_key: str = SHIFT,
         is_full_key: str = FULL,
         done_keys: Iterable[object] = DEFAULT_DONE_KEYS,
         reward_keys: Iterable[object] = ("reward",),
     ) -> None:
         keys = Keys.of(type(self).__name__, done_keys, reward_keys)
-        done = as_key(done_key, f"{type(self).__name__}: done_key")
+        done = as_key(self._done if done_key is None else done_key, f"{type(self).__name__}: done_key")
         self.keys = keys._replace(done=done, shift=shift_key, full=is_full_key)
 
     def layout(self, who: str) -> Layout | None:
@@ -92,19 +93,11 @@ class TED2Flat(_Hook):
     True
     """
 
-    def __init__(
-        self,
-        done_key: str | tuple[str, ...] = ("next", "done"),
-        shift_key: str = SHIFT,
-        is_full_key: str = FULL,
-        done_keys: Iterable[object] = DEFAULT_DONE_KEYS,
-        reward_keys: Iterable[object] = ("reward",),
-    ) -> None:
-        super().__init__(done_key, shift_key, is_full_key, done_keys, reward_keys)
-        #: Slot behind the one that was written last.
-        self.shift: int | None = None
-        #: Whether all slots are live.
-        self.is_full: bool | None = None
+    _done = ("next", "done")
+    #: Slot behind the one that was written last.
+    shift: int | None = None
+    #: Whether all slots are live.
+    is_full: bool | None = None
 
     def __call__(self, data: TensorDict, path: Path | None = None) -> TensorDict:
         return self._flat(data, path)[0]

@@ -245,11 +245,6 @@ class Layout(NamedTuple):
     who: str
     """What messages begin with."""
 
-    @property
-    def part(self) -> str:
-        """What a part of this layout calls itself."""
-        return _PART_OF[self.kind]
-
     def write(self, folder: Path, fields: Mapping[Key, Tensor], ring: Ring) -> list[str]:
         """Write rows into a folder that exists. Returns the names of the files. Raises as :class:`RowsWriter`; ``OSError``."""
         writer = layouts.RowsWriter(fields, ring, self.keys, f"{self.who}: dumps")
@@ -323,7 +318,7 @@ class LayoutSnapshot(SlotsSnapshot):
             RuntimeError: rows were written since. OSError: no space, or an I/O error.
         """
         laid = self._layout
-        part = PartWriter(folder, "storage", laid.part)
+        part = PartWriter(folder, "storage", _PART_OF[laid.kind])
         written = laid.write(folder, fields_of(self._store, self._ring), self._ring)
         if self._now() != self._moment:
             raise RuntimeError(f"{laid.who}: dumps: expected no writes meanwhile, got some. Save it again.")
