@@ -117,21 +117,24 @@ class Series:
         Returns:
             ``(folder, problems)``; None: there is none.
         """
-        problems: list[documents.Problem] = []
-        found: Path | None = None
-        for name in attempts.names(self.root):
-            if (at_most is not None and name.step > at_most) or str(name) in without:
-                continue
-            wrong = self.look(name)
-            if wrong is None:
-                found = self.root / str(name)
-                break
-            problems.append(wrong)
+        found, problems = self.first(
+            lambda name: (at_most is None or name.step <= at_most) and str(name) not in without
+        )
         hint, expected = self._hint(), found.name if found else None
         if at_most is None and not without and hint != expected and not self._lags(hint, found):
             what = f"expected the name of {expected or 'no checkpoint'}, got {hint!r:.100}"
             problems.append(documents.Problem(self.root / LATEST, what))
         return found, problems
+
+    def first(self, means: Callable[[attempts.Name], bool]) -> tuple[Path | None, list[documents.Problem]]:
+        """The newest whole checkpoint of those that are meant, and what is wrong with newer ones of them."""
+        problems: list[documents.Problem] = []
+        for name in filter(means, attempts.names(self.root)):
+            wrong = self.look(name)
+            if wrong is None:
+                return self.root / str(name), problems
+            problems.append(wrong)
+        return None, problems
 
     def _hint(self) -> str | None:
         try:

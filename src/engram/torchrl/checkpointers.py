@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
+import msgspec
 import torch
 
 from engram._support.field_paths import DEFAULT_DONE_KEYS
@@ -44,7 +44,7 @@ class _Hook:
     ) -> None:
         keys = Keys.of(type(self).__name__, done_keys, reward_keys)
         done = as_key(self._done if done_key is None else done_key, f"{type(self).__name__}: done_key")
-        self.keys = keys._replace(done=done, shift=shift_key, full=is_full_key)
+        self.keys = msgspec.structs.replace(keys, done=done, shift=shift_key, full=is_full_key)
 
     def layout(self, who: str) -> Layout | None:
         """The layout that the hook stands for, which is saved and loaded piece by piece; None: a class of yours calls otherwise.
@@ -271,20 +271,10 @@ class _TensorDictLeaves:
                 raise IncompatibleCheckpoint(f"{who}: {key}: expected a dtype that can be stored, got {value.dtype}.")
             own = (key,) if isinstance(key, str) else key
             self._values[own] = value
-            self.leaves[own] = LayoutLeaf(
-                DTYPE_NAMES[value.dtype], tuple(value.shape[1:]), len(value) != math.prod(shape)
-            )
+            self.leaves[own] = LayoutLeaf(DTYPE_NAMES[value.dtype], tuple(value.shape[1:]), len(value))
 
     def read(self, key: Key, first: int, n: int) -> Tensor:
         return self._values[key][first : first + n].cpu()
-
-    def check(self, steps: Steps) -> None:
-        for key, leaf in self.leaves.items():
-            if leaf.expanded and len(self._values[key]) != steps.observations:
-                raise CorruptCheckpoint(
-                    f"{self.name}: {key}: expected {steps.observations} values, as the ends of trajectories say, got "
-                    f"{len(self._values[key])}."
-                )
 
 
 class FlatStorageCheckpointer(checkpointers.TensorStorageCheckpointer):

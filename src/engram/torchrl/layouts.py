@@ -91,10 +91,10 @@ def as_key(key: object, where: str) -> Key:
     return parts
 
 
-class Keys(NamedTuple):
+class Keys(msgspec.Struct, frozen=True):
     """Entries that are not observations, as they are called at the root."""
 
-    done: Key = ("next", "done")
+    done: Annotated[Key, msgspec.Meta(min_length=1)] = ("next", "done")
     """The entry of a step that says whether its trajectory ends."""
     flags: frozenset[Key] = _FLAGS
     rewards: frozenset[Key] = _REWARDS
@@ -246,8 +246,8 @@ class LayoutLeaf(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     """Of one step."""
-    expanded: bool
-    """Whether it has next observations."""
+    rows: int
+    """Its values: more than there are slots where it has next observations."""
 
 
 class Leaves(Protocol):
@@ -269,9 +269,6 @@ class Leaves(Protocol):
 
     def read(self, key: Key, first: int, n: int) -> Tensor:
         """``n`` values of an entry, ``[n, *shape]``, from the ``first`` on. To be read only."""
-
-    def check(self, steps: Steps) -> None:
-        """Check that entries are as long as these steps say."""
 
 
 class LayoutDump:
@@ -295,13 +292,14 @@ class LayoutDump:
                 f"{leaves.name}: expected the entry {done}, a flag that says where trajectories end, got {sorted(entries)}. Name it: "
                 "done_keys=…."
             )
+        slots, width = self.ring.slots, self.ring.width
+        self.capacity = slots * width
+        expanded = {key: leaf.rows != self.capacity for key, leaf in entries.items()}
         flag = entries[done]
-        if flag.dtype != "bool" or flag.expanded or math.prod(flag.shape) != 1:
+        if flag.dtype != "bool" or expanded[done] or math.prod(flag.shape) != 1:
             raise IncompatibleCheckpoint(
                 f"{leaves.name}: {done}: expected one bool per step, got {flag.dtype} of shape {list(flag.shape)}."
             )
-        slots, width = self.ring.slots, self.ring.width
-        self.capacity = slots * width
         live = -(-leaves.length // width)
         if live != self.ring.live or (live == slots) != self.ring.full:
             raise CorruptCheckpoint(
@@ -309,11 +307,15 @@ class LayoutDump:
                 f"that slot {self.ring.shift - 1} of {slots} was written last, got {leaves.length}."
             )
         self.length = live * width
-        self._origins = origins_of({key: leaf.expanded for key, leaf in entries.items()}, keys)
+        self._origins = origins_of(expanded, keys)
         self._steps = Steps(
             self.ring, check_bools(leaves.read(done, 0, self.capacity), leaves.name).reshape(width, slots)
         )
-        leaves.check(self._steps)
+        for key, leaf in entries.items():
+            if expanded[key] and leaf.rows != self._steps.observations:
+                raise CorruptCheckpoint(
+                    f"{leaves.name}: {key}: expected {self._steps.observations} values, as the ends of trajectories say, got {leaf.rows}."
+                )
         self.fields = tuple(
             Field(key, entries[entry].dtype, entries[entry].shape) for key, (entry, _) in self._origins.items()
         )
@@ -373,7 +375,7 @@ class LayoutDump:
     def verify(self) -> None:
         """Read what can be damaged without that its size says so. Raises ``CorruptCheckpoint``."""
         for key, leaf in self._leaves.leaves.items():
-            if leaf.dtype == "bool" and not leaf.expanded:
+            if leaf.dtype == "bool" and leaf.rows == self.capacity:
                 size = max(1, math.prod(leaf.shape))
                 for first in range(0, self.capacity, step := max(1, _PIECE // size)):
                     check_bools(self._leaves.read(key, first, min(step, self.capacity - first)), f"{self.name}: {key}")

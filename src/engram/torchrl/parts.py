@@ -28,7 +28,7 @@ from engram.store.memory import DTYPE_OF
 from engram.torchrl import layouts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -169,17 +169,6 @@ class FolderLeaves:
             self._folder.read_into(bytes_of(values), parts, nbytes, first * row)
         return values
 
-    def check(self, steps: Steps) -> None:
-        for key, leaf in self.leaves.items():
-            parts, nbytes = self._files[key]
-            rows = steps.observations if leaf.expanded else self.ring.slots * self.ring.width
-            expected = rows * math.prod(leaf.shape) * DTYPES[leaf.dtype]
-            if nbytes != expected:
-                raise CorruptCheckpoint(
-                    f"{self._folder.name(parts)}: expected {expected} bytes, as {rows} values of {key} have by the ends of its "
-                    f"trajectories, got {nbytes}."
-                )
-
     def _noted(self, name: str, kind: object) -> tuple[object, object, str]:
         parts = (*self._parts, layout.encode_key(name), "meta.json")
         meta = self._folder.json(parts)
@@ -222,7 +211,7 @@ class FolderLeaves:
                 f"{self._folder.name(file)}: expected {rows * row} bytes, got {nbytes}. The file was truncated or replaced."
             )
         self._files[key] = file, nbytes
-        self.leaves[key] = layouts.LayoutLeaf(dtype, shape[1:], rows != self.ring.slots * self.ring.width)
+        self.leaves[key] = layouts.LayoutLeaf(dtype, shape[1:], rows)
 
     def _nested_shape(self, parts: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of all values of a nested tensor: those of its rows, which differ in their length only."""
@@ -244,14 +233,6 @@ class Layout(NamedTuple):
     keys: layouts.Keys
     who: str
     """What messages begin with."""
-
-    def write(self, folder: Path, fields: Mapping[Key, Tensor], ring: Ring) -> list[str]:
-        """Write rows into a folder that exists. Returns the names of the files. Raises as :class:`RowsWriter`; ``OSError``."""
-        writer = layouts.RowsWriter(fields, ring, self.keys, f"{self.who}: dumps")
-        sink = FolderSink(folder, f"{self.who}: dumps", nested=self.kind == "nested")
-        writer.write(sink)
-        sink.finish(ring.live * ring.width)
-        return sink.files
 
     def snapshot(self, storage: SavedStorage, without: IndexNames = ()) -> LayoutSnapshot:
         """What is saved, once writers wait."""
@@ -317,14 +298,17 @@ class LayoutSnapshot(SlotsSnapshot):
             IncompatibleCheckpoint: the rows are no steps that follow each other; names the row.
             RuntimeError: rows were written since. OSError: no space, or an I/O error.
         """
-        laid = self._layout
+        laid, ring, call = self._layout, self._ring, f"{self._who}: dumps"
         part = PartWriter(folder, "storage", _PART_OF[laid.kind])
-        written = laid.write(folder, fields_of(self._store, self._ring), self._ring)
+        sink = FolderSink(folder, call, nested=laid.kind == "nested")
+        layouts.RowsWriter(fields_of(self._store, ring), ring, laid.keys, call).write(sink)
+        sink.finish(ring.live * ring.width)
         if self._now() != self._moment:
-            raise RuntimeError(f"{laid.who}: dumps: expected no writes meanwhile, got some. Save it again.")
-        for below in sorted({(folder / name).parent for name in written} - {folder / layout.FOLDER}):
+            raise RuntimeError(f"{call}: expected no writes meanwhile, got some. Save it again.")
+        for below in sorted({(folder / name).parent for name in sink.files} - {folder / layout.FOLDER}):
             disk.sync_folder(below)
-        noted = {"file": "checkpoint.h5", "keys": _noted(laid.keys), **summed(folder, written)}
+        keys = msgspec.json.decode(msgspec.json.encode(laid.keys, order="sorted"))
+        noted = {"file": "checkpoint.h5", "keys": keys, **summed(folder, sink.files)}
         return self._finished(part, noted, progress)
 
     @property
@@ -360,7 +344,7 @@ def prepare_layout(storage: SavedStorage, reader: PartReader, without: Sequence[
     if not isinstance(noted, dict) or not isinstance(text, str) or not isinstance(priorities, dict):
         raise CorruptCheckpoint(f"{root}: expected what the layout notes, found nothing.")
     check_sums(reader.folder, noted)
-    keys = _keys_of(noted, root)
+    keys: layouts.Keys = convert(noted.get("keys"), layouts.Keys, root)
     dump = Layout(_KIND_OF[reader.type], keys, "loads").open(reader.folder)
     try:
         schema = schemas.decode(text.encode(), root)
@@ -372,31 +356,3 @@ def prepare_layout(storage: SavedStorage, reader: PartReader, without: Sequence[
         raise CorruptCheckpoint(f"{root}: expected the rows of its schema, got others.")
     kept = {name: it for name, it in priorities.items() if name not in without}
     return storage.prepare_rows({**state, "priorities": kept}, layouts.DumpedRows(dump, schema))
-
-
-class _NotedKeys(msgspec.Struct):
-    """What a state says of the entries."""
-
-    done: tuple[str, ...]
-    flags: list[tuple[str, ...]]
-    rewards: list[tuple[str, ...]]
-    shift: str
-    full: str
-
-
-def _noted(keys: layouts.Keys) -> dict[str, object]:
-    """Keys, as a state has them."""
-    lists = {
-        "done": list(keys.done),
-        "flags": sorted(map(list, keys.flags)),
-        "rewards": sorted(map(list, keys.rewards)),
-    }
-    return {**lists, "shift": keys.shift, "full": keys.full}
-
-
-def _keys_of(noted: Mapping[str, object], root: str) -> layouts.Keys:
-    """The keys that a state notes. Raises ``CorruptCheckpoint``: it notes none."""
-    found: _NotedKeys = convert(noted.get("keys"), _NotedKeys, root)
-    if not found.done:
-        raise CorruptCheckpoint(f"{root}: expected the key of the flag that ends trajectories, got none.")
-    return layouts.Keys(found.done, frozenset(found.flags), frozenset(found.rewards), found.shift, found.full)
