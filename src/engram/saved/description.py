@@ -22,7 +22,7 @@ import math
 import re
 import struct
 from array import array
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, TypeAlias, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
 import xxhash
@@ -35,11 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    import numpy as np
-    from numpy.typing import NDArray
-    from torch import Tensor
     from typing_extensions import Buffer
-
 
 __all__ = [
     "HAS_FIRST",
@@ -69,7 +65,6 @@ _SUM_OF_ZEROS: int = xxhash.xxh3_64_intdigest(_ZEROS)
 
 
 Sums: TypeAlias = "array[int]"
-B = TypeVar("B", "Tensor", "NDArray[np.uint8]")
 
 
 def blocks_of(nbytes: int) -> int:
@@ -462,21 +457,6 @@ def segment_layout(fields: Sequence[PartField], rows: int) -> tuple[list[int], i
         offsets.append(begin)
         end = begin + rows * field.row_bytes
     return offsets, end
-
-
-def columns_in(room: B, fields: Sequence[PartField], rows: int) -> list[B]:
-    """The column of each field in the bytes of a segment or a piece: ``[rows, row_bytes]``."""
-    offsets, _ = segment_layout(fields, rows)
-    placed = zip(fields, offsets, strict=True)
-    return [room[at : at + rows * it.row_bytes].reshape(rows, it.row_bytes) for it, at in placed]
-
-
-def changed_unseen(row: int, field: PartField) -> RuntimeError:
-    """The error for a row whose bytes differ from those that an older checkpoint has of the same write."""
-    return RuntimeError(
-        f"save: row {row} of {field.key} was changed through a view since the last checkpoint, which would not have it. "
-        "Write with rb[index] = value or set_at_."
-    )
 
 
 def prefix(part: str) -> str:

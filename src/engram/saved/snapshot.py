@@ -22,17 +22,7 @@ from engram.errors import CorruptStore
 from engram.format import layout
 from engram.format.files import Descriptor
 from engram.saved import disk, ragged
-from engram.saved.description import (
-    NO_SCHEMA,
-    OPEN,
-    Segment,
-    changed_unseen,
-    columns_in,
-    schema_sum,
-    segment_layout,
-    spans_name,
-    with_tickets,
-)
+from engram.saved.description import NO_SCHEMA, OPEN, Segment, schema_sum, segment_layout, spans_name, with_tickets
 from engram.saved.documents import Count, Cut, ShardRows, Totals
 from engram.saved.part_writer import PartInfo, PartWriter
 from engram.saved.parts import Parts, Preparation, described_state, write_part
@@ -362,10 +352,10 @@ class _SegmentRoom:
 def _compare(reader: _SegmentRoom, it: Segment, numbers: Ints, parent: PartReader) -> None:
     still, fields = numbers.copy(), parent.schema or ()
     both = (np.frombuffer(raw, np.uint8) for raw in (reader.copied(it, still), parent.read_all(it.name)))
-    for field, *columns in zip(fields, *(columns_in(room, fields, it.rows) for room in both), strict=True):
+    for field, *columns in zip(fields, *(ragged.columns_in(room, fields, it.rows) for room in both), strict=True):
         differs = (columns[0] != columns[1]).any(1) & (still != 0)
         if differs.any():
-            raise changed_unseen(it.first_row + int(differs.argmax()), field)
+            raise ragged.changed_unseen(it.first_row + int(differs.argmax()), field)
 
 
 class WholeSnapshot(NamedTuple):
