@@ -2,7 +2,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engram.saved.description import BLOCK, Summing, blocks_of, first_wrong, pack_sums, unpack_sums
+from engram.saved.description import BLOCK, Summing, blocks_of, first_wrong
 
 
 def oracle(raw):
@@ -27,7 +27,6 @@ def test_pieces_and_zeros_in_any_order(pieces):
     sums = summing.done()
     assert list(sums) == oracle(raw)
     assert len(sums) == blocks_of(len(raw))
-    assert unpack_sums(pack_sums(sums)) == sums
     assert first_wrong(raw, sums, 0) is None
     for at in {0, len(raw) // 2, len(raw) - 1} if raw else ():
         wrong = bytearray(raw)
@@ -38,7 +37,7 @@ def test_pieces_and_zeros_in_any_order(pieces):
 def test_sums_are_xxh3_in_little_endian():
     summing = Summing()
     summing.update(b"abc")
-    assert pack_sums(summing.done()) == xxhash.xxh3_64_digest(b"abc")[::-1]
+    assert summing.done().tobytes() == xxhash.xxh3_64_digest(b"abc")[::-1]
 
 
 def test_a_piece_from_the_middle_is_compared_with_its_own_sums():

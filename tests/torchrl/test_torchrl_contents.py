@@ -188,22 +188,6 @@ def test_rows_of_every_dtype(tmp_path, dtype):
     dump.read_rows(("x",), piece[:0], first=7)
 
 
-def test_rows_that_are_asked_for_wrongly(plain):
-    dump = quietly_read(plain)
-    for key, out, first, kind in [
-        (("x",), torch.empty(1, 3), 0, KeyError),
-        (("obs",), torch.empty(1, 3, dtype=torch.float64), 0, ValueError),
-        (("obs",), torch.empty(1, 4), 0, ValueError),
-        (("obs",), torch.empty(()), 0, ValueError),
-        (("obs",), torch.empty(3, 1).t().expand(2, 3), 0, ValueError),
-        (("obs",), torch.empty(7, 3), 0, ValueError),
-        (("obs",), torch.empty(1, 3), 6, ValueError),
-        (("obs",), torch.empty(1, 3), -1, ValueError),
-    ]:
-        with pytest.raises(kind, match="expected"):
-            dump.read_rows(key, out, first)
-
-
 def test_a_file_that_changes_after_it_was_checked(plain):
     dump = quietly_read(plain)
     os.truncate(plain / "storage" / "obs.memmap", 119)

@@ -343,16 +343,16 @@ class Wanted(NamedTuple):
                 path, problems = self._replace(name=None).find(series)
                 warn(f"restore: {path.name} is loaded, as: {str(error).removeprefix('restore: ')}")
                 return path, problems
-        if self.is_open and not self.partial:
-            return self._newest(series)
-        meant = [path for name in attempts.names(self.root) if self._means(name, path := self.root / str(name))]
         if self.partial:
-            for path in meant:
-                if series.look(path.name) is None or attempts.is_partial(path):
-                    return path, []
+            for name in filter(self._means, attempts.names(self.root)):
+                if series.look(name) is None or attempts.is_partial(self.root / str(name)):
+                    return self.root / str(name), []
         if self.is_open:
             return self._newest(series)
-        if not meant:
+        found, passed_over = series.first(self._means)
+        if found is not None:
+            return found, passed_over
+        if not passed_over:
             named = (
                 f"called {self.name!r}, found none"
                 if self.name
@@ -361,12 +361,6 @@ class Wanted(NamedTuple):
                 else f"of step {self.step}, found none at all. Call save(step) first"
             )
             raise FileNotFoundError(f"restore: {self.root}: expected a checkpoint {named}.")
-        passed_over: list[documents.Problem] = []
-        for path in meant:
-            wrong = series.look(path.name)
-            if wrong is None:
-                return path, passed_over
-            passed_over.append(wrong)
         if self.name is not None:
             raise documents.corrupt(*passed_over[0])
         raise self._none(
@@ -381,13 +375,13 @@ class Wanted(NamedTuple):
             return FileNotFoundError(f"{why} There is none yet, as no save has come to its end. Call save(step) first.")
         return CorruptCheckpoint(why)
 
-    def _means(self, name: attempts.Name, path: Path) -> bool:
+    def _means(self, name: attempts.Name) -> bool:
         """Whether that one will do, as far as its name says."""
         return (
             self.step in (None, name.step)
             and self.name in (None, str(name))
             and (self.at_most is None or name.step <= self.at_most)
-            and all(path != problem.path for problem in self.damaged)
+            and all(str(name) != problem.path.name for problem in self.damaged)
         )
 
     def _steps(self) -> list[int]:

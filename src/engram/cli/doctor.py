@@ -72,6 +72,11 @@ class Finding(NamedTuple):
     """What to do."""
 
 
+def noted(name: str, value: str, advice: str = "") -> Finding:
+    """A finding that is a note where there is advice."""
+    return Finding(name, value, "note" if advice else "ok", advice)
+
+
 def findings(directory: Path | None = None, *, load: bool = False) -> list[Finding]:
     """What was found, in the order to show it.
 
@@ -116,20 +121,15 @@ def file_system(directory: Path, mounts: Iterable[str]) -> Finding:
         if real.is_relative_to(point) and len(point.parts) >= longest:
             kind, where, longest = after.split()[0], str(point), len(point.parts)
     value = f"{kind} at {where}, {_free(str(directory))}"
+    advice = ""
     if _NETWORK.search(kind):
-        return Finding(
-            "file system",
-            f"{value}: on another machine",
-            "note",
-            "Checkpoints and dumps may lie here. A live store may not: put it on a local disk or in /dev/shm.",
-        )
-    if kind in ("overlay", "aufs"):
-        return Finding(
-            "file system", value, "note", "A container's own layer ends with it: mount a volume for what is to stay."
-        )
-    if kind in ("tmpfs", "ramfs"):
-        return Finding("file system", value, "note", "This is memory: a store here survives processes, but no restart.")
-    return Finding("file system", value)
+        value += ": on another machine"
+        advice = "Checkpoints and dumps may lie here. A live store may not: put it on a local disk or in /dev/shm."
+    elif kind in ("overlay", "aufs"):
+        advice = "A container's own layer ends with it: mount a volume for what is to stay."
+    elif kind in ("tmpfs", "ramfs"):
+        advice = "This is memory: a store here survives processes, but no restart."
+    return noted("file system", value, advice)
 
 
 def _torch() -> Finding:
@@ -159,7 +159,7 @@ def _gpu(
     unused: str = "seen, not tried", advice: str = "engram doctor --load says what it can do, and how fast."
 ) -> Finding:
     """As the system sees it: torch takes seconds to load."""
-    return Finding("GPU", unused, "note", advice) if _NVIDIA.exists() else Finding("GPU", "no CUDA device")
+    return noted("GPU", unused, advice) if _NVIDIA.exists() else noted("GPU", "no CUDA device")
 
 
 def _loaded_gpu() -> list[Finding]:
@@ -218,34 +218,29 @@ def _shared_memory(place: Path) -> Finding:
     try:
         usage = shutil.disk_usage(place)
     except OSError:
-        advice = "share() writes to the folder for temporary files instead."
-        return Finding("shared memory", f"{place} is not there", "note", advice)
-    value = f"{_of(usage.free, usage.total)} in {place}"
-    if not os.access(place, os.W_OK | os.X_OK):
-        return Finding(
-            "shared memory", f"{value}, no permission to write", "note", "share() uses the temporary folder instead."
+        return noted(
+            "shared memory", f"{place} is not there", "share() writes to the folder for temporary files instead."
         )
-    if usage.free < _LEAST_SHARED:
+    value, advice = f"{_of(usage.free, usage.total)} in {place}", ""
+    if not os.access(place, os.W_OK | os.X_OK):
+        value, advice = f"{value}, no permission to write", "share() uses the temporary folder instead."
+    elif usage.free < _LEAST_SHARED:
         advice = "share() fails when it is full. In a container: docker run --shm-size=8g; else: mount -o remount,size=8G /dev/shm"
-        return Finding("shared memory", value, "note", advice)
-    return Finding("shared memory", value)
+    return noted("shared memory", value, advice)
 
 
 def _huge_pages(setting: Path) -> Finding:
     said = next(iter(_lines(setting)), "unknown").strip()
-    if "[never]" in said:
-        advice = f"Large buffers in memory are sampled faster with them: echo madvise > {setting}"
-        return Finding("huge pages", said, "note", advice)
-    return Finding("huge pages", said)
+    advice = f"Large buffers in memory are sampled faster with them: echo madvise > {setting}"
+    return noted("huge pages", said, advice if "[never]" in said else "")
 
 
 def _memory_locks(soft: int, hard: int, cards: Path = _RDMA) -> Finding:
     """Engram locks no memory. Drivers of some network cards do, if there are such ``cards``."""
-    value = "unlimited" if soft == resource.RLIM_INFINITY else f"{format_size(soft)} of {_limit(hard)}"
+    value, advice = "unlimited" if soft == resource.RLIM_INFINITY else f"{format_size(soft)} of {_limit(hard)}", ""
     if soft != resource.RLIM_INFINITY and soft < 64 << 20 and cards.is_dir() and any(cards.iterdir()):
         advice = "Drivers of network cards that read memory directly (RDMA) lock what they read: ulimit -l unlimited"
-        return Finding("memory locks", value, "note", advice)
-    return Finding("memory locks", value)
+    return noted("memory locks", value, advice)
 
 
 def _limit(value: int) -> str:
@@ -253,20 +248,18 @@ def _limit(value: int) -> str:
 
 
 def _open_files(soft: int, hard: int) -> Finding:
-    value = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft}"
-    if soft != resource.RLIM_INFINITY and soft < _LEAST_FILES:
-        advice = f"A store takes one for each field: ulimit -n {_LEAST_FILES}"
-        return Finding("open files", f"{value} of {hard}", "note", advice)
-    return Finding("open files", value)
+    if soft == resource.RLIM_INFINITY:
+        return noted("open files", "unlimited")
+    if soft >= _LEAST_FILES:
+        return noted("open files", f"{soft}")
+    return noted("open files", f"{soft} of {hard}", f"A store takes one for each field: ulimit -n {_LEAST_FILES}")
 
 
 def _extra(name: str, package: str, use: str) -> Finding:
     try:
-        return Finding(f"extra {name}", f"{package} {version(package)}")
+        return noted(f"extra {name}", f"{package} {version(package)}")
     except PackageNotFoundError:
-        return Finding(
-            f"extra {name}", f"{package} is not installed", "note", f'For {use}: pip install "engram-replay[{name}]"'
-        )
+        return noted(f"extra {name}", f"{package} is not installed", f'For {use}: pip install "engram-replay[{name}]"')
 
 
 def _lines(path: str | Path) -> list[str]:

@@ -15,7 +15,7 @@ import torch
 
 from engram._support.words import format_share, format_size
 from engram.buffer.replay_buffer import ReplayBuffer
-from engram.cli.doctor import SHARED, Finding
+from engram.cli.doctor import SHARED, Finding, noted
 from engram.device.loader import DeviceLoader
 from engram.storages import LazyTensorStorage
 from engram.store.device.registry import NotRegistered, Registry
@@ -54,7 +54,7 @@ def gpu_findings(accelerator: Accelerator, name: str) -> Iterator[Finding]:
     for transport in ("direct", "block") if obstacle is None else ("block",):
         yield from _batches(accelerator, transport, pinned)
     slow = "Cards in full slots reach 12 GB/s and more: nvidia-smi -q has the width of the link." * (pinned < 8e9)
-    yield Finding("GPU copies", f"{format_size(round(pinned))}/s of pinned memory", "note" if slow else "ok", slow)
+    yield noted("GPU copies", f"{format_size(round(pinned))}/s of pinned memory", slow)
 
 
 def _registrations(accelerator: Accelerator) -> Iterator[Finding]:
@@ -78,7 +78,7 @@ def _registrations(accelerator: Accelerator) -> Iterator[Finding]:
                 )
         except (NotRegistered, OSError) as error:
             value = f"no: {error}" if advice else "no, as expected: the host copies their rows"
-            yield Finding(kind, value, "note" if advice else "ok", advice)
+            yield noted(kind, value, advice)
 
 
 def _batches(accelerator: Accelerator, transport: str, pinned: float) -> Iterator[Finding]:
@@ -106,9 +106,7 @@ def _batches(accelerator: Accelerator, transport: str, pinned: float) -> Iterato
     part, what = speed / pinned, f"one pinned copy ({BATCH} rows of {format_size(ROW_BYTES)})"
     faster = 'transport="block" may be: the line below.' if is_direct else "engram.set_num_threads(n) gathers faster."
     slow = f"The copies could be faster. {faster}" * (part < 0.5)
-    yield Finding(
-        name, f"{format_size(round(speed))}/s, {format_share(part)} of {what}", "note" if slow else "ok", slow
-    )
+    yield noted(name, f"{format_size(round(speed))}/s, {format_share(part)} of {what}", slow)
 
 
 def _rows(first: int) -> dict[str, torch.Tensor]:

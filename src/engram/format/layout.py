@@ -28,19 +28,18 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from engram._support.field_paths import nested
 from engram.format.schema import DTYPES, Column, Field, Schema
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    _Level = dict[str, "Field | _Level"]
+    from collections.abc import Iterable, Mapping
 
 FOLDER = ".engram"
 #: Key of the only field of rows that are tensors.
 SINGLE = "_-single-tensor-_"
+TENSORDICT = "<class 'tensordict._td.TensorDict'>"
 STORE = "store.json"
 CONTROL = "control"
 TICKETS = "tickets"
@@ -219,24 +218,32 @@ def is_series(root: Path) -> bool:
 
 def meta_files(directory: Path, schema: Schema) -> dict[Path, bytes]:
     """TensorDict's ``meta.json`` of every level."""
-    group = group_of(schema)
+    group, rows = group_of(schema), schema.capacity
     apart = group.offsets if group else ()
-    shown = {it.key: it for number, it in enumerate(schema.fields) if number not in apart and it.ragged is None}
+    shown = {
+        it.key: Described(device="cpu", shape=[rows, *it.shape], dtype=f"torch.{it.dtype}", is_nested=False)
+        for number, it in enumerate(schema.fields)
+        if number not in apart and it.ragged is None
+    }
+    return metas(directory, shown, [rows])
+
+
+class Described(dict[str, object]):
+    """What TensorDict's ``meta.json`` says of an entry."""
+
+
+def metas(directory: Path, entries: Mapping[tuple[str, ...], Described], shape: list[int]) -> dict[Path, bytes]:
+    """TensorDict's ``meta.json`` of every level above entries, whose batch has that shape."""
     files: dict[Path, bytes] = {}
-    _add_level(directory, cast("_Level", nested(shown)), schema.capacity, files)
+    _add_level(directory, nested(entries), shape, files)
     return files
 
 
-def _add_level(folder: Path, level: _Level, capacity: int, files: dict[Path, bytes]) -> None:
-    meta: dict[str, object] = {}
+def _add_level(folder: Path, level: Mapping[str, object], shape: list[int], files: dict[Path, bytes]) -> None:
+    meta = dict(level)
     for key, value in level.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and not isinstance(value, Described):
             meta[key] = {"type": "TensorDict"}
-            _add_level(folder / encode_key(key), value, capacity, files)
-        else:
-            shape = [capacity, *value.shape]
-            meta[key] = {"device": "cpu", "shape": shape, "dtype": f"torch.{value.dtype}", "is_nested": False}
-    meta["shape"] = [capacity]
-    meta["device"] = "cpu"
-    meta["_type"] = "<class 'tensordict._td.TensorDict'>"
+            _add_level(folder / encode_key(key), value, shape, files)
+    meta |= {"shape": shape, "device": "cpu", "_type": TENSORDICT}
     files[folder / "meta.json"] = json.dumps(meta, ensure_ascii=False).encode()

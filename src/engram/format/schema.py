@@ -21,7 +21,7 @@ from engram.errors import CorruptStore, IncompatibleStore
 from engram.format import strict
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 FORMAT = "engram.store"
 VERSION = (2, 0)
@@ -196,7 +196,9 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     @property
     def has_integers(self) -> bool:
         """Whether a key is an int, here or below."""
-        return bool(self.integers) or any(child.has_integers for child in self.children.values())
+        return b'"integers":[' in msgspec.json.encode(
+            self
+        )  # of a child called so an object follows; in texts quotes are escaped
 
     @functools.cached_property
     def keys(self) -> tuple[str | int, ...]:
@@ -290,7 +292,8 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
 
     def until(self, number: int) -> Schema:
         """The schema as it was before that field was added, and those behind it."""
-        structure, added = _without_leaves(self.structure, number), self.added[: number - self.first_fields]
+        structure = renumbered(self.structure, {n: n for n in range(number)})
+        added = self.added[: number - self.first_fields]
         return msgspec.structs.replace(self, fields=self.fields[:number], structure=structure, added=added)
 
     def validate(self) -> None:
@@ -386,13 +389,16 @@ def _with_leaf(node: Node, root: Node, key: tuple[str, ...], at: int, number: in
     return msgspec.structs.replace(node, children={**node.children, name: child})
 
 
-def _without_leaves(node: Node, first: int) -> Node:
-    """A node without the leaves of fields from ``first`` on, and without containers that hold nothing else."""
+def renumbered(node: Node, numbers: Mapping[int, int]) -> Node:
+    """The structure with other numbers of fields, without fields that have none, and without nodes of which nothing is left."""
+    if node.kind == "leaf":
+        return Node("leaf", field=numbers[node.field])
     children = {}
     for name, child in node.children.items():
-        kept = child if child.kind == "leaf" else _without_leaves(child, first)
-        if kept.field < first and (kept.children or not child.children):
-            children[name] = kept
+        if child.kind != "leaf" or child.field in numbers:
+            made = renumbered(child, numbers)
+            if made.children or not child.children:
+                children[name] = made
     integers = tuple(name for name in node.integers if name in children)
     return msgspec.structs.replace(node, children=children, integers=integers)
 
@@ -578,24 +584,13 @@ def _listed(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
-def encode(value: msgspec.Struct) -> bytes:
+def encode(schema: Schema) -> bytes:
     """JSON without spaces. Entries keep their order, since that of children is significant. Equal values have equal bytes."""
-    entries = msgspec.to_builtins(value)
-    if isinstance(value, Schema):
-        del entries["grouped"]
-        if value.added:
-            entries["version"] = ADDED_VERSION
-        else:
-            del entries["added"]
-    text = _dumped(entries)
-    # Hardly any has such keys: the text says so sooner than its nodes.
-    if '"integers"' in text and isinstance(value, Schema) and value.structure.has_integers:
-        entries["version"] = INTEGERS_VERSION
-        text = _dumped(entries)
-    if '"ragged":{' in text and isinstance(value, Schema) and value.ragged:
-        entries["version"] = RAGGED_VERSION
-        text = _dumped(entries)
-    return text.encode()
+    entries = msgspec.to_builtins(schema) | {"version": _version_of(schema, VERSION)}
+    del entries["grouped"]
+    if not schema.added:
+        del entries["added"]
+    return _dumped(entries).encode()
 
 
 def encode_store(schema: Schema, *, earlier: bool = False) -> bytes:
@@ -604,11 +599,8 @@ def encode_store(schema: Schema, *, earlier: bool = False) -> bytes:
     ``earlier``: as it was before version 2.4.
     """
     version = RAGGED_VERSION if schema.ragged else WRITES_VERSION
-    if earlier and version == WRITES_VERSION:
-        if not schema.grouped and not schema.added:
-            return encode(schema)
-        version = ADDED_VERSION if schema.added else GROUPED_VERSION
-        version = INTEGERS_VERSION if schema.structure.has_integers else version
+    if earlier:
+        version = _version_of(schema, GROUPED_VERSION if schema.grouped else VERSION)
     entries = msgspec.to_builtins(schema) | {"version": version}
     if not schema.grouped:
         del entries["grouped"]
@@ -617,6 +609,15 @@ def encode_store(schema: Schema, *, earlier: bool = False) -> bytes:
     else:
         del entries["added"]
     return _dumped(entries).encode()
+
+
+def _version_of(schema: Schema, first: tuple[int, int]) -> tuple[int, int]:
+    """The first version that has what a description says; ``first`` where that is nothing special."""
+    if schema.ragged:
+        return RAGGED_VERSION
+    if schema.structure.has_integers:
+        return INTEGERS_VERSION
+    return ADDED_VERSION if schema.added else first
 
 
 def _sum_of(entries: dict[str, object]) -> str:

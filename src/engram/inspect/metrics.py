@@ -43,15 +43,19 @@ class Metric(NamedTuple):
     stats: str | Mapping[str, str]
     """The number in ``stats()``; or by the value of ``label`` several."""
     label: str = ""
-    unit: str = ""
-    """Which the name ends with."""
+
+    @property
+    def unit(self) -> str:
+        """With which the name ends."""
+        last = self.name.rpartition("_")[2]
+        return last if last in ("bytes", "seconds") else ""
 
 
 _gauge, _counter = functools.partial(Metric, "gauge"), functools.partial(Metric, "counter")
 METRICS = (
     _gauge("rows", "Live rows.", "size"),
     _gauge("capacity_rows", "Rows that fit.", "capacity"),
-    _gauge("memory_bytes", "Memory or disk that the rows take.", "bytes", unit="bytes"),
+    _gauge("memory_bytes", "Memory or disk that the rows take.", "bytes"),
     _gauge("lanes", "Rings that the storage is divided into.", "lanes"),
     _counter("inserted_rows", "Rows written since the buffer was emptied, by all processes.", "write_count"),
     _counter("sampled_rows", "Rows sampled since the buffer was emptied or loaded, by all processes.", "sample_count"),
@@ -73,7 +77,6 @@ METRICS = (
         "Rows, tickets and indexes, when all rows are written.",
         {"ram": "bytes_ram", "disk": "bytes_disk"},
         "where",
-        "bytes",
     ),
     _gauge(
         "age_writes",
@@ -92,7 +95,7 @@ METRICS = (
     _gauge(
         "priority_effective_rows", "The number of equally likely rows that draws are as diverse as.", "priority_ess"
     ),
-    _gauge("checkpoint_age_seconds", "Since a Checkpointer saved the rows.", "checkpoint_age_s", unit="seconds"),
+    _gauge("checkpoint_age_seconds", "Since a Checkpointer saved the rows.", "checkpoint_age_s"),
     _gauge("drawable_rows", "Rows that a ConsumingSampler or a FilteredSampler can draw now.", "drawable_rows"),
     _gauge("groups", "Groups of rows that a PromptGroupSampler draws from.", "groups"),
     _counter("starved_draws", "Draws that found too few complete groups, or too few rows.", "starved_draws"),
@@ -129,7 +132,6 @@ METRICS = (
         "Bytes that these moved.",
         {"read": "file_bytes_read", "write": "file_bytes_written"},
         "way",
-        "bytes",
     ),
     _gauge("limit_ratio", "Samples per insert that SamplesPerInsert asks for; 0: no such limit.", "limit_ratio"),
     _gauge("limit_min_rows", "Live rows before the first is sampled.", "limit_min_size"),
@@ -146,11 +148,7 @@ METRICS = (
     _gauge("in_flight_rows", "Rows inserted and not used up, for MaxInFlight.", "limit_in_flight"),
     _counter("waits", "Calls that a limit made wait.", {"insert": "insert_waits", "sample": "sample_waits"}, "call"),
     _counter(
-        "waited_seconds",
-        "How long they waited.",
-        {"insert": "insert_waited_s", "sample": "sample_waited_s"},
-        "call",
-        "seconds",
+        "waited_seconds", "How long they waited.", {"insert": "insert_waited_s", "sample": "sample_waited_s"}, "call"
     ),
     _gauge("waiting", "Calls that wait now.", {"insert": "inserts_waiting", "sample": "samples_waiting"}, "call"),
     _gauge("stores", "Stores of a fleet.", {"all": "shards", "missing": "shards_missing"}, "which"),
@@ -158,9 +156,9 @@ METRICS = (
     _counter("lost_stores", "How often a store was gone.", "stores_lost"),
     _gauge("imbalance", "The largest mass of a store, over the mean of all.", "imbalance"),
     _counter("requests", "Parts of batches that stores were asked for.", "requests"),
-    _counter("request_wait_seconds", "How long their answers were waited for.", "request_waited_s", unit="seconds"),
+    _counter("request_wait_seconds", "How long their answers were waited for.", "request_waited_s"),
     _gauge("followed_step", "Step of the checkpoint that the buffer follows.", "followed_step"),
-    _gauge("followed_age_seconds", "Its age.", "followed_age", unit="seconds"),
+    _gauge("followed_age_seconds", "Its age.", "followed_age"),
     _gauge("followed_damaged", "Damaged checkpoints that were passed over.", "followed_damaged"),
 )
 

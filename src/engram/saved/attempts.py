@@ -13,7 +13,7 @@ import re
 import secrets
 from typing import TYPE_CHECKING, NamedTuple
 
-from engram.format import files, strict
+from engram.format import strict
 from engram.format.schema import field_differences
 from engram.saved import disk, documents
 from engram.saved.checkpoints import Checkpoint, Contents, Vote, manifest_of, read_shard, shard_of, sync_parts
@@ -176,7 +176,7 @@ def read_attempt(folder: Path, contents: Contents | None = None) -> Attempt:
     """
     if contents is not None and contents.attempt is not None:
         return contents.attempt
-    with open_attempt(folder) as fd:
+    with documents.open_folder(folder, "an attempt") as fd:
         attempt = documents.read(folder, fd, documents.ATTEMPT, Attempt)
     if attempt.name != folder.name or not 1 <= attempt.world <= documents.MAX_RANKS:
         raise corrupt(folder / documents.ATTEMPT, f"expected the attempt {folder.name}, got {attempt.name!r:.100}")
@@ -263,7 +263,7 @@ def votes(folder: Path, attempt: Attempt | None = None, contents: Contents | Non
     """
     attempt = read_attempt(folder, contents) if attempt is None else attempt
     contents = contents or Contents()
-    with open_attempt(folder) as fd:
+    with documents.open_folder(folder, "an attempt") as fd:
         return [_vote(folder, fd, attempt, rank, contents) for rank in range(attempt.world)]
 
 
@@ -303,7 +303,7 @@ def decision(folder: Path) -> Manifest | None:
         disk.look_again(folder)
         if not os.path.lexists(path):
             return None
-    with open_attempt(folder) as fd:
+    with documents.open_folder(folder, "an attempt") as fd:
         return Manifest.decode(documents.read_small(folder, fd, documents.MANIFEST, strict.MAX_BYTES), path)
 
 
@@ -377,13 +377,6 @@ def _unlike(folder: Path, world: int, by_schema: Mapping[str, Sequence[int]]) ->
         f"{name}, beside {first}: {', '.join(field_differences(fields[0], theirs)) or 'their sums differ'}"
         for theirs, (name, _) in zip(fields[1:], alike[1:], strict=True)
     )
-
-
-def open_attempt(folder: Path) -> files.Descriptor:
-    try:
-        return disk.open_folder(folder)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise corrupt(folder, "expected the folder of an attempt, found none") from error
 
 
 def names(root: Path) -> list[Name]:

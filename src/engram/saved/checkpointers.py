@@ -349,25 +349,16 @@ def check_hook(hook: SaveHook | LoadHook, kind: str, who: str) -> None:
         ) from error
 
 
-def saved_by(hook: SaveHook, data: TensorDict, path: Path, who: str) -> TensorDict:
-    """What a save hook makes of rows. Raises what it raises, with a note that names it; ``TypeError``: no TensorDict."""
-    with raised_by_the_user(f"Raised by the save hook {hook!r:.80} of {who}."):
-        return _checked(hook(data, path=path), f"{who}: dumps", hook)
-
-
-def loaded_by(hook: LoadHook, data: TensorDict, where: str) -> TensorDict:
-    """What a load hook makes of what was saved. Raises as :func:`saved_by`."""
-    with raised_by_the_user(f"Raised by the load hook {hook!r:.80}."):
-        return _checked(hook(data, out=None), f"{where}: load", hook)
-
-
-def _checked(data: TensorDict, call: str, hook: SaveHook | LoadHook) -> TensorDict:
-    if not isinstance(data, tensordict_type()):
-        raise TypeError(
-            f"{call}: expected a TensorDict from {hook!r:.80}, got {type(data).__name__}. Return one from it, also where the hook changes "
-            "the data in place."
-        )
-    return data
+def applied(hook: Callable[..., object], data: TensorDict, call: str, **keyword: object) -> TensorDict:
+    """What a hook makes of rows. Raises what it raises, with a note that names it; ``TypeError``: no TensorDict."""
+    with raised_by_the_user(f"Raised by the hook {hook!r:.80} of {call}."):
+        found = hook(data, **keyword)
+        if not isinstance(found, tensordict_type()):
+            raise TypeError(
+                f"{call}: expected a TensorDict from {hook!r:.80}, got {type(found).__name__}. Return one from it, also where the hook "
+                "changes the data in place."
+            )
+    return cast("TensorDict", found)
 
 
 class SaveHook(Protocol):
@@ -464,7 +455,7 @@ class HookedSnapshot(SlotsSnapshot):
         for hook in self._hooks:
             if isinstance(hook, _Timed):
                 hook.shift, hook.is_full = ring.shift, ring.full
-            data = saved_by(hook, data, folder, self._who)
+            data = applied(hook, data, f"{self._who}: dumps", path=folder)
         if holds and not _has_elements(data):
             names = ", ".join(f"{hook!r:.80}" for hook in self._hooks)
             raise ValueError(
@@ -529,7 +520,7 @@ def prepare_hooked(
         raise CorruptCheckpoint(f"{folder / METADATA}: expected the number of rows, got {length!r:.40}.")
     data = tensordict_type().load_memmap(folder)
     for hook in hooks:
-        data = loaded_by(hook, data, str(folder))
+        data = applied(hook, data, f"{folder}: load", out=None)
     return prepare_rows_of(storage, data, length, str(folder), state, without)
 
 

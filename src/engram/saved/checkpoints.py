@@ -158,10 +158,7 @@ class Checkpoint(Closes):
         #: Called with how many bytes of parts were read, of those that are opened from now on.
         self.progress: Callable[[int], None] | None = None
         self._opened: list[PartReader] = []
-        try:
-            self._fd = disk.open_folder(folder)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise corrupt(folder, "expected the folder of a checkpoint, found none") from error
+        self._fd = documents.open_folder(folder, "a checkpoint")
         self.contents = Contents() if contents is None else contents
         try:
             self.manifest = self._described(manifest)
@@ -578,13 +575,16 @@ def standing(path: Path) -> Path:
 
     It stays there if the process that replaces it is killed just then. The next ``dumps`` to that name puts it back.
     """
-    if not os.path.lexists(path):
-        with contextlib.suppress(OSError):
-            ours = f".{path.name}."
-            for name in os.listdir(path.parent):
-                if name.startswith(ours) and _ASIDE.fullmatch(name, len(ours)):
-                    return path.with_name(name)
-    return path
+    return path if os.path.lexists(path) else next(iter(_beside(path, _ASIDE)), path)
+
+
+def _beside(path: Path, names: re.Pattern[str]) -> list[Path]:
+    """What lies beside a path and is called as it, behind a point, with such a name behind another one."""
+    ours = f".{path.name}."
+    with contextlib.suppress(OSError):
+        found = os.listdir(path.parent)
+        return [path.with_name(name) for name in found if name.startswith(ours) and names.fullmatch(name, len(ours))]
+    return []
 
 
 def _check_target(path: Path) -> None:
@@ -624,11 +624,7 @@ def _temporary(path: Path) -> tuple[Path, files.Descriptor]:
 
 def _sweep(path: Path) -> None:
     """Remove temporary folders that killed processes left of dumps to ``path``."""
-    if not path.parent.is_dir():
-        return
-    ours = f".{path.name}."
-    for name in os.listdir(path.parent):
-        if name.startswith(ours) and _LEFT.fullmatch(name, len(ours)):
-            with contextlib.suppress(OSError), disk.open_folder(path.parent / name) as fd:
-                if disk.lock(fd):
-                    disk.remove(path.parent / name)
+    for left in _beside(path, _LEFT):
+        with contextlib.suppress(OSError), disk.open_folder(left) as fd:
+            if disk.lock(fd):
+                disk.remove(left)

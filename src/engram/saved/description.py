@@ -21,7 +21,6 @@ import functools
 import math
 import re
 import struct
-import sys
 from array import array
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
@@ -133,23 +132,6 @@ def first_wrong(data: bytes | memoryview, sums: Sums, first: int) -> int | None:
         if xxhash.xxh3_64_intdigest(view[i * BLOCK : (i + 1) * BLOCK]) != sums[first + i]:
             return first + i
     return None
-
-
-def pack_sums(sums: Sums) -> bytes:
-    """Sums as they lie in a file: u64, little-endian."""
-    if sys.byteorder == "big":
-        sums = sums[:]
-        sums.byteswap()
-    return sums.tobytes()
-
-
-def unpack_sums(raw: bytes) -> Sums:
-    """Sums from a file, whose length is a multiple of 8."""
-    sums = array("Q")
-    sums.frombytes(raw)
-    if sys.byteorder == "big":
-        sums.byteswap()
-    return sums
 
 
 def wrong_block(path: Path, sums: Sums, block: int) -> documents.Problem:

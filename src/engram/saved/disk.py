@@ -285,24 +285,23 @@ def publish(path: StrPath, raw: bytes) -> bool:
     Raises:
         OSError: no space, or an I/O error; or a file system without hard links that cannot rename without replacing, either.
     """
-    folder = os.path.dirname(path) or "."
-    temporary = f"{os.fspath(path)}.{secrets.token_hex(4)}.tmp"
-    put(temporary, raw, now=True)
     try:
-        os.link(temporary, path, follow_symlinks=False)
-        return True
-    except FileExistsError:
-        look_again(folder)
-        # A server whose answer was lost is asked again, and finds what it has made itself.
-        return os.path.samefile(temporary, path)
-    except OSError as error:
-        if error.errno not in _NO_LINK:
-            raise
-        return _rename_once(temporary, os.fspath(path))
+        with _temporary(path) as temporary:
+            put(temporary, raw, now=True)
+            return _name_again(temporary, os.fspath(path))
+    finally:
+        sync_folder(os.path.dirname(path) or ".")
+
+
+@contextlib.contextmanager
+def _temporary(path: StrPath) -> Iterator[str]:
+    """A free name beside a path, whose file is gone in the end."""
+    name = f"{os.fspath(path)}.{secrets.token_hex(4)}.tmp"
+    try:
+        yield name
     finally:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        sync_folder(folder)
+            os.unlink(name)
 
 
 def _rename_once(old: str, new: str) -> bool:
@@ -327,26 +326,26 @@ def check_names_once(folder: StrPath) -> None:
     """Raise ``OSError`` where :func:`publish` could not tell whether a name is taken."""
     probed = False
     while not probed:  # a process that sweeps the folder may have taken the probe for a leftover
-        probe, other = (f"{os.fspath(folder)}/once.{secrets.token_hex(4)}.tmp" for _ in range(2))
-        create(probe, 0).close()
-        try:
+        with _temporary(f"{os.fspath(folder)}/once") as probe, _temporary(f"{os.fspath(folder)}/once") as other:
+            create(probe, 0).close()
             with contextlib.suppress(FileNotFoundError):
                 _name_again(probe, other)
                 probed = True
-        finally:
-            for name in (probe, other):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(name)
 
 
-def _name_again(path: str, name: str) -> None:
-    """Give a file a name that is free: one more, or, without hard links, in place of its own."""
+def _name_again(path: str, name: str) -> bool:
+    """Give a file a name: one more, or, without hard links, in place of its own. False: the name was taken."""
     try:
         os.link(path, name, follow_symlinks=False)
+    except FileExistsError:
+        look_again(os.path.dirname(name) or ".")
+        # A server whose answer was lost is asked again, and finds what it has made itself.
+        return os.path.samefile(path, name)
     except OSError as error:
         if error.errno not in _NO_LINK:
             raise
-        _rename_once(path, name)
+        return _rename_once(path, name)
+    return True
 
 
 def replace(path: StrPath, raw: bytes) -> None:
@@ -429,13 +428,8 @@ def touch(path: StrPath) -> None:
 
 def now(folder: StrPath) -> float:
     """The time by the clock of the file system. Raises ``OSError``: nothing can be written to the folder."""
-    path = f"{os.fspath(folder)}/now.{secrets.token_hex(4)}.tmp"
-    try:
-        with create(path, 0) as fd:
-            return os.fstat(fd).st_mtime
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+    with _temporary(f"{os.fspath(folder)}/now") as path, create(path, 0) as fd:
+        return os.fstat(fd).st_mtime
 
 
 def changed(folder: int, name: str) -> float:

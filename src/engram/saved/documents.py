@@ -26,6 +26,8 @@ from engram.saved import disk
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from engram.format.files import Descriptor
+
 
 class Problem(NamedTuple):
     """A file that is not as it must be."""
@@ -70,6 +72,14 @@ def no_file(error: OSError, nbytes: int | None = None) -> str:
     if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENOTSUP, errno.ENXIO):
         return f"expected a regular file{size}, got something else"
     raise error
+
+
+def open_folder(folder: Path, of: str) -> Descriptor:
+    """A descriptor of the folder of a part, an attempt or a checkpoint. Raises ``CorruptCheckpoint``: there is none."""
+    try:
+        return disk.open_folder(folder)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise corrupt(folder, f"expected the folder of {of}, found none") from error
 
 
 def misfits(folder: Path, folder_fd: int, expected: Mapping[str, int]) -> Iterator[Problem]:

@@ -185,4 +185,4 @@ def _sums_of(folder: Folder, parts: tuple[str, ...], size: int | None) -> tuple[
             if disk.read(fd, piece, at) < len(piece):
                 raise CorruptCheckpoint(f"{folder.name(parts)}: it became shorter while it was read.")
             summing.update(piece)
-    return nbytes, description.pack_sums(summing.done())
+    return nbytes, summing.done().tobytes()

@@ -8,8 +8,6 @@ import itertools
 import math
 import os
 import struct
-import sys
-from array import array
 from collections import Counter
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict
@@ -523,10 +521,7 @@ def _priorities(parameters: Entries, nbytes: int, read: Callable[[memoryview, in
     for at in range(0, nbytes, _CHUNK):
         piece = chunk[: min(_CHUNK, nbytes - at)]
         read(piece, at)
-        leaves = array("d")
-        leaves.frombytes(piece)
-        if sys.byteorder == "big":
-            leaves.byteswap()
+        leaves = piece.cast("d")
         positive = [leaf for leaf in leaves if leaf > 0]
         if positive:
             live += len(positive)

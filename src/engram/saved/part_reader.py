@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
@@ -16,7 +17,7 @@ from engram.format import layout, strict
 from engram.format.files import Descriptor
 from engram.saved import description, disk, folder
 from engram.saved.description import PART, SUMS, Geometry, Part, Sums, segment_layout, wrong_block
-from engram.saved.documents import Problem, corrupt, misfits, no_file, problem_of, read_small
+from engram.saved.documents import Problem, corrupt, misfits, no_file, open_folder, problem_of, read_small
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -89,7 +90,7 @@ def read_listing(folder: Path, folder_fd: int, expected_sha256: str | None = Non
     found = hashlib.sha256(raw_sums).hexdigest()
     if found != part.sums.sha256:
         raise corrupt(folder / name_of_sums, f"expected the sha256 {part.sums.sha256} that {PART} names, got {found}")
-    listing = Listing(part, digest, {}, dict(_described(part)), description.unpack_sums(raw_sums), [], [])
+    listing = Listing(part, digest, {}, dict(_described(part)), array("Q", raw_sums), [], [])
     if part.part == "storage":
         _list_tables(folder, folder_fd, listing)
     at = 0
@@ -129,8 +130,8 @@ def _holds(folder_fd: int, name: str) -> bool:
 def _described(part: Part) -> Iterator[tuple[str, SummedFile]]:
     """All files but segments."""
     prefix = description.prefix(part.part)
-    for i, array in enumerate(part.arrays):
-        yield description.array_name(prefix, i), SummedFile(array.bytes, array.sums_at)
+    for i, info in enumerate(part.arrays):
+        yield description.array_name(prefix, i), SummedFile(info.bytes, info.sums_at)
     if part.storage is not UNSET and part.schema is not UNSET:
         for file in part.storage:
             if file.meta is not UNSET:
@@ -251,10 +252,7 @@ class PartReader(Closes):
         #: What is read does not stay in the kernel's memory, where rows are that others draw.
         self.behind = False
         self._below: tuple[str, Descriptor] | None = None
-        try:
-            self.folder_fd = disk.open_folder(folder) if folder_fd is None else folder_fd
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise corrupt(folder, "expected the folder of a part, found none") from error
+        self.folder_fd = open_folder(folder, "a part") if folder_fd is None else folder_fd
         try:
             self.listing = read_listing(folder, self.folder_fd, expected_sha256) if listing is None else listing
         except BaseException:

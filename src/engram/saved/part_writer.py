@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from array import array
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
 
@@ -337,7 +338,7 @@ class PartWriter:
         )
         of_items = [] if pieces is None else self._write_records("items", its_pieces, placed, description.pack_pieces)
         written = [self._complete(name) for name in placed]
-        raw_sums = b"".join([description.pack_sums(file.sums) for file in written])
+        raw_sums = b"".join([file.sums.tobytes() for file in written])
         part, type_, name = self._names
         document = description.Part(
             version=_version_of(part, state, pieces),
@@ -363,7 +364,7 @@ class PartWriter:
         new, linked = _bytes_of(written, len(raw) + len(raw_sums))
         sizes = {name: file.bytes for name, file in placed.items()}
         sizes |= {f"{self._prefix}{description.PART}": len(raw), f"{self._prefix}{description.SUMS}": len(raw_sums)}
-        read, sums = msgspec.json.decode(raw, type=description.Part), description.unpack_sums(raw_sums)
+        read, sums = msgspec.json.decode(raw, type=description.Part), array("Q", raw_sums)
         listing = Listing(read, sha256, sizes, placed, sums, records, of_items)
         return PartInfo(self.folder, len(raw), sha256, new, linked, listing)
 

@@ -7,7 +7,7 @@ never change a piece that was saved; an edit renews the ticket of its row, so ti
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -32,10 +32,27 @@ if TYPE_CHECKING:
     from engram.format.schema import PartField, RaggedGroup, Schema
     from engram.store.ragged import RaggedStore
 
+B = TypeVar("B", "Tensor", "NDArray[np.uint8]")
+
 #: Bytes of the items that one piece begins among, at least; a ring has no more than so many blocks of that size.
 _BLOCK, _BLOCKS_OF_A_RING = 4 << 20, 256
 #: Pieces of a block, before it is written again as one.
 _PIECES_OF_A_BLOCK = 64
+
+
+def columns_in(room: B, fields: Sequence[PartField], rows: int) -> list[B]:
+    """The column of each field in the bytes of a segment or a piece: ``[rows, row_bytes]``."""
+    offsets, _ = description.segment_layout(fields, rows)
+    placed = zip(fields, offsets, strict=True)
+    return [room[at : at + rows * it.row_bytes].reshape(rows, it.row_bytes) for it, at in placed]
+
+
+def changed_unseen(row: int, field: PartField) -> RuntimeError:
+    """The error for a row whose bytes differ from those that an older checkpoint has of the same write."""
+    return RuntimeError(
+        f"save: row {row} of {field.key} was changed through a view since the last checkpoint, which would not have it. "
+        "Write with rb[index] = value or set_at_."
+    )
 
 
 class Parent(NamedTuple):
@@ -189,28 +206,20 @@ class ItemsWriter:
         self._progress(len(room))
 
     def _compare(self, rows: _LaneRows, piece: ItemsPiece, theirs: NDArray[np.uint8]) -> None:
-        still = self._numbers.copy()
-        ours = self._gathered(rows, piece, still).numpy()
+        still, n = self._numbers.copy(), piece.items
         fields = description.piece_fields(self._fields, piece.leader)
-        for field, offset in zip(fields, description.segment_layout(fields, piece.items)[0], strict=True):
-            span = slice(offset, offset + piece.items * field.row_bytes)
-            differs = (ours[span] != theirs[span]).reshape(piece.items, -1).any(1)
+        both = (self._gathered(rows, piece, still).numpy(), theirs)
+        for field, *columns in zip(fields, *(columns_in(room, fields, n) for room in both), strict=True):
+            differs = (columns[0] != columns[1]).any(1)
             for row, first, end in zip(rows.rows, rows.first, rows.end, strict=True):
                 if still[row] and differs[first - piece.first : end - piece.first].any():
-                    raise RuntimeError(
-                        f"save: row {row} of {field.key} was changed through a view since the last checkpoint, which would not have it. "
-                        "Write with rb[index] = value or set_at_."
-                    )
+                    raise changed_unseen(row, field)
 
     def _gathered(self, rows: _LaneRows, piece: ItemsPiece, numbers: NDArray[np.int64]) -> Tensor:
         """The bytes of a piece; of rows that moved meanwhile zeros, and 0 in ``numbers``."""
         fields = description.piece_fields(self._fields, piece.leader)
-        offsets, size = description.segment_layout(fields, piece.items)
-        room = torch.zeros(size, dtype=torch.uint8, device="cpu")
-        columns = [
-            room[offset : offset + piece.items * field.row_bytes].view(piece.items, field.row_bytes)
-            for field, offset in zip(fields, offsets, strict=True)
-        ]
+        room = torch.zeros(description.segment_layout(fields, piece.items)[1], dtype=torch.uint8, device="cpu")
+        columns = columns_in(room, fields, piece.items)
         own, places = torch.from_numpy(rows.rows), torch.from_numpy(rows.first - piece.first)
         tickets, spans = torch.from_numpy(numbers[rows.rows]), self._spans[piece.leader][own]
         moved = self._store.gather(rows.group, own, tickets, spans, columns, places)

@@ -23,6 +23,7 @@ from engram.saved.documents import corrupt
 from engram.saved.part_reader import PartReader, Stretch, stretches
 from engram.saved.parts import read_state
 from engram.saved.ragged import PartItems, WholeItems
+from engram.store.memory import write_rows
 from engram.store.ragged_state import fill_rings
 
 if TYPE_CHECKING:
@@ -543,14 +544,12 @@ class SavedRowsSource:
             fill_rings(tensors, self._items)
 
     def _read_piece(self, it: Stretch, tensors: RowsTarget) -> None:
-        reader, into, put = self._free.pop(), tensors[it.field][it.begin : it.end], tensors.put
-        direct = into.is_cpu and into.is_contiguous() and put is None
+        reader, into = self._free.pop(), tensors[it.field][it.begin : it.end]
+        direct = into.is_cpu and into.is_contiguous() and tensors.put is None
         rows = into if direct else torch.empty(into.shape, dtype=into.dtype, device="cpu")
         try:
             reader.read(it.file, it.offset, rows.reshape(-1).view(torch.uint8).numpy().data)
         finally:
             self._free.append(reader)
-        if put is not None:
-            put(it.field, it.begin, rows)
-        elif rows is not into:
-            into[:] = rows.to(into.device)
+        if not direct:
+            write_rows(tensors, it.field, it.begin, rows)

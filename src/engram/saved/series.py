@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
     from pathlib import Path
 
-    from engram.saved.description import Sums
     from engram.saved.part_reader import PartReader
 
 LATEST = "LATEST"
@@ -81,7 +80,7 @@ class Series:
         contents = self._contents.get(folder.name)
         if contents is None or contents.manifest is None:
             return False
-        with contextlib.suppress(CorruptCheckpoint, OSError, KeyError), attempts.open_attempt(folder) as fd:
+        with contextlib.suppress(CorruptCheckpoint, OSError, KeyError), disk.open_folder(folder) as fd:
             raw = documents.read_small(folder, fd, documents.MANIFEST, MAX_BYTES)
             if hashlib.sha256(raw).hexdigest() == contents.sha256 and disk.have_sizes(fd, contents.sizes):
                 return True
@@ -118,21 +117,24 @@ class Series:
         Returns:
             ``(folder, problems)``; None: there is none.
         """
-        problems: list[documents.Problem] = []
-        found: Path | None = None
-        for name in attempts.names(self.root):
-            if (at_most is not None and name.step > at_most) or str(name) in without:
-                continue
-            wrong = self.look(name)
-            if wrong is None:
-                found = self.root / str(name)
-                break
-            problems.append(wrong)
+        found, problems = self.first(
+            lambda name: (at_most is None or name.step <= at_most) and str(name) not in without
+        )
         hint, expected = self._hint(), found.name if found else None
         if at_most is None and not without and hint != expected and not self._lags(hint, found):
             what = f"expected the name of {expected or 'no checkpoint'}, got {hint!r:.100}"
             problems.append(documents.Problem(self.root / LATEST, what))
         return found, problems
+
+    def first(self, means: Callable[[attempts.Name], bool]) -> tuple[Path | None, list[documents.Problem]]:
+        """The newest whole checkpoint of those that are meant, and what is wrong with newer ones of them."""
+        problems: list[documents.Problem] = []
+        for name in filter(means, attempts.names(self.root)):
+            wrong = self.look(name)
+            if wrong is None:
+                return self.root / str(name), problems
+            problems.append(wrong)
+        return None, problems
 
     def _hint(self) -> str | None:
         try:
@@ -469,7 +471,7 @@ class Mirror:
                 for place in range(checkpoint.manifest.world):
                     for part in checkpoint.parts(place):
                         for file, nbytes in part.files.items():
-                            known[nbytes, _bytes_of(part.listing.sums_of(file))] = part.folder, file
+                            known[nbytes, part.listing.sums_of(file).tobytes()] = part.folder, file
         return known
 
     def _copy_part(
@@ -484,7 +486,7 @@ class Mirror:
             if name not in part.files:  # the description itself: its digest is compared when the copy is opened
                 _copy_small(part.folder, name, target, nbytes)
                 continue
-            same = known.get((nbytes, _bytes_of(part.listing.sums_of(name))))
+            same = known.get((nbytes, part.listing.sums_of(name).tobytes()))
             if same is not None:
                 with disk.open_folder(same[0]) as folder:
                     if disk.link(same[1], folder, path):
@@ -495,10 +497,6 @@ class Mirror:
                     piece = memory[: min(_CHUNK, nbytes - at)]
                     part.read(name, at, piece)
                     disk.write(fd, piece, at)
-
-
-def _bytes_of(sums: Sums) -> bytes:
-    return bytes(memoryview(sums).cast("B"))
 
 
 def _copy_small(source: Path, name: str, target: Path, limit: int = MAX_BYTES) -> None:

@@ -350,18 +350,12 @@ class _SegmentRoom:
 
 
 def _compare(reader: _SegmentRoom, it: Segment, numbers: Ints, parent: PartReader) -> None:
-    still = numbers.copy()
-    ours = np.frombuffer(reader.copied(it, still), np.uint8)
-    theirs = np.frombuffer(parent.read_all(it.name), np.uint8)
-    offsets, _ = segment_layout(parent.schema or (), it.rows)
-    for field, offset in zip(parent.schema or (), offsets, strict=True):
-        span = slice(offset, offset + it.rows * field.row_bytes)
-        differs = (ours[span] != theirs[span]).reshape(it.rows, -1).any(1) & (still != 0)
+    still, fields = numbers.copy(), parent.schema or ()
+    both = (np.frombuffer(raw, np.uint8) for raw in (reader.copied(it, still), parent.read_all(it.name)))
+    for field, *columns in zip(fields, *(ragged.columns_in(room, fields, it.rows) for room in both), strict=True):
+        differs = (columns[0] != columns[1]).any(1) & (still != 0)
         if differs.any():
-            raise RuntimeError(
-                f"save: row {it.first_row + int(differs.argmax())} of {field.key} was changed through a view since the last "
-                "checkpoint, which would not have it. Write with rb[index] = value or set_at_."
-            )
+            raise ragged.changed_unseen(it.first_row + int(differs.argmax()), field)
 
 
 class WholeSnapshot(NamedTuple):

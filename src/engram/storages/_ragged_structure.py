@@ -15,9 +15,9 @@ from engram._support import native, tensordicts
 from engram._support.words import count
 from engram.errors import CorruptStore
 from engram.format.layout import SINGLE
-from engram.format.schema import NO_SPAN, SPAN, Field, Node, RaggedItems, Schema, name_of
+from engram.format.schema import NO_SPAN, SPAN, Field, Node, RaggedItems, Schema, name_of, renumbered
 from engram.storages._ragged_intake import comes_later, count_rows, found_in, row_in, rows_in, same_lengths
-from engram.storages._structure import Structure, _Builder, renumbered
+from engram.storages._structure import Structure, _Builder
 from engram.storages._types import NO_DTYPES, Dtypes, as_tensor
 from engram.storages.ragged import MAX_ITEMS_OF_ROW, NO_RAGGED, Group, ItemField, Ragged, likely_length
 from engram.store.memory import dlpack_specs

@@ -12,7 +12,6 @@ from dataclasses import is_dataclass as is_dataclass_type
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -429,12 +428,6 @@ class Structure:
         raise KeyError(
             f"{call and f'{call}: '}expected a stored field, one of {[public(f.key) for f in self.fields]}, got {public(path)!r}."
         )
-
-
-def renumbered(node: Node, places: Mapping[int, int] | Sequence[int]) -> Node:
-    """A node with other numbers of its fields."""
-    children = {name: renumbered(child, places) for name, child in node.children.items()}
-    return msgspec.structs.replace(node, field=places[node.field] if node.kind == "leaf" else -1, children=children)
 
 
 class _Builder:

@@ -18,14 +18,14 @@ from engram._support.tensordicts import is_tensor_collection, wrap
 from engram._support.words import count, warn
 from engram.errors import IncompatibleCheckpoint, IncompatibleStore
 from engram.format.layout import SINGLE
-from engram.format.schema import Field, Node, Schema, decode, differences, encode
+from engram.format.schema import Field, Node, Schema, decode, differences, encode, renumbered
 from engram.saved.parts import Unprepared
 from engram.saved.snapshot import RowsSnapshot, StoragePreparation, StorageSnapshot
 from engram.storages._base import Rows, Storage
 from engram.storages._geometry import OF_DATA, Geometry, LazyArguments, take_later
 from engram.storages._home import Home
 from engram.storages._ragged_structure import RaggedStructure, structure_in, structure_of
-from engram.storages._structure import Structure, device_of, renumbered
+from engram.storages._structure import Structure, device_of
 from engram.storages.announcing import advice, announce, creation_line, temporary, warn_of_lanes
 from engram.storages.list import ListStorage
 from engram.storages.ragged import NO_RAGGED, RaggedLayout
@@ -197,7 +197,7 @@ class OwnStorage(TensorStorage):
             given = Structure.of(row, batched=whole, call=call)
             leaves, before = _by_name(given).fields, self._columns.leaves.fields
             if {*leaves} == {*before}:
-                root = renumbered(given.root, [before.index(leaf) for leaf in leaves])
+                root = renumbered(given.root, {n: before.index(leaf) for n, leaf in enumerate(leaves)})
                 fields = [given.fields[leaves.index(leaf)] for leaf in before]
                 form = Structure(fields, root, given._types, names=given.names)
                 self._columns.structure = self.structure = form

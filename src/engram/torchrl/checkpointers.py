@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
+import msgspec
 import torch
 
 from engram._support.field_paths import DEFAULT_DONE_KEYS
@@ -32,18 +32,19 @@ if TYPE_CHECKING:
 
 class _Hook:
     _kind = "flat"
+    _done: str | tuple[str, ...] = "done"
 
     def __init__(
         self,
-        done_key: str | tuple[str, ...] = "done",
+        done_key: str | tuple[str, ...] | None = None,
         shift_key: str = SHIFT,
         is_full_key: str = FULL,
         done_keys: Iterable[object] = DEFAULT_DONE_KEYS,
         reward_keys: Iterable[object] = ("reward",),
     ) -> None:
         keys = Keys.of(type(self).__name__, done_keys, reward_keys)
-        done = as_key(done_key, f"{type(self).__name__}: done_key")
-        self.keys = keys._replace(done=done, shift=shift_key, full=is_full_key)
+        done = as_key(self._done if done_key is None else done_key, f"{type(self).__name__}: done_key")
+        self.keys = msgspec.structs.replace(keys, done=done, shift=shift_key, full=is_full_key)
 
     def layout(self, who: str) -> Layout | None:
         """The layout that the hook stands for, which is saved and loaded piece by piece; None: a class of yours calls otherwise.
@@ -92,19 +93,11 @@ class TED2Flat(_Hook):
     True
     """
 
-    def __init__(
-        self,
-        done_key: str | tuple[str, ...] = ("next", "done"),
-        shift_key: str = SHIFT,
-        is_full_key: str = FULL,
-        done_keys: Iterable[object] = DEFAULT_DONE_KEYS,
-        reward_keys: Iterable[object] = ("reward",),
-    ) -> None:
-        super().__init__(done_key, shift_key, is_full_key, done_keys, reward_keys)
-        #: Slot behind the one that was written last.
-        self.shift: int | None = None
-        #: Whether all slots are live.
-        self.is_full: bool | None = None
+    _done = ("next", "done")
+    #: Slot behind the one that was written last.
+    shift: int | None = None
+    #: Whether all slots are live.
+    is_full: bool | None = None
 
     def __call__(self, data: TensorDict, path: Path | None = None) -> TensorDict:
         return self._flat(data, path)[0]
@@ -278,20 +271,10 @@ class _TensorDictLeaves:
                 raise IncompatibleCheckpoint(f"{who}: {key}: expected a dtype that can be stored, got {value.dtype}.")
             own = (key,) if isinstance(key, str) else key
             self._values[own] = value
-            self.leaves[own] = LayoutLeaf(
-                DTYPE_NAMES[value.dtype], tuple(value.shape[1:]), len(value) != math.prod(shape)
-            )
+            self.leaves[own] = LayoutLeaf(DTYPE_NAMES[value.dtype], tuple(value.shape[1:]), len(value))
 
     def read(self, key: Key, first: int, n: int) -> Tensor:
         return self._values[key][first : first + n].cpu()
-
-    def check(self, steps: Steps) -> None:
-        for key, leaf in self.leaves.items():
-            if leaf.expanded and len(self._values[key]) != steps.observations:
-                raise CorruptCheckpoint(
-                    f"{self.name}: {key}: expected {steps.observations} values, as the ends of trajectories say, got "
-                    f"{len(self._values[key])}."
-                )
 
 
 class FlatStorageCheckpointer(checkpointers.TensorStorageCheckpointer):

@@ -211,7 +211,7 @@ def _read_buffer(
         capacity=whole.capacity,
         columns=storage.columns,
         length=storage.length,
-        position=position,
+        position=position if storage.layout is None else storage.layout.position,
         write_count=count,
         fields=fields,
         structure=storage.structure,

@@ -15,20 +15,20 @@ from engram._support.tensordicts import tensordict_type
 from engram._support.words import warn
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format.layout import encode_key
-from engram.format.schema import DTYPES, INTEGER, MAX_DEPTH, Field, Node, Schema
+from engram.format.schema import DTYPES, INTEGER, MAX_DEPTH, Field, Node, Schema, renumbered
 from engram.format.strict import parse_loosely
 from engram.saved.checkpointers import DumpedPriorities, SavedStorage, rows_state
 from engram.saved.folder import Folder, convert
 from engram.saved.snapshot import bytes_of
-from engram.store.memory import DTYPE_OF, write_rows
-from engram.torchrl.layouts import Count, Leaf, Shape, check_bools, check_key, known_dtype, read_tensor, renumbered
+from engram.store.memory import DTYPE_OF
+from engram.torchrl.layouts import Count, DumpedRows, Leaf, Shape, check_bools, check_key, known_dtype, read_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from engram.torchrl.layouts import LayoutDump, Parts
-    from engram.types import Decompress, RowsSource, RowsTarget, StorageLoad
+    from engram.types import Decompress, StorageLoad
 
 #: Bytes that are read at a time.
 _PIECE = 16 << 20
@@ -104,10 +104,6 @@ class TorchRLDump:
         """
         return rows_state(schema, self.length, self.position, self.write_count)
 
-    def source(self, schema: Schema) -> RowsSource:
-        """The rows, for the fields of a store."""
-        return DumpedRows(self, schema)
-
     def prepare(self, storage: SavedStorage, without: Collection[str]) -> StorageLoad:
         """Check the rows for a storage. Raises as :meth:`schema`; ``IncompatibleCheckpoint``: it holds no tensors, or other ones."""
         if not storage.form.takes_rows:
@@ -116,7 +112,7 @@ class TorchRLDump:
                 "LazyTensorStorage or a LazyMemmapStorage."
             )
         schema = self.schema(None if storage.memory is None else storage.memory.schema, without)
-        return storage.prepare_rows(self.state(schema), self.source(schema))
+        return storage.prepare_rows(self.state(schema), DumpedRows(self, schema))
 
     def read_rows(self, key: tuple[str, ...], out: Tensor, first: int = 0) -> None:
         """Copy rows ``[first, first + n)`` of a field into ``out``, by ``pread``.
@@ -127,27 +123,11 @@ class TorchRLDump:
             first: the first row.
 
         Raises:
-            KeyError: no such field.
-            ValueError: ``out`` has another shape, dtype or place, or there are no such rows.
             CorruptCheckpoint: the file changed since it was checked, or holds bytes that are no bool.
         """
-        try:
-            field = next(field for field in self.fields if field.key == key)
-        except StopIteration:
-            raise KeyError(f"expected a field of the dump, of {[f.name for f in self.fields]}, got {key}.") from None
-        dtype = DTYPE_OF[field.dtype]
-        if out.dtype is not dtype or out.ndim < 1 or out.shape[1:] != torch.Size(field.shape):
-            raise ValueError(
-                f"read_rows: field {field.name}: expected rows of shape {list(field.shape)} {field.dtype}, "
-                f"got a tensor {list(out.shape)} {str(out.dtype).removeprefix('torch.')}."
-            )
-        if not out.is_cpu or not out.is_contiguous():
-            raise ValueError(f"read_rows: field {field.name}: expected contiguous memory on the CPU.")
-        if first < 0 or first + len(out) > self.length:
-            raise ValueError(f"read_rows: expected rows of [0, {self.length}), got [{first}, {first + len(out)}).")
         if out.numel():
-            folder, parts = Folder(self.path), self._files[key]
-            folder.read_into(bytes_of(out), parts, field.row_bytes * self.capacity, field.row_bytes * first)
+            folder, parts, row = Folder(self.path), self._files[key], out[:1].nbytes
+            folder.read_into(bytes_of(out), parts, row * self.capacity, row * first)
             check_bools(out, folder.name(parts))
 
 
@@ -160,33 +140,8 @@ class TorchRLSteps(TorchRLDump):
     def schema(self, like: Schema | None = None, without: Collection[str] = ()) -> Schema:
         return self._layout.schema(like, without)
 
-    def state(self, schema: Schema) -> dict[str, object]:
-        return self._layout.state(schema, self.write_count)
-
-    def source(self, schema: Schema) -> RowsSource:
-        return self._layout.source(schema)
-
     def read_rows(self, key: tuple[str, ...], out: Tensor, first: int = 0) -> None:
         self._layout.read_rows(key, out, first)
-
-
-class DumpedRows(NamedTuple):
-    """The rows of a dump."""
-
-    dump: TorchRLDump
-    schema: Schema
-
-    def fill(self, tensors: RowsTarget) -> None:
-        """Read them into the fields of a store, ``[capacity, *shape]`` each."""
-        for number, (field, tensor) in enumerate(zip(self.schema.fields, tensors, strict=True)):
-            step = max(1, _PIECE // max(1, field.row_bytes))
-            for first in range(0, self.dump.length, step):
-                rows = tensor[first : min(first + step, self.dump.length)]
-                direct = rows.is_cpu and rows.is_contiguous() and tensors.put is None
-                piece = rows if direct else torch.empty(rows.shape, dtype=rows.dtype, device="cpu")
-                self.dump.read_rows(field.key, piece, first)
-                if not direct:
-                    write_rows(tensors, number, first, piece)
 
 
 def validate(schema: Schema, path: Path) -> None:

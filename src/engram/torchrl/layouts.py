@@ -11,7 +11,7 @@ import torch
 
 from engram._support.field_paths import DEFAULT_DONE_KEYS
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from engram.format.schema import DTYPES, MAX_DIMS, Field, Node, Schema, validate_key
+from engram.format.schema import DTYPES, MAX_DIMS, Field, Node, Schema, renumbered, validate_key
 from engram.saved.checkpointers import Key, Ring, rows_state, tensordicts_of
 from engram.saved.snapshot import bytes_of
 from engram.store.memory import DTYPE_OF, write_rows
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from engram.types import RowsTarget
 
 #: What TensorDict's files say of a TensorDict.
-TENSORDICT = "<class 'tensordict._td.TensorDict'>"
 MAX_ROWS = 1 << 58
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_ROWS)]
@@ -76,16 +75,6 @@ def known_dtype(dtype: str, where: str) -> str:
     return name
 
 
-def renumbered(node: Node, numbers: Mapping[int, int]) -> Node:
-    """The structure with other numbers of fields, without fields that have none."""
-    if node.kind == "leaf":
-        return Node("leaf", field=numbers[node.field])
-    kept = {key: it for key, it in node.children.items() if it.kind != "leaf" or it.field in numbers}
-    made = {key: (it, renumbered(it, numbers)) for key, it in kept.items()}
-    left = {key: one for key, (it, one) in made.items() if one.children or not it.children}  # of others nothing is left
-    return msgspec.structs.replace(node, children=left)
-
-
 #: What a layout notes beside the entries: whether all slots are live, the oldest slot, and sizes of the dimensions that index rows.
 FULL, SHIFT, SHAPE = "is_full", "shift", "_storage_shape"
 
@@ -102,10 +91,10 @@ def as_key(key: object, where: str) -> Key:
     return parts
 
 
-class Keys(NamedTuple):
+class Keys(msgspec.Struct, frozen=True):
     """Entries that are not observations, as they are called at the root."""
 
-    done: Key = ("next", "done")
+    done: Annotated[Key, msgspec.Meta(min_length=1)] = ("next", "done")
     """The entry of a step that says whether its trajectory ends."""
     flags: frozenset[Key] = _FLAGS
     rewards: frozenset[Key] = _REWARDS
@@ -257,8 +246,8 @@ class LayoutLeaf(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     """Of one step."""
-    expanded: bool
-    """Whether it has next observations."""
+    rows: int
+    """Its values: more than there are slots where it has next observations."""
 
 
 class Leaves(Protocol):
@@ -280,9 +269,6 @@ class Leaves(Protocol):
 
     def read(self, key: Key, first: int, n: int) -> Tensor:
         """``n`` values of an entry, ``[n, *shape]``, from the ``first`` on. To be read only."""
-
-    def check(self, steps: Steps) -> None:
-        """Check that entries are as long as these steps say."""
 
 
 class LayoutDump:
@@ -306,13 +292,14 @@ class LayoutDump:
                 f"{leaves.name}: expected the entry {done}, a flag that says where trajectories end, got {sorted(entries)}. Name it: "
                 "done_keys=…."
             )
+        slots, width = self.ring.slots, self.ring.width
+        self.capacity = slots * width
+        expanded = {key: leaf.rows != self.capacity for key, leaf in entries.items()}
         flag = entries[done]
-        if flag.dtype != "bool" or flag.expanded or math.prod(flag.shape) != 1:
+        if flag.dtype != "bool" or expanded[done] or math.prod(flag.shape) != 1:
             raise IncompatibleCheckpoint(
                 f"{leaves.name}: {done}: expected one bool per step, got {flag.dtype} of shape {list(flag.shape)}."
             )
-        slots, width = self.ring.slots, self.ring.width
-        self.capacity = slots * width
         live = -(-leaves.length // width)
         if live != self.ring.live or (live == slots) != self.ring.full:
             raise CorruptCheckpoint(
@@ -320,11 +307,15 @@ class LayoutDump:
                 f"that slot {self.ring.shift - 1} of {slots} was written last, got {leaves.length}."
             )
         self.length = live * width
-        self._origins = origins_of({key: leaf.expanded for key, leaf in entries.items()}, keys)
+        self._origins = origins_of(expanded, keys)
         self._steps = Steps(
             self.ring, check_bools(leaves.read(done, 0, self.capacity), leaves.name).reshape(width, slots)
         )
-        leaves.check(self._steps)
+        for key, leaf in entries.items():
+            if expanded[key] and leaf.rows != self._steps.observations:
+                raise CorruptCheckpoint(
+                    f"{leaves.name}: {key}: expected {self._steps.observations} values, as the ends of trajectories say, got {leaf.rows}."
+                )
         self.fields = tuple(
             Field(key, entries[entry].dtype, entries[entry].shape) for key, (entry, _) in self._origins.items()
         )
@@ -377,21 +368,14 @@ class LayoutDump:
                 )
         return msgspec.structs.replace(like, capacity=self.capacity, columns=self.columns, grouped=0)
 
-    def state(self, schema: Schema, write_count: int | None = None) -> dict[str, object]:
+    def state(self, schema: Schema) -> dict[str, object]:
         """The state without rows of a tensor storage with these rows: the oldest has the smallest ticket."""
-        return rows_state(schema, self.length, self.position, self.position if write_count is None else write_count)
-
-    def source(self, schema: Schema) -> LayoutRows:
-        """The rows, for the fields of a store of that schema."""
-        unknown = sorted({field.key for field in schema.fields} - self._origins.keys())
-        if unknown:
-            raise CorruptCheckpoint(f"{self.name}: expected the fields {unknown}, found none.")
-        return LayoutRows(self, schema)
+        return rows_state(schema, self.length, self.position, self.position)
 
     def verify(self) -> None:
         """Read what can be damaged without that its size says so. Raises ``CorruptCheckpoint``."""
         for key, leaf in self._leaves.leaves.items():
-            if leaf.dtype == "bool" and not leaf.expanded:
+            if leaf.dtype == "bool" and leaf.rows == self.capacity:
                 size = max(1, math.prod(leaf.shape))
                 for first in range(0, self.capacity, step := max(1, _PIECE // size)):
                     check_bools(self._leaves.read(key, first, min(step, self.capacity - first)), f"{self.name}: {key}")
@@ -414,36 +398,49 @@ class LayoutDump:
             out[:, column] = check_bools(values, f"{self.name}: {origin.key}")
         return out
 
-    def read_rows(self, key: Key, out: Tensor, first: int) -> None:
+    def read_rows(self, key: Key, out: Tensor, first: int = 0) -> None:
         """Copy the rows of a field from the ``first`` on into ``out``, ``[n, *shape]``."""
-        width = self.ring.width
-        for time, slot, n in self.ring.pieces(max(1, _PIECE // max(1, out[:1].nbytes * width))):
-            begin, end = max(slot * width, first), min((slot + n) * width, first + len(out))
+        width, stop = self.ring.width, first + len(out)
+        for time, slot, n in self.ring.pieces(self.ring.slots):
+            begin, end = max(slot, first // width), min(slot + n, -(-stop // width))
             if begin < end:
-                rows = self.rows(self.origin(key), out.shape[1:], out.dtype, (time, n)).flatten(0, 1)
-                out[begin - first : end - first] = rows[begin - slot * width : end - slot * width]
+                piece = (time + begin - slot, end - begin)
+                rows = self.rows(self.origin(key), out.shape[1:], out.dtype, piece).flatten(0, 1)
+                low, high = max(begin * width, first), min(end * width, stop)
+                out[low - first : high - first] = rows[low - begin * width : high - begin * width]
 
     def origin(self, key: Key) -> Origin:
         return self._origins[key][1]
 
 
-class LayoutRows(NamedTuple):
-    """The rows of a layout, for a store."""
+class HasRows(Protocol):
+    """Rows of a dump."""
 
-    dump: LayoutDump
+    @property
+    def length(self) -> int:
+        """Live rows."""
+
+    def read_rows(self, key: Key, out: Tensor, first: int = 0) -> None:
+        """Copy the rows of a field from the ``first`` on into ``out``, ``[n, *shape]``, contiguous, on the CPU."""
+
+
+class DumpedRows(NamedTuple):
+    """The rows of a dump, for a store."""
+
+    dump: HasRows
     schema: Schema
 
     def fill(self, tensors: RowsTarget) -> None:
         """Read them into the fields of a store, ``[capacity, *shape]`` each."""
-        ring = self.dump.ring
-        for number, field in enumerate(self.schema.fields):
-            origin, dtype = self.dump.origin(field.key), DTYPE_OF[field.dtype]
-            for time, slot, n in ring.pieces(max(1, _PIECE // max(1, field.row_bytes * ring.width))):
-                rows = self.dump.rows(origin, field.shape, dtype, (time, n)).flatten(0, 1)
-                write_rows(tensors, number, slot * ring.width, rows)
-
-
-#: Bytes of rows that are brought into order at a time.
+        for number, (field, tensor) in enumerate(zip(self.schema.fields, tensors, strict=True)):
+            step = max(1, _PIECE // max(1, field.row_bytes))
+            for first in range(0, self.dump.length, step):
+                rows = tensor[first : min(first + step, self.dump.length)]
+                direct = rows.is_cpu and rows.is_contiguous() and tensors.put is None
+                piece = rows if direct else torch.empty(rows.shape, dtype=rows.dtype, device="cpu")
+                self.dump.read_rows(field.key, piece, first)
+                if not direct:
+                    write_rows(tensors, number, first, piece)
 
 
 #: Takes values ``[n, *shape]`` of one entry, contiguous on the CPU, from the ``at``-th on: ``(at, values)``. What is not written is zero.

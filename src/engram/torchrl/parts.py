@@ -28,7 +28,7 @@ from engram.store.memory import DTYPE_OF
 from engram.torchrl import layouts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -42,10 +42,6 @@ _NON_TENSOR = "<class 'tensordict.tensorclass.NonTensorData'>"
 _TAKEN = frozenset({"shape", "device", "_type", "meta.json", METADATA})
 
 
-class _Described(dict[str, object]):
-    """What ``meta.json`` says of an entry."""
-
-
 class FolderSink:
     """Writes a layout into a folder.
 
@@ -57,7 +53,7 @@ class FolderSink:
 
     def __init__(self, folder: Path, who: str, *, nested: bool) -> None:
         self._folder, self._who, self._nested = folder, who, nested
-        self._tree: dict[str, object] = {}
+        self._described: dict[Key, layout.Described] = {}
         self._lengths: tuple[Tensor, Tensor] = (torch.zeros(0), torch.zeros(0))
         self.files: list[str] = []
 
@@ -67,7 +63,7 @@ class FolderSink:
             self._lengths = steps.trajectories()
         noted = {keys.full: ring.full, keys.shift: ring.shift, layouts.SHAPE: [ring.slots, *ring.columns]}
         for name, data in noted.items():
-            self._tree[name] = _Described(type="NonTensorData")
+            self._described[name,] = layout.Described(type="NonTensorData")
             said = {"_type": _NON_TENSOR, "data": data, "_is_non_tensor": True, "_metadata": None}
             self._put(f"{layout.encode_key(name)}/meta.json", said)
 
@@ -75,13 +71,13 @@ class FolderSink:
     def column(self, key: Key, shape: torch.Size, dtype: torch.dtype, *, expanded: bool) -> Iterator[Write]:
         rows = self._steps.observations if expanded else self._ring.slots * self._ring.width
         name = self._name(key)
-        described = _Described(device="cpu", shape=[rows, *shape], dtype=str(dtype), is_nested=self._nested)
+        described = layout.Described(device="cpu", shape=[rows, *shape], dtype=str(dtype), is_nested=self._nested)
         if self._nested:
             lengths = self._lengths[expanded]
             sizes = torch.cat([lengths[:, None], torch.tensor(shape, dtype=torch.int64).repeat(len(lengths), 1)], 1)
             described["shape"] = list(sizes.shape)
             disk.put(self._made(_shape_name(name)), bytes_of(sizes.contiguous()))
-        self._node(key[:-1])[key[-1]] = described
+        self._described[key] = described
         row = shape.numel() * dtype.itemsize
         fd = disk.create(self._made(name), rows * row)
         try:
@@ -106,28 +102,10 @@ class FolderSink:
 
     def finish(self, length: int) -> None:
         """Describe what was written. ``length``: live rows."""
-        self._put_node((), self._tree)
+        shape = [len(self._lengths[0])] if self._nested else []
+        for path, raw in layout.metas(Path(), self._described, shape).items():
+            disk.put(self._made(path.as_posix()), raw)
         self._put(METADATA, {"metadata": {}, "is_pytree": False, "len": length})
-
-    def _node(self, path: Key) -> dict[str, object]:
-        node = self._tree
-        for part in path:
-            below = node.setdefault(part, {})
-            assert isinstance(below, dict)
-            node = below
-        return node
-
-    def _put_node(self, path: Key, node: dict[str, object]) -> None:
-        meta: dict[str, object] = {}
-        for key, below in node.items():
-            if isinstance(below, _Described) or not isinstance(below, dict):
-                meta[key] = below
-            else:
-                self._put_node((*path, key), below)
-                meta[key] = {"type": "TensorDict"}
-        meta["shape"] = [len(self._lengths[0])] if self._nested else []
-        meta |= {"device": "cpu", "_type": layouts.TENSORDICT}
-        self._put("/".join([*map(layout.encode_key, path), "meta.json"]), meta)
 
     def _made(self, name: str) -> Path:
         """The path of a new file."""
@@ -191,17 +169,6 @@ class FolderLeaves:
             self._folder.read_into(bytes_of(values), parts, nbytes, first * row)
         return values
 
-    def check(self, steps: Steps) -> None:
-        for key, leaf in self.leaves.items():
-            parts, nbytes = self._files[key]
-            rows = steps.observations if leaf.expanded else self.ring.slots * self.ring.width
-            expected = rows * math.prod(leaf.shape) * DTYPES[leaf.dtype]
-            if nbytes != expected:
-                raise CorruptCheckpoint(
-                    f"{self._folder.name(parts)}: expected {expected} bytes, as {rows} values of {key} have by the ends of its "
-                    f"trajectories, got {nbytes}."
-                )
-
     def _noted(self, name: str, kind: object) -> tuple[object, object, str]:
         parts = (*self._parts, layout.encode_key(name), "meta.json")
         meta = self._folder.json(parts)
@@ -210,7 +177,7 @@ class FolderLeaves:
     def _read_node(self, parts: tuple[str, ...], key: Key) -> None:
         name = self._folder.name((*parts, "meta.json"))
         meta = self._folder.json((*parts, "meta.json"))
-        if meta.get("_type") != layouts.TENSORDICT:
+        if meta.get("_type") != layout.TENSORDICT:
             raise IncompatibleCheckpoint(f"{name}: expected a TensorDict, got {meta.get('_type')!s:.100}.")
         for entry, value in meta.items():
             if not isinstance(value, dict) or (not key and entry in self._reserved):
@@ -244,7 +211,7 @@ class FolderLeaves:
                 f"{self._folder.name(file)}: expected {rows * row} bytes, got {nbytes}. The file was truncated or replaced."
             )
         self._files[key] = file, nbytes
-        self.leaves[key] = layouts.LayoutLeaf(dtype, shape[1:], rows != self.ring.slots * self.ring.width)
+        self.leaves[key] = layouts.LayoutLeaf(dtype, shape[1:], rows)
 
     def _nested_shape(self, parts: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of all values of a nested tensor: those of its rows, which differ in their length only."""
@@ -267,19 +234,6 @@ class Layout(NamedTuple):
     who: str
     """What messages begin with."""
 
-    @property
-    def part(self) -> str:
-        """What a part of this layout calls itself."""
-        return _PART_OF[self.kind]
-
-    def write(self, folder: Path, fields: Mapping[Key, Tensor], ring: Ring) -> list[str]:
-        """Write rows into a folder that exists. Returns the names of the files. Raises as :class:`RowsWriter`; ``OSError``."""
-        writer = layouts.RowsWriter(fields, ring, self.keys, f"{self.who}: dumps")
-        sink = FolderSink(folder, f"{self.who}: dumps", nested=self.kind == "nested")
-        writer.write(sink)
-        sink.finish(ring.live * ring.width)
-        return sink.files
-
     def snapshot(self, storage: SavedStorage, without: IndexNames = ()) -> LayoutSnapshot:
         """What is saved, once writers wait."""
         return LayoutSnapshot(storage, self, without)
@@ -290,7 +244,7 @@ class Layout(NamedTuple):
         schema = dump.schema(None if here is None else here.schema)
         if here is not None and int(here.core.size()):
             dump.verify()
-        return storage.prepare_rows(dump.state(schema), dump.source(schema))
+        return storage.prepare_rows(dump.state(schema), layouts.DumpedRows(dump, schema))
 
     def open(self, folder: Path) -> layouts.LayoutDump:
         """Describe and check the layout in a folder. Raises as :func:`open_layout`."""
@@ -344,14 +298,17 @@ class LayoutSnapshot(SlotsSnapshot):
             IncompatibleCheckpoint: the rows are no steps that follow each other; names the row.
             RuntimeError: rows were written since. OSError: no space, or an I/O error.
         """
-        laid = self._layout
-        part = PartWriter(folder, "storage", laid.part)
-        written = laid.write(folder, fields_of(self._store, self._ring), self._ring)
+        laid, ring, call = self._layout, self._ring, f"{self._who}: dumps"
+        part = PartWriter(folder, "storage", _PART_OF[laid.kind])
+        sink = FolderSink(folder, call, nested=laid.kind == "nested")
+        layouts.RowsWriter(fields_of(self._store, ring), ring, laid.keys, call).write(sink)
+        sink.finish(ring.live * ring.width)
         if self._now() != self._moment:
-            raise RuntimeError(f"{laid.who}: dumps: expected no writes meanwhile, got some. Save it again.")
-        for below in sorted({(folder / name).parent for name in written} - {folder / layout.FOLDER}):
+            raise RuntimeError(f"{call}: expected no writes meanwhile, got some. Save it again.")
+        for below in sorted({(folder / name).parent for name in sink.files} - {folder / layout.FOLDER}):
             disk.sync_folder(below)
-        noted = {"file": "checkpoint.h5", "keys": _noted(laid.keys), **summed(folder, written)}
+        keys = msgspec.json.decode(msgspec.json.encode(laid.keys, order="sorted"))
+        noted = {"file": "checkpoint.h5", "keys": keys, **summed(folder, sink.files)}
         return self._finished(part, noted, progress)
 
     @property
@@ -387,7 +344,7 @@ def prepare_layout(storage: SavedStorage, reader: PartReader, without: Sequence[
     if not isinstance(noted, dict) or not isinstance(text, str) or not isinstance(priorities, dict):
         raise CorruptCheckpoint(f"{root}: expected what the layout notes, found nothing.")
     check_sums(reader.folder, noted)
-    keys = _keys_of(noted, root)
+    keys: layouts.Keys = convert(noted.get("keys"), layouts.Keys, root)
     dump = Layout(_KIND_OF[reader.type], keys, "loads").open(reader.folder)
     try:
         schema = schemas.decode(text.encode(), root)
@@ -398,32 +355,4 @@ def prepare_layout(storage: SavedStorage, reader: PartReader, without: Sequence[
     if (schema.capacity, schema.columns) != (dump.capacity, dump.columns) or not found.issuperset(expected):
         raise CorruptCheckpoint(f"{root}: expected the rows of its schema, got others.")
     kept = {name: it for name, it in priorities.items() if name not in without}
-    return storage.prepare_rows({**state, "priorities": kept}, dump.source(schema))
-
-
-class _NotedKeys(msgspec.Struct):
-    """What a state says of the entries."""
-
-    done: tuple[str, ...]
-    flags: list[tuple[str, ...]]
-    rewards: list[tuple[str, ...]]
-    shift: str
-    full: str
-
-
-def _noted(keys: layouts.Keys) -> dict[str, object]:
-    """Keys, as a state has them."""
-    lists = {
-        "done": list(keys.done),
-        "flags": sorted(map(list, keys.flags)),
-        "rewards": sorted(map(list, keys.rewards)),
-    }
-    return {**lists, "shift": keys.shift, "full": keys.full}
-
-
-def _keys_of(noted: Mapping[str, object], root: str) -> layouts.Keys:
-    """The keys that a state notes. Raises ``CorruptCheckpoint``: it notes none."""
-    found: _NotedKeys = convert(noted.get("keys"), _NotedKeys, root)
-    if not found.done:
-        raise CorruptCheckpoint(f"{root}: expected the key of the flag that ends trajectories, got none.")
-    return layouts.Keys(found.done, frozenset(found.flags), frozenset(found.rewards), found.shift, found.full)
+    return storage.prepare_rows({**state, "priorities": kept}, layouts.DumpedRows(dump, schema))
