@@ -15,10 +15,10 @@ from engram.around.following import FinalObservations as FinalObservations
 from engram.around.following import NextFromFollowing as NextFromFollowing
 from engram.around.hindsight import Hindsight as Hindsight
 from engram.around.hindsight import HindsightStrategy as HindsightStrategy
-from engram.around.predicates import TrajectoryPredicate as TrajectoryPredicate
-from engram.around.predicates import traj as traj
+from engram.around.query import TrajectoryPredicate as TrajectoryPredicate
 from engram.around.query import filter_trajectories as filter_trajectories
 from engram.around.query import iter_trajectories as iter_trajectories
+from engram.around.query import traj as traj
 from engram.around.reductions import CatFrames as CatFrames
 from engram.around.reductions import FrameStack as FrameStack
 from engram.around.reductions import NStep as NStep
@@ -55,8 +55,8 @@ from engram.checkpoint.ranks import Ranks as Ranks
 from engram.checkpoint.reports import RestoreReport as RestoreReport
 from engram.checkpoint.reports import SaveReport as SaveReport
 from engram.checkpoint.save import SaveHandle as SaveHandle
+from engram.device.direct import DeviceReplay as DeviceReplay
 from engram.device.loader import DeviceLoader as DeviceLoader
-from engram.device.replay import DeviceReplay as DeviceReplay
 from engram.env.robot import RobotEpisode as RobotEpisode
 from engram.env.robot import RobotRecorder as RobotRecorder
 from engram.env.robot import record_robot as record_robot

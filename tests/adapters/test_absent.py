@@ -15,4 +15,4 @@ def test_tianshou_is_not_installed():
             print(error)
         """
     )
-    assert said == "engram.adapters.tianshou: tianshou is not installed: pip install 'engram-replay[tianshou]'."
+    assert said == 'engram.adapters.tianshou: needs tianshou: pip install "engram-replay[tianshou]".'

@@ -210,7 +210,7 @@ def test_save_and_load_by_the_algorithm(tmp_path):
 @pytest.mark.parametrize(
     ("how", "error", "said"),
     [
-        ({"observation_space": spaces.Dict({"observation": BOX})}, TypeError, "'achieved_goal' and 'desired_goal'"),
+        ({"observation_space": spaces.Dict({"observation": BOX})}, TypeError, "'achieved_goal', 'desired_goal'"),
         ({"observation_space": BOX}, TypeError, "expected a Dict"),
         ({"goal_selection_strategy": "past"}, ValueError, "goal_selection_strategy: expected one of.*'past'"),
         ({"n_steps": 3}, ValueError, "n_steps=1"),

@@ -20,7 +20,7 @@ from engram import (
     SliceSampler,
     TensorStorage,
 )
-from engram.around.reading import Expansion
+from engram.around.expander import Expansion
 from engram.around.sequence import WindowTable
 
 CAPACITY = 40

@@ -96,7 +96,7 @@ def test_arguments(tmp_path):
 def test_directories(tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match="expected a new directory, or one of an import, got files"):
+    with pytest.raises(FileExistsError, match="expected a new directory, or an import's, got files"):
         from_numpy(columns(), tmp_path / "other")
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["notes.txt"]
     from_numpy(columns(), tmp_path / "data").close()

@@ -3,12 +3,12 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from engram.store.device.row_chain import RowKernels
+from engram.store.device.row_operations import RowKernels
 
 CAPTURING = "engram.store.device.accelerator.Accelerator.capturing"
 
 
-LAUNCH = "engram.store.device.row_chain.RowKernels._launch"
+LAUNCH = "engram.store.device.row_operations.RowKernels._launch"
 
 
 class _Recorder(TorchDispatchMode):

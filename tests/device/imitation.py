@@ -14,7 +14,7 @@ import torch
 
 from engram._support import fork
 from engram._support.mappings import shared_pieces
-from engram.device import loader, replay
+from engram.device import direct, loader
 from engram.store.device.accelerator import ALREADY_REGISTERED, Accelerator, DriverError, HostMemory
 
 #: By storage: the storage, which is kept so that no other gets its number, and the device that it is on, or "pinned".
@@ -431,7 +431,7 @@ class Interpreter(Imitation):
     def installed(cls, monkeypatch, **kwargs):
         """The device of each DeviceLoader and DeviceReplay that is made from now on."""
         made = cls(**kwargs)
-        for module in (loader, replay):
+        for module in (loader, direct):
             monkeypatch.setattr(module, "Accelerator", lambda device: made)
             monkeypatch.setattr(module, "existing_device", lambda device, name: torch.device("cuda", 0))
         return made

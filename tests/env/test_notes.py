@@ -324,7 +324,7 @@ def test_notes_that_cannot_be(values, error, said):
 
 
 def test_a_note_to_nobody():
-    with pytest.raises(KeyError, match=r"record\(env, store=…\) declares, some of \[\], got 'log_prob'"):
+    with pytest.raises(KeyError, match=r"fields of record\(env, store=…\), some of \[\], got 'log_prob'"):
         ReplayBuffer(storage=LazyTensorStorage(9)).note(log_prob=1.0)
 
 

@@ -348,12 +348,7 @@ def test_no_place_for_frames(tmp_path):
         ),
         ({"camera": np.zeros((32, 48), np.uint8)}, 1, ValueError, r"add: 'camera': expected shape \[32, 48, 3\]"),
         ({"camera": np.zeros((32, 48, 3), np.float32)}, 1, TypeError, "expected uint8, as record_robot"),
-        (
-            {"force": 1},
-            0.5,
-            ValueError,
-            r"add: \['force'\]: expected a timestamp after 0.5 s of the same episode, got 0.5",
-        ),
+        ({"force": 1}, 0.5, ValueError, r"add: \['force'\]: expected a timestamp after 0.5 s, got 0.5"),
         ({"force": 1}, float("nan"), ValueError, "expected a timestamp after"),
     ],
 )

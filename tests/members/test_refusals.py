@@ -276,7 +276,7 @@ def test_updates_of_wrong_places():
         ({"generation": torch.zeros(3, dtype=torch.int64)}, ValueError, "one generation per row"),
         ({"patch": 3}, TypeError, "patch"),
         ({"patch": {"y": torch.zeros(2, 2)}}, KeyError, "y"),
-        ({"patch": {"x": torch.zeros(3)}}, ValueError, "beginning with shape"),
+        ({"patch": {"x": torch.zeros(3)}}, ValueError, "entries beginning with"),
         ({"patch": {"x": torch.zeros(2, 2, 7)}}, ValueError, "x"),
         ({"version": 3}, ValueError, "version_key and version"),
     ]

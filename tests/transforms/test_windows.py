@@ -184,7 +184,11 @@ def test_frames_of_windows_that_are_written():
         (lambda: ActionChunkTransform(2, time_dim="x"), TypeError, "time_dim: expected an int, got str"),
         (lambda: CatFrames(2, 0), ValueError, "dim: expected a negative number.*got 0"),
         (lambda: CatFrames(2, -1, padding="zeros"), ValueError, "expected 'same' or 'constant', got 'zeros'"),
-        (lambda: CatFrames(2, -1, ["a"], ["b", "c"]), ValueError, "equally many in_keys and out_keys, got 1 and 2"),
+        (
+            lambda: CatFrames(2, -1, ["a"], ["b", "c"]),
+            ValueError,
+            "in_keys and out_keys: expected equally many keys, got 1 and 2",
+        ),
         (lambda: CatFrames(2, -1, [1.5]), TypeError, "got 1.5"),
         (lambda: ActionChunkTransform(0), ValueError, "chunk_size: expected at least 1, got 0"),
         (lambda: ActionChunkTransform(2, time_dim=1), ValueError, "time_dim: expected a negative number.*got 1"),
@@ -201,11 +205,11 @@ def test_batches_that_do_not_fit():
         CatFrames(2, -1, ["obs"])(td.exclude(("next", "done")))
     with pytest.raises(KeyError, match="expected the key 'frame'"):
         CatFrames(2, -1, ["frame"])(td)
-    with pytest.raises(ValueError, match=r"expected frames with a dimension -2, got shape \[2\]"):
+    with pytest.raises(ValueError, match=r"dim: expected one of shape \[2\], got -2"):
         CatFrames(2, -2, ["obs"])(td)
     with pytest.raises(ValueError, match="whose last dimension is time"):
         CatFrames(2, -1, ["obs"])(td[0])
-    with pytest.raises(ValueError, match=r"a flag for each of the 2 dimensions.*got \[6\]"):
+    with pytest.raises(ValueError, match=r"expected 2 dimensions of the batch, got \[6\]"):
         CatFrames(2, -1, ["obs"])({"obs": torch.zeros(6, 3, 1), "next": {"done": torch.zeros(6)}})
     for flags in ((1, 3), (1, 6), (2, 4)):
         batch = {"obs": torch.zeros(1, 4, 1), "action": torch.zeros(1, 4, 1), "next": {"done": torch.zeros(*flags) > 0}}
@@ -216,7 +220,7 @@ def test_batches_that_do_not_fit():
                 transform(batch)
     with pytest.raises(KeyError, match="expected the key 'action'"):
         ActionChunkTransform(2)(td)
-    with pytest.raises(ValueError, match="a dimension -2 of time, got shape"):
+    with pytest.raises(ValueError, match="time_dim: expected one of .*, got -2"):
         ActionChunkTransform(2)({"action": torch.zeros(3)})
     with pytest.raises(NotImplementedError, match="SliceSampler"):
         CatFrames(2, -1, ["obs"], future=True).make_rb_transform_and_sampler(4)

@@ -34,7 +34,7 @@ _MOVED = {
     "offline_to_online": "members.offline_to_online",
     "plotting": "inspect.plots",
     "query": "around.query",
-    "query.predicates": "around.predicates",
+    "query.predicates": "around.query",
     "query.trajectory": "around.trajectory",
     "ranks": "checkpoint.ranks",
     "removers": "writers.removers",

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, NamedTuple, NoReturn, TypedDict, get_type_hints
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from engram.types import Declared
+
+
+@contextmanager
+def needs(call: str, extra: str) -> Iterator[None]:
+    """Around the import of an optional package: one that is missing is named, with what installs it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        text = f'{call}: needs {error.name}: pip install "engram-replay[{extra}]".'
+        raise ModuleNotFoundError(text, name=error.name) from error
 
 
 class Later(NamedTuple):

@@ -15,19 +15,14 @@ import torch
 
 from engram._support.checks import check_count, check_path
 from engram._support.field_paths import nested
+from engram._support.unsupported import needs
 from engram.adapters.scratch import Scratch
 from engram.format.schema import DTYPES
 from engram.samplers import PrioritizedSampler, RandomSampler
 
-try:
+with needs("engram.adapters.tianshou", "tianshou"):
     from tianshou import data
     from tianshou.data.utils.converter import to_hdf5
-except ModuleNotFoundError as error:
-    if error.name != "tianshou":
-        raise
-    raise ModuleNotFoundError(
-        "engram.adapters.tianshou: tianshou is not installed: pip install 'engram-replay[tianshou]'.", name="tianshou"
-    ) from None
 
 if TYPE_CHECKING:
     import os
@@ -286,9 +281,7 @@ def _leaves(
         array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
         if array.dtype.name not in DTYPES:
             name = ".".join(path)
-            raise TypeError(
-                f"add: {name}: expected numbers or flags, got an array of {array.dtype}. Leave it out: exclude=[{name!r}]."
-            )
+            raise TypeError(f"add: {name}: expected numbers, got {array.dtype}. Leave it out: exclude=[{name!r}].")
         yield path, array
 
 

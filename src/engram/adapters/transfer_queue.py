@@ -11,19 +11,16 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from engram._support.unsupported import needs
 from engram.adapters.keyed_values import KeyedValues
 
-try:
+with needs("engram.adapters.transfer_queue", "transfer-queue"):
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
     from transfer_queue.storage import StorageKeyNotFoundError, StorageManagerFactory
     from transfer_queue.storage.bootstrap import StorageBootstrapProvider
     from transfer_queue.storage.clients import StorageClientFactory, StorageKVClient
     from transfer_queue.storage.managers.base import KVStorageManager
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"engram.adapters.transfer_queue: {error}. pip install 'engram-replay[transfer-queue]'.", name=error.name
-    ) from error
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

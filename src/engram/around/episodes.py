@@ -109,7 +109,14 @@ class TrajectoryKeys(NamedTuple):
     """``"all"``: of a field with several flags, all must be set. ``"any"``, None: one is enough."""
 
     @classmethod
-    def of(cls, who: str, traj_key: object, end_keys: object, index: str | None, end_when: str | None) -> Self:
+    def of(
+        cls,
+        who: str,
+        traj_key: object = None,
+        end_keys: object = None,
+        index: str | None = None,
+        end_when: str | None = None,
+    ) -> Self:
         """Check the arguments. Raises ``TypeError``, ``ValueError``; messages begin with ``who``."""
         if index is not None:
             check_index_name(index, f"{who}: index")
@@ -196,8 +203,8 @@ class Episodes(NamedTuple):
             which, fields = memory.on_host(self.boundaries.which)
             counted = memory.indexes.windows.setdefault(name, window)
             memory.indexes.made_with[name] = len(memory.schema.fields)
-            types, whole = ([0] * ids + sizes for sizes in self.ends()[1:])
-            table = _new_table(memory, ids, which, fields, counted, types, whole)
+            sizes = [[0] * ids + each for each in self.ends()[1:]]
+            table = _new_table(memory, ids, which, fields, counted, sizes)
             memory.core.attach(table)
             _scan(table, memory)
             return table
@@ -206,13 +213,7 @@ class Episodes(NamedTuple):
 
 
 def _new_table(
-    memory: Store,
-    ids: int,
-    which: Sequence[int],
-    fields: Sequence[Tensor],
-    window: int,
-    types: list[int],
-    whole: list[int],
+    memory: Store, ids: int, which: Sequence[int], fields: Sequence[Tensor], window: int, sizes: Sequence[list[int]]
 ) -> native.Trajectories:
     """A table over ``fields``, ``[C, ...]`` each and on the CPU, that knows no rows yet.
 
@@ -223,7 +224,8 @@ def _new_table(
     width = math.prod(memory.schema.columns)
     nbytes = native.Trajectories.bytes(memory.lanes, memory.lane_length, width)
     block = memory.zeroed(nbytes)
-    described, at, owner = (list(which), types, whole), block.data_ptr(), (*memory.control_memory, block, *fields)
+    (types, whole), at, owner = sizes, block.data_ptr(), (*memory.control_memory, block, *fields)
+    described = list(which), types, whole
     table = native.Trajectories(memory.core, ids, *described, *placed(fields), width, window, at, nbytes, owner)
     return fork.registered(table)
 
@@ -245,7 +247,7 @@ class StaticTable:
         self._field = torch.zeros((memory.capacity, *values.shape[1:]), dtype=values.dtype, device="cpu")
         #: Ticket number of the next write when the values were placed.
         self._placed = -1
-        self.table = _new_table(memory, int(by_id), (), [self._field], window, [], [])
+        self.table = _new_table(memory, int(by_id), (), [self._field], window, ([], []))
 
     def place(self, extent: Extent) -> None:
         """Give the live rows their values. The caller holds a lock until its draw is over.
@@ -309,9 +311,7 @@ def find_start_stop_traj(
     signal = trajectory if trajectory is not None else end
     assert signal is not None  # one of the two was given
     if signal.ndim == 0 or signal.numel() == 0:
-        raise RuntimeError(
-            f"find_start_stop_traj: expected a signal [T, *columns] with steps, got shape {list(signal.shape)}."
-        )
+        raise RuntimeError(f"find_start_stop_traj: expected steps, [T, *columns], got shape {list(signal.shape)}.")
     if trajectory is not None:
         stops = trajectory != trajectory.roll(-1, 0)  # in the last row: whether it is followed by slot 0
     else:
@@ -370,17 +370,13 @@ def fragments_table(
         IncompatibleStore: the name stands for other fields.
     """
     if memory.schema.columns:
-        raise RuntimeError(
-            f"sample: fragmented: expected a storage with ndim=1, got one with columns {list(memory.schema.columns)}."
-        )
+        raise RuntimeError(f"sample: fragmented: expected ndim=1, got columns {list(memory.schema.columns)}.")
     numbers = numbers_by_path(memory)
     ids = ID_KEYS if settings.traj_key is None else (settings.traj_key,)
     id_key = next((key for key in ids if key in numbers), None)
     step_key = settings.step_key
     if id_key is None or step_key not in numbers:
-        missing = (
-            f"traj_key {[public(key) for key in ids]}" if id_key is None else f"step_key {public(step_key or ())!r}"
-        )
+        missing = f"traj_key {[*map(public, ids)]}" if id_key is None else f"step_key {public(step_key or ())!r}"
         got = [public(field.key) for field in memory.schema.fields] if numbers else "rows of one tensor each"
         raise RuntimeError(f"sample: fragmented: expected rows with the {missing}, got {got}. Name a stored field.")
     fields, episodes = memory.schema.fields, rules.episodes(memory, "sample")
@@ -398,9 +394,8 @@ def fragments_table(
         _, (trajectory, step, *ends) = memory.on_host((which.trajectory, which.step, *boundaries.ends))
         owner = (*memory.control_memory, trajectory, step, *ends)
         described = (*_described(memory, which.trajectory, trajectory), *_described(memory, which.step, step))
-        table = fork.registered(
-            native.Fragments(memory.core, *described, *placed(ends), *episodes.ends()[1:], counted, owner)
-        )
+        made = native.Fragments(memory.core, *described, *placed(ends), *episodes.ends()[1:], counted, owner)
+        table = fork.registered(made)
         memory.core.attach(table)
         table.catch_up()
         return table

@@ -17,8 +17,7 @@ from engram._support.state import Stateful, check_keys, integer, typed
 from engram._support.tensordicts import is_tensor_collection, tensordict_type
 from engram._support.words import warn
 from engram.around.episodes import END_KEYS, numbers_by_path, usual_flags
-from engram.around.expander import Expander, TrajectoryArguments
-from engram.around.reading import MARK, Column, Expansion, Reading
+from engram.around.expander import MARK, Column, Expander, Expansion, Reading, TrajectoryArguments
 from engram.errors import ReadOnlyStore
 from engram.format.layout import is_store
 from engram.samplers import PrioritizedSampler
@@ -101,9 +100,7 @@ class FinalObservations(Stateful):
         self._follows, self._made = storage is None, False
         storage = LazyTensorStorage(1) if storage is None else storage
         if not isinstance(storage, TensorStorage) or storage.ndim != 1 or storage.lanes != 1:
-            raise TypeError(
-                f"FinalObservations: storage: expected a LazyTensorStorage or LazyMemmapStorage with one lane, got {storage!r}."
-            )
+            raise TypeError(f"FinalObservations: storage: expected one of tensors with one lane, got {storage!r}.")
         self.keys = given
         self.storage = storage
         self.end_keys = as_paths(end_keys, "FinalObservations: end_keys") or END_KEYS
@@ -223,12 +220,8 @@ class FinalObservations(Stateful):
         1000
         """
         self._rows = weakref.ref(rows)
-        if (
-            self._follows
-            and not self.storage.initialized
-            and not self.storage.shared
-            and (rows.shared or not self._made)
-        ):
+        fresh = not (self.storage.initialized or self.storage.shared)
+        if self._follows and fresh and (rows.shared or not self._made):
             folder = rows.scratch_dir if isinstance(rows, LazyMemmapStorage) else None
             if folder is not None:
                 beside = folder.with_name(f"{folder.name}-finals")
@@ -293,9 +286,7 @@ class FinalObservations(Stateful):
         if not (isinstance(data, dict) or (is_tensor_collection(data) and isinstance(data, tensordict_type()))):
             raise TypeError(f"FinalObservations: expected TensorDicts or dicts of rows, got {type(data).__name__}.")
         if not isinstance(data, dict) and len(data.batch_size) != 1:
-            raise RuntimeError(
-                f"FinalObservations: expected one batch dimension, got {list(data.batch_size)}: columns are not supported."
-            )
+            raise RuntimeError(f"FinalObservations: expected one batch dimension, got {list(data.batch_size)}.")
         named = self.end_keys if self.end_keys != END_KEYS else usual_flags(lambda key: find(data, key) is not None)
         keys = [key for key in named if find(data, key) is not None]
         if not keys:
@@ -571,9 +562,7 @@ class NextFromFollowing(Expander):
     ) -> None:
         keys = None if isinstance(finals, FinalObservations) else as_paths(finals, "NextFromFollowing: finals")
         if not (keys or isinstance(finals, FinalObservations)):
-            raise TypeError(
-                "NextFromFollowing: finals: expected FinalObservations, or the keys of observations, got None."
-            )
+            raise TypeError("NextFromFollowing: finals: expected FinalObservations or keys of observations, got None.")
         self.finals = cast("FinalObservations", None if keys else finals)
         self._keys, self.marks = keys or (), keys is None
         super().__init__(sampler, **trajectories)
@@ -594,9 +583,7 @@ class NextFromFollowing(Expander):
                 "next one is not written yet has no other in its place. Store next observations, or use a SliceSampler."
             )
         if any(isinstance(inner, NextFromFollowing) for inner in self.inside):
-            raise TypeError(
-                "NextFromFollowing: sampler: expected one without next observations, got a NextFromFollowing inside."
-            )
+            raise TypeError("NextFromFollowing: sampler: expected one without a NextFromFollowing inside, got one.")
 
     #: Where next observations are of rows on an accelerator that were read last.
     _there: Followed | None = None
@@ -614,9 +601,7 @@ class NextFromFollowing(Expander):
         fields = {key: reading.number(key, "NextFromFollowing") for key in self.followed}
         for key in fields:
             if ("next", *key) in reading.numbers:
-                raise ValueError(
-                    f"sample: NextFromFollowing: the rows have a field {public(('next', *key))!r} already."
-                )
+                raise ValueError(f"sample: NextFromFollowing: rows have a field {public(('next', *key))!r} already.")
         reading.following = Following(reading, fields, self.finals if self.marks else None)
 
     @property

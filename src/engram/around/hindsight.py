@@ -13,13 +13,12 @@ from engram._support.checks import check_callable, check_choice, check_number, c
 from engram._support.field_paths import FieldPath, as_path, checked_path, public
 from engram._support.tensordicts import add_fields
 from engram._support.words import warn
-from engram.around.expander import Expander, TrajectoryArguments
+from engram.around.expander import Expander, Reading, TrajectoryArguments
 from engram.store import Store, dlpack_specs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from engram.around.reading import Reading
     from engram.storages import TensorStorage
     from engram.store.sampled import SampledStorage
     from engram.types import Entry, Info, Sampler
@@ -155,7 +154,7 @@ class Hindsight(Expander):
         """As for every expander.
 
         >>> from engram import Hindsight, RandomSampler
-        >>> from engram.around.reading import Reading
+        >>> from engram.around.expander import Reading
         >>> from engram.format.schema import Field
         >>> goals = [Field(key, "float32", (2,)) for key in (("desired_goal",), ("next", "achieved_goal"))]
         >>> flags = [Field(("next", "reward"), "float32", (1,)), Field(("next", "done"), "bool", (1,))]

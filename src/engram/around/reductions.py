@@ -9,11 +9,19 @@ import torch
 from engram._support.checks import check_choice, check_count, check_number
 from engram._support.field_paths import WINDOW_ENDS, FieldPath, as_path, as_paths, public
 from engram._support.nested import is_tensordict
-from engram.around.expander import Expander, TrajectoryArguments, check_steps
-from engram.around.reading import TO_THE_END, Column, Reading, is_of_next_step, observed_before
+from engram.around.expander import (
+    TO_THE_END,
+    Column,
+    Expander,
+    Reading,
+    TrajectoryArguments,
+    check_steps,
+    is_of_next_step,
+    observed_before,
+)
 from engram.samplers import RandomSampler
 from engram.transforms import Compose, ExcludeTransform, Transform
-from engram.transforms._base import Key, Keys, as_key, as_keys, entry, find, path_of, put, shallow
+from engram.transforms._base import Key, KeyedTransform, Keys, as_key, entry, find, path_of, put, shallow
 from engram.transforms.windows import Windows, checked_dim, ends_of
 
 if TYPE_CHECKING:
@@ -22,7 +30,7 @@ if TYPE_CHECKING:
     from engram.types import Sampler
 
 
-class CatFrames(Transform):
+class CatFrames(KeyedTransform):
     """Joins each frame of a window with the ``N - 1`` frames before it. TorchRL's, for batches of windows.
 
     Batches are ``[*batch, T]``, TensorDicts or dicts ``[B, T]``, as those of slice samplers with ``flat=False``; or flat batches of a
@@ -63,6 +71,8 @@ class CatFrames(Transform):
     [[[0.0, 0.0], [0.0, 1.0], [2.0, 2.0], [2.0, 3.0]]]
     """
 
+    shown = ("N", "dim", "in_keys", "out_keys")
+
     def __init__(
         self,
         N: int,  # noqa: N803 - TorchRL's name
@@ -80,12 +90,7 @@ class CatFrames(Transform):
         self.N = check_count("CatFrames: N", N)
         self.dim, self.padding = checked_dim("CatFrames: dim", dim), padding
         self.padding_value = _checked_padding("CatFrames", padding, padding_value)
-        self.in_keys = as_keys(["pixels"] if in_keys is None else in_keys, "CatFrames: in_keys")
-        self.out_keys = list(self.in_keys) if out_keys is None else as_keys(out_keys, "CatFrames: out_keys")
-        if len(self.in_keys) != len(self.out_keys):
-            raise ValueError(
-                f"CatFrames: expected equally many in_keys and out_keys, got {len(self.in_keys)} and {len(self.out_keys)}."
-            )
+        super().__init__(["pixels"] if in_keys is None else in_keys, out_keys, None, None)
         self.as_inverse, self.future = bool(as_inverse), bool(future)
         self.done_key = as_key("done" if done_key is None else done_key, "CatFrames: done_key")
         self.mask_key = None if mask_key is None else as_key(mask_key, "CatFrames: mask_key")
@@ -145,9 +150,7 @@ class CatFrames(Transform):
 
     def _join(self, frames: Tensor, dims: int) -> Tensor:
         if frames.ndim - dims - 1 < -self.dim:
-            raise ValueError(
-                f"CatFrames: expected frames with a dimension {self.dim}, got shape {list(frames.shape[dims + 1 :])}."
-            )
+            raise ValueError(f"CatFrames: dim: expected one of shape {list(frames.shape[dims + 1 :])}, got {self.dim}.")
         at = frames.ndim + self.dim - 1
         return frames.movedim(dims, at).flatten(at, at + 1)
 
@@ -201,9 +204,6 @@ class CatFrames(Transform):
         return Compose(
             _Unstack(self.N, self.dim, moved), ExcludeTransform(*[out_key for _, out_key in moved], inverse=True)
         ), sampler
-
-    def __repr__(self) -> str:
-        return f"CatFrames(N={self.N}, dim={self.dim}, in_keys={self.in_keys}, out_keys={self.out_keys})"
 
 
 class _Unstack(Transform):
@@ -340,9 +340,8 @@ class FrameStack(Expander):
             if before >= 0 and (earlier.dtype, earlier.shape) != (field.dtype, field.shape):
                 before = -1
             padding = self.padding_value if self.padding == "constant" else None
-            reading.columns[number] = column._replace(
-                kind="frames", frames=self.n, dim=self.dim, first=before, padding=padding
-            )
+            stack = column._replace(kind="frames", frames=self.n, dim=self.dim, first=before, padding=padding)
+            reading.columns[number] = stack
 
 
 class NStep(Expander):

@@ -241,19 +241,15 @@ class ExpandedReader(UnitReader):
         return Expanded(columns, rows, tickets, info, moved)
 
     def _expanded(self, storage: Storage, drawn: Tensor, info: Info) -> tuple[Tensor, Info]:
-        index = self.named.index_of(drawn)
+        index, who = self.named.index_of(drawn), f"sample: {type(self._unit).__name__}.expand"
         expanded: object = self._unit.expand(tuple(index.unbind(-1)) if index.ndim > 1 else index, info, storage)
         if not isinstance(expanded, tuple) or len(expanded) != 2 or not isinstance(expanded[1], dict):
             got = [type(it).__name__ for it in expanded] if isinstance(expanded, tuple) else type(expanded).__name__
-            raise TypeError(
-                f"sample: {type(self._unit).__name__}.expand: expected (index, info), an index and a dict, got {got}."
-            )
+            raise TypeError(f"{who}: expected (index, info), an index and a dict, got {got}.")
         rows, capacity = rows_of(self.named.rows_of(expanded[0])), storage.extent().capacity
         outside = rows[(rows < 0) | (rows >= capacity)]
         if len(outside):
-            raise RowError(
-                f"sample: {type(self._unit).__name__}.expand: expected rows in [0, {capacity}), got {int(outside[0])}."
-            )
+            raise RowError(f"{who}: expected rows in [0, {capacity}), got {int(outside[0])}.")
         return rows, expanded[1]
 
     def _check_live(self, storage: Storage, rows: Tensor) -> None:
@@ -322,13 +318,7 @@ class WindowTable:
         return windows, columns, sorted({place // self._total for place in moved})
 
     def around(
-        self,
-        rows: Tensor,
-        tickets: Tensor | None,
-        *,
-        told: bool = True,
-        numbered: bool = False,
-        layout: native.Layout | None = None,
+        self, rows: Tensor, tickets: Tensor | None, *, told: bool, numbered: bool, layout: native.Layout | None = None
     ) -> tuple[Windows, list[Tensor], list[int]]:
         """The same, but only fields of a layout are read; None: no field is, and no window counts as moved.
 
@@ -661,10 +651,10 @@ class Sequence(SampleUnit):
         named = torch.stack(list(index), -1) if isinstance(index, tuple) else index
         rows = rows_of(storage.rows_at(named.to("cpu", torch.int64)) if storage.ndim > 1 else named)
         table, redraw = WindowTable(memory, self), Redraw(storage, Draw(rows), None, None, "expand", _AROUND)
-        windows = table.around(rows, None)[0]
+        windows = table.around(rows, None, told=True, numbered=False)[0]
         while moved := (windows.tickets[:: self.total] < 0).nonzero().flatten().tolist():
             redraw.again(moved)
-            windows = table.around(rows, None)[0]
+            windows = table.around(rows, None, told=True, numbered=False)[0]
         index_of = partial(coordinates, columns=storage.columns)
         told, records = self.told(windows, info, len(rows), index_of), index_of(windows.rows)
         return (tuple(records.unbind(-1)) if records.ndim > 1 else records), told

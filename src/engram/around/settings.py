@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, Generic, TypedDict, TypeVar
 
 from engram._support import native as _native
-from engram._support.checks import as_numbers, check_count
+from engram._support.checks import as_numbers, check_count, check_type
 from engram._support.field_paths import FieldPath, as_path, as_paths
 from engram._support.unsupported import reject_unsupported
 from engram.around.episodes import checked_end_when
@@ -86,10 +86,8 @@ class WindowSettings:
             )
         if isinstance(window, dict):  # as a store notes it
             window = WindowSpec(**window)
-        if window is not None and not isinstance(window, WindowSpec):
-            raise TypeError(
-                f"{who}: window: expected a WindowSpec, got {type(window).__name__}. Write WindowSpec(length=…)."
-            )
+        if window is not None:
+            window = check_type(f"{who}: window", window, WindowSpec, "a WindowSpec", "Write WindowSpec(length=…).")
         flat = bool(arguments.get("flat", True))
         if window is None and not flat:
             raise TypeError(f"{who}: flat=False: expected window=WindowSpec(…) beside it: how long windows are.")
@@ -242,9 +240,8 @@ class WindowSpec:
     def __post_init__(self) -> None:
         for field in fields(self):
             least = 0 if field.name in ("burn_in", "padding") else 1
-            number = check_count(
-                f"WindowSpec: {field.name}", getattr(self, field.name), "steps", least=least, most=self._MAX_STEPS
-            )
+            what, value = f"WindowSpec: {field.name}", getattr(self, field.name)
+            number = check_count(what, value, "steps", least=least, most=self._MAX_STEPS)
             object.__setattr__(self, field.name, number)
         if self.padding >= self.steps:
             raise ValueError(

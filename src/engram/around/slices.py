@@ -414,19 +414,14 @@ def _check_fragmented(name: str, settings: WindowSettings, compiled: object, *, 
             "apart. Store a field of ids."
         )
     by_anchor = settings.uniform_over == "anchors"
-    for argument, given in {
-        "anchors": anchored,
-        "online": settings.online,
-        "uniform_over='anchors'": by_anchor,
-    }.items():
+    others = {"anchors": anchored, "online": settings.online, "uniform_over='anchors'": by_anchor}
+    for argument, given in others.items():
         if given:
             raise ValueError(
-                f"{name}: fragmented=True: expected no {argument}: runs of steps that lie apart are drawn uniformly. Leave it out."
+                f"{name}: fragmented=True: expected no {argument}: runs are drawn uniformly. Leave it out."
             )
     if settings.step_key is None:
-        raise ValueError(
-            f"{name}: fragmented=True: expected a step_key, the field with the number of a step in its trajectory, got None."
-        )
+        raise ValueError(f"{name}: fragmented=True: expected a step_key, the field of a step's number, got None.")
 
 
 def _as_span(who: str, span: object) -> tuple[bool | int, bool | int]:
@@ -490,9 +485,7 @@ class StreamingSliceSampler(SliceSampler):
 
     def __new__(cls, *, replacement: bool = True, **kwargs: object) -> Self:  # noqa: ARG004 - for __init__
         if not replacement:
-            raise TypeError(
-                f"{cls.__name__}: expected replacement=True: when no new windows are left, draws are independent."
-            )
+            raise TypeError(f"{cls.__name__}: expected replacement=True: without new windows, draws are independent.")
         return object.__new__(cls)
 
     def __init__(
@@ -601,9 +594,8 @@ class StreamingSliceSampler(SliceSampler):
 
     def __setstate__(self, state: dict[str, object]) -> None:
         clock, positions, rows = cast("tuple[int, list[int], int | None]", state["_loaded"])
-        super().__setstate__(
-            {**state, "_loaded": (clock, torch.tensor(positions, dtype=torch.int64, device="cpu"), rows)}
-        )
+        loaded = clock, torch.tensor(positions, dtype=torch.int64, device="cpu"), rows
+        super().__setstate__({**state, "_loaded": loaded})
 
 
 #: Before the first draw: key of the order, ticket number of the next write, visited trajectories, and all of them.

@@ -12,7 +12,7 @@ from engram._support.checks import as_numbers, check_number
 from engram._support.field_paths import FieldPath, checked_path, plain, public
 from engram._support.native import DLPACK, Trajectories
 from engram.around.episodes import TrajectoryKeys, numbers_by_path
-from engram.around.reading import Expansion
+from engram.around.expander import Expansion
 from engram.around.sequence import Expanded, ExpandedReader, Named, SampleUnit, Sequence, UnitReader
 from engram.store import Store, as_rows
 
@@ -148,18 +148,15 @@ class _Fields(NamedTuple):
         time = numbers.get(unit.time_key)
         if time is None or missing:
             what = f"deltas: {missing}" if missing else f"time_key: {public(unit.time_key)!r}"
-            raise KeyError(
-                f"sample: Window: {what}: expected a stored field, one of {[public(path) for path in numbers]}."
-            )
+            raise KeyError(f"sample: Window: {what}: expected a stored field, one of {[*map(public, numbers)]}.")
         form = fields[time]
         if math.prod(form.shape) != 1 or not form.dtype.startswith(("float", "int", "uint")):
             raise TypeError(
                 f"sample: Window: time_key: expected one real number per row, got {form.dtype} {list(form.shape)} in {form.name}."
             )
         taken = {number for found in of_keys for number in found}
-        return cls(
-            memory, memory.schema, time, of_keys, [number for number in range(len(fields)) if number not in taken]
-        )
+        others = [number for number in range(len(fields)) if number not in taken]
+        return cls(memory, memory.schema, time, of_keys, others)
 
 
 class _Steps(NamedTuple):

@@ -81,17 +81,8 @@ class WindowSampler(NativeSampler):
     #: Whether the queue is that of completed windows, and not the online one.
     streaming: ClassVar[bool] = False
 
-    noted: tuple[str, ...] = (
-        "num_slices",
-        "slice_len",
-        "end_key",
-        "end_keys",
-        "traj_key",
-        "truncated_key",
-        "init_key",
-        "strict_length",
-        "index",
-    )
+    _keys = ("end_key", "end_keys", "traj_key", "truncated_key", "init_key")
+    noted: tuple[str, ...] = ("num_slices", "slice_len", *_keys, "strict_length", "index")
 
     num_slices = Setting[int | None]()
     slice_len = Setting[int | None]()
@@ -187,10 +178,8 @@ class WindowSampler(NativeSampler):
         if memory is None:
             if not storage.initialized:
                 raise NoSampleable(EMPTY)
-            raise RuntimeError(
-                f"{name}: expected a tensor storage, got a {type(storage).__name__}. "
-                "Use LazyTensorStorage or LazyMemmapStorage."
-            )
+            got = f"got a {type(storage).__name__}. Use LazyTensorStorage or LazyMemmapStorage."
+            raise RuntimeError(f"{name}: expected a tensor storage, {got}")
         schema = memory.schema
         table, static, id_key = self._table_of(memory, length if settings.window is None else settings.window.reach)
         taken = None if isinstance(table, _native.Fragments) else self._taken_of(table)
@@ -213,9 +202,7 @@ class WindowSampler(NativeSampler):
             episodes = rules.episodes(memory, "sample")
             return episodes.table(window), None, episodes.id_key
         if not numbers_by_path(memory):
-            raise RuntimeError(
-                f"{type(self).__name__}: expected rows with fields, such as dicts, got rows of one tensor each."
-            )
+            raise RuntimeError(f"{type(self).__name__}: expected rows with fields, got rows of one tensor each.")
         assert settings.static is not None  # as there are no rules
         kind, values = settings.static
         static = StaticTable(memory, kind, values, by_id=kind == "trajectories", window=window)

@@ -19,7 +19,7 @@ from engram._support.tensordicts import is_tensor_collection
 from engram.buffer.field_updates import CALL, ConditionalUpdateResult, FieldUpdates, add_entries
 from engram.buffer.on_device import OnDevice
 from engram.buffer.write_path import new_containers
-from engram.device.replay import Replays
+from engram.device.direct import Replays
 from engram.errors import EMPTY, RowError
 from engram.saved.rows import Boundaries, Roles, boundary_fields, roles_of
 from engram.store import DeviceStore

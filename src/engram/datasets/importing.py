@@ -25,9 +25,10 @@ from numpy.typing import NDArray
 from engram._support.checks import check_path
 from engram._support.field_paths import FieldPath, as_paths, checked_path, nested, public
 from engram._support.progress import OnProgress, Work
+from engram._support.unsupported import needs
 from engram._support.words import count
 from engram.around import FinalObservations, NextFromFollowing
-from engram.around.reading import MARK
+from engram.around.expander import MARK
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.errors import CorruptStore, DatasetError, IncompatibleStore
 from engram.format import files, layout
@@ -224,11 +225,8 @@ def new_names(call: str, found: list[FieldPath], rename: object, usual: Usual = 
 
 def required(module: str, extra: str, call: str) -> ModuleType:
     """A module of an extra. Raises ``ModuleNotFoundError``: it is not installed."""
-    try:
+    with needs(call, extra):
         return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        text = f'{call}: needs {error.name}: pip install "engram-replay[{extra}]".'
-        raise ModuleNotFoundError(text, name=error.name) from error
 
 
 def flat_names(data: Mapping[str, object]) -> Iterator[tuple[FieldPath, object]]:
@@ -308,9 +306,7 @@ def _import_rest(source: Source, folder: Path, arguments: ImportArguments, *, fr
     note = Note.read(folder, source)  # another process may have been faster
     if note is None and [*folder.iterdir()] != [folder / LOCK]:
         (folder / LOCK).unlink()
-        raise FileExistsError(
-            17, f"{source.call}: expected a new directory, or one of an import, got files", str(folder)
-        )
+        raise FileExistsError(17, f"{source.call}: expected a new directory, or an import's, got files", str(folder))
     note = note or Note(_identity(source), about=dict(source.about))
     try:
         note.write(folder)

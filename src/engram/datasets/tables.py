@@ -19,8 +19,8 @@ import xxhash
 from engram._support.checks import check_path
 from engram._support.field_paths import FieldPath, public
 from engram.around.episodes import TrajectoryKeys, numbers_by_path
+from engram.around.expander import MARK
 from engram.around.following import finals_of
-from engram.around.reading import MARK
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.datasets import importing as of
 from engram.datasets.importing import BLOCK_BYTES
@@ -239,15 +239,7 @@ def from_numpy(data: Mapping[str, object], directory: StrPath, **more: Unpack[of
 # ---- HDF5 ---------------------------------------------------------------------------------------------------------------
 
 #: What fields of a store are called in a file of D4RL's, besides their own names.
-_D4RL: dict[FieldPath, str] = {
-    ("observation",): "observations",
-    ("action",): "actions",
-    ("next", "observation"): "next_observations",
-    ("next", "reward"): "rewards",
-    ("next", "terminated"): "terminals",
-    ("next", "truncated"): "timeouts",
-    ("collector", "traj_ids"): "episode",
-}
+_D4RL = {path: name for name, path in reversed([*of.USUAL.items()]) if path is not None and path != of.DONE}
 
 
 def from_hdf5(path: StrPath, directory: StrPath, **more: Unpack[of.ImportArguments]) -> of.DataSet:
@@ -325,16 +317,13 @@ def to_hdf5(directory: StrPath, path: StrPath, *, compression: str | None = None
     ...     file["observations"][:].tolist(), file["terminals"][:].tolist()
     ([0.0, 1.0, 2.0, 3.0], [False, False, False, True])
     """
-    h5py = of.required("h5py", "hdf5", "to_hdf5")
-    with (
-        stored(directory, "to_hdf5") as store,
-        written_whole(path, "to_hdf5") as partial,
-        h5py.File(partial, "w") as file,
-    ):
+    call = "to_hdf5"
+    h5py = of.required("h5py", "hdf5", call)
+    with stored(directory, call) as store, written_whole(path, call) as partial, h5py.File(partial, "w") as file:
         at = 0
         for block in store.blocks(0, 0):
             n, columns = int(block.lengths.sum()), store.steps(block, final)
-            for name, rows in zip(distinct([*map(_d4rl, columns)], "to_hdf5"), columns.values(), strict=True):
+            for name, rows in zip(distinct([*map(_d4rl, columns)], call), columns.values(), strict=True):
                 if name not in file:
                     file.create_dataset(name, (store.rows, *rows.shape[1:]), rows.dtype, compression=compression)
                 file[name][at : at + n] = rows

@@ -17,7 +17,7 @@ from engram._support.closing import Closes
 from engram._support.devices import existing_device
 from engram._support.nested import map_tensors, tensors
 from engram._support.words import warn
-from engram.device.direct import Changed, DirectReader, NotDirect, Queued, Readable
+from engram.device.direct import Changed, DirectReader, NotDirect, Place, Queued, Readable
 from engram.device.pinning import Blocks, Drawn, Sent
 from engram.samplers import declared
 from engram.store.device.accelerator import Accelerator
@@ -91,13 +91,7 @@ class DeviceLoader(Closes):
     """
 
     def __init__(
-        self,
-        rb: Any,
-        device: torch.device | str | int,
-        depth: int = 2,
-        *,
-        return_info: bool = False,
-        transport: str | None = None,
+        self, rb: Any, device: Place, depth: int = 2, *, return_info: bool = False, transport: str | None = None
     ) -> None:
         self.depth = check_count("DeviceLoader: depth", depth, "batch")
         self.device = existing_device(device, "DeviceLoader: device")
@@ -407,9 +401,7 @@ class DeviceLoader(Closes):
         key = self.rb.priority_key
         priority = data.get(key, None)
         if priority is None:
-            raise KeyError(
-                f"update_tensordict_priority: expected the key {key!r}, got {sorted(map(str, data.keys()))}."
-            )
+            raise KeyError(f"update_tensordict_priority: expected the key {key!r}, got {[*map(str, data.keys())]}.")
         self.update_priority(data.get("index"), priority, generation=data.get("index_generation", None))
 
     def flush(self) -> None:

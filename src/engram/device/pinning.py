@@ -245,9 +245,7 @@ class Blocks:
         """
         streams = self._streams
         of_host = {
-            id(leaf): leaf
-            for leaf in tensors(batch)
-            if leaf.is_cpu and not leaf.requires_grad and not streams.holds(leaf)
+            id(one): one for one in tensors(batch) if one.is_cpu and not (one.requires_grad or streams.holds(one))
         }
         leaves = list(of_host.values())
         if not all(map(is_dense, leaves)):
@@ -260,9 +258,8 @@ class Blocks:
             begins = block.pack(leaves)
             assert begins is not None
         elif self._draws_into is None and drawn:
-            self._draws_into = (
-                2 * sum(_nbytes(leaf) for leaf, at in zip(leaves, begins, strict=True) if at < drawn) >= drawn
-            )
+            inside = sum(_nbytes(leaf) for leaf, at in zip(leaves, begins, strict=True) if at < drawn)
+            self._draws_into = 2 * inside >= drawn
         if wanted > size:
             self._nbytes = max(self._nbytes, 1 << (wanted - 1).bit_length())
         memory, nbytes = [], block.native.used

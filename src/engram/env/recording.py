@@ -39,12 +39,10 @@ from engram.env.values import (
     every,
     fill,
     has_tuple,
-    mapped,
     of_each,
     pick,
     put,
     some,
-    taken,
 )
 from engram.storages import DefaultStorage, Storage
 
@@ -58,16 +56,11 @@ if TYPE_CHECKING:
 Names: TypeAlias = Mapping[str, Key] | Mapping[tuple[str, ...], Key] | Mapping[Key, Key]
 Form: TypeAlias = "dict[str, int | Form]"
 Value: TypeAlias = "Nested | np.generic"
+#: Of each environment whether its episode is terminated, truncated, and over.
+Flags: TypeAlias = "tuple[Mask, Mask, Mask]"
 #: What is recorded of a step.
-FIELDS: tuple[FieldPath, ...] = (
-    ("observation",),
-    ("action",),
-    ("next", "observation"),
-    ("next", "reward"),
-    ("next", "terminated"),
-    ("next", "truncated"),
-    ("next", "done"),
-)
+_NEXT = ("observation", "reward", "terminated", "truncated", "done")
+FIELDS: tuple[FieldPath, ...] = (("observation",), ("action",), *(("next", name) for name in _NEXT))
 #: Those that are one number; TensorDicts have them with a dimension of 1.
 _NUMBERS = slice(3, 7)
 _FLAGS = range(4, 7)
@@ -118,7 +111,7 @@ class PreparedRows:
     """
 
     def __init__(self, values: Sequence[Value], rows_of: Callable[[Sequence[Value]], object]) -> None:
-        self._own = [mapped(np.array, cast("Nested", value)) for value in values]
+        self._own = [copied(cast("Nested", value)) for value in values]
         self._rows = rows_of(self._own)
 
     def filled(self, values: Sequence[Value]) -> object:
@@ -144,9 +137,7 @@ class Recording:
         self._prepared: PreparedRows | None = None
         _check(buffer.storage, lanes, count)
         if tensordicts and any(map(has_tuple, (observation, action))):
-            raise TypeError(
-                "record: a TensorDict holds no tuples, but a space of the environment is one: use a ReplayBuffer."
-            )
+            raise TypeError("record: a TensorDict holds no tuples, but a space of it is one: use a ReplayBuffer.")
         self._buffer = buffer
         self._lanes: NDArray[np.int64] = lanes.numpy().copy()  # the caller's
         self._observation_spec, self._action_spec = observation, action
@@ -220,13 +211,7 @@ class SingleRecording(Recording):
         return kept
 
     def go_on(
-        self,
-        acted: Nested | None,
-        observation: object,
-        reward: object,
-        terminated: object,
-        truncated: object,
-        infos: object,
+        self, acted: Nested | None, seen: object, reward: object, terminated: object, truncated: object, infos: object
     ) -> None:
         """After a step: write it, if it is a row. What was observed is what the next action answers to, unless the episode is over.
 
@@ -235,7 +220,7 @@ class SingleRecording(Recording):
             observation: the last one of an episode that is over.
             reward, terminated, truncated, infos: one each.
         """
-        following = conformed(self._observation_spec, observation, "observation")
+        following = conformed(self._observation_spec, seen, "observation")
         ends = np.bool_(as_number(terminated)), np.bool_(as_number(truncated))  # faster than arrays
         over = ends[0] | ends[1]
         if acted is not None:
@@ -311,13 +296,7 @@ class VectorRecording(Recording):
         return copied(conformed(self._action_spec, action, "action"))
 
     def write(
-        self,
-        acting: Mask,
-        action: Nested,
-        following: object,
-        reward: object,
-        flags: tuple[Mask, Mask, Mask],
-        told: Sequence[Told],
+        self, acting: Mask, action: Nested, following: object, reward: object, flags: Flags, told: Sequence[Told]
     ) -> None:
         """Write the step of the environments that were acting.
 
@@ -347,7 +326,7 @@ class VectorRecording(Recording):
                 self._open = ~over
             else:
                 rows = acting.nonzero()[0]
-                values = tuple(taken(value, rows) for value in values)
+                values = tuple(cast("Nested", pick(value, rows)) for value in values)
                 self._buffer.extend(self._new_rows(values, torch.Size([len(rows)])), lane=self._lanes[rows])
                 self._open = np.where(acting, ~over, self._open)
 
@@ -367,7 +346,7 @@ class VectorRecording(Recording):
             self._open = self._open & ~left
 
 
-def flags_of(terminated: object, truncated: object, n: int) -> tuple[Mask, Mask, Mask]:
+def flags_of(terminated: object, truncated: object, n: int) -> Flags:
     """Whether each of ``n`` episodes was terminated, was truncated, and is over. Raises ``ValueError``: flags of another number."""
     ends = of_each(terminated, BOOL, n, "step: terminated"), of_each(truncated, BOOL, n, "step: truncated")
     return *ends, ends[0] | ends[1]
@@ -412,9 +391,7 @@ def _check(storage: Storage, lanes: Tensor, count: int) -> None:
         storage.become_tensors()
     if not storage.traits.has_fields or storage.ndim > 1:
         got = type(storage).__name__ if storage.ndim == 1 else f"ndim={storage.ndim}"
-        raise TypeError(
-            f"record: expected a LazyTensorStorage(max_size, lanes={count}) or another of tensors, got {got}."
-        )
+        raise TypeError(f"record: expected a LazyTensorStorage(max_size, lanes={count}) or one of tensors, got {got}.")
     if len(lanes) != count or len(set(lanes.tolist())) != count:
         raise ValueError(
             f"record: lane: expected a lane of its own for each of {count} environments, got {lanes.tolist()}. Make the storage with "

@@ -12,12 +12,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from threading import RLock
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from engram._support.checks import check_number, check_path
+from engram._support.closing import Closes
 from engram._support.words import count, warn
 from engram.env.values import Array, Leaf
 from engram.errors import CorruptStore, IncompatibleStore, RateLimited
@@ -137,9 +138,7 @@ def _described(features: object, fps: float, room_s: float, hours: float) -> lis
             raise TypeError(f"{what}: expected a dict with 'dtype' and 'shape', got {feature!r}.")
         bad = not isinstance(name, str) or name in ("", _EPISODE, _TIMESTAMP) or not {"/", "\0"}.isdisjoint(name)
         if bad or len(name.encode()) > 200:
-            raise ValueError(
-                f"{what}: expected a name without '/' of up to 200 bytes, other than 'episode' and 'timestamp'. Use another one."
-            )
+            raise ValueError(f"{what}: expected a name without '/' of up to 200 bytes, not 'episode' nor 'timestamp'.")
         rate = check_number(f"{what}: fps", feature.get("fps", fps), least=0.001)
         is_video, shape = feature["dtype"] == "video", tuple(feature["shape"])
         if is_video and (len(shape) != 3 or shape[2] != 3 or min(shape) < 1):
@@ -333,7 +332,7 @@ class RobotEpisode:
         return path if path.exists() else None
 
 
-class RobotRecorder:
+class RobotRecorder(Closes):
     """Records cameras and sensors in episodes: what :func:`record_robot` returns. Use it as a context.
 
     One process records into a directory, from one thread or several.
@@ -451,9 +450,7 @@ class RobotRecorder:
         if row.keys() != spec.features.keys():
             raise KeyError(f"add: expected all features of a rate in one row, {[*spec.features]}, got {[*row]}.")
         if not stream.last < timestamp < np.inf:
-            raise ValueError(
-                f"add: {[*row]}: expected a timestamp after {stream.last:g} s of the same episode, got {timestamp:g}."
-            )
+            raise ValueError(f"add: {[*row]}: expected a timestamp after {stream.last:g} s, got {timestamp:g}.")
         if stream.held >= spec.rows:
             self._free()
         if stream.held >= spec.rows:
@@ -476,9 +473,7 @@ class RobotRecorder:
         """
         with self._lock:
             if not any(stream.open for stream in self.streams):
-                raise RuntimeError(
-                    "end_episode: expected rows of an episode, got none since the last one. Call add() first."
-                )
+                raise RuntimeError("end_episode: expected rows of an episode, got none since the last one. Call add().")
             number = self.episode
             cameras = [stream for stream in self.streams if stream.spec.is_video and stream.open]
             self._waiting |= {(stream.spec.name, number): stream.written - stream.open for stream in cameras}
@@ -574,12 +569,6 @@ class RobotRecorder:
         self._hold = None
         for episode, why in self.kept.items():
             warn(f"record_robot: episode {episode} keeps its frames: {why}")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _make_video(target: Path, camera: Stream, episode: int, length: int, tolerance: float, died: int) -> None:

@@ -154,12 +154,7 @@ def stacked(each: list[Nested]) -> Nested:
     return mapped(lambda *leaves: np.stack(leaves), *each)
 
 
-def taken(nested: Nested, which: NDArray[np.int64]) -> Nested:
-    """Those of some environments."""
-    return mapped(lambda leaf: leaf.take(which, 0), nested)
-
-
-def pick(nested: object, i: int) -> object:
+def pick(nested: object, i: int | NDArray[np.int64]) -> object:
     """That of one environment: of arrays, tensors or lists of ``n``, or dicts and tuples of them."""
     if isinstance(nested, Mapping):
         return {key: pick(nested[key], i) for key in nested.keys()}  # noqa: SIM118 - a TensorDict iterates over its batch
@@ -193,7 +188,7 @@ class Leaf(NamedTuple):
         array = as_array(example)
         if array.dtype.kind not in _NUMBERS:
             raise TypeError(
-                f"{what}: expected an example, numbers of the shape that one environment has, got {type(example).__name__}."
+                f"{what}: expected an example, numbers as one environment has, got {type(example).__name__}."
             )
         narrow = array.dtype == np.float64 and isinstance(example, float | list | tuple)  # of Python
         return cls(np.dtype(np.float32) if narrow else array.dtype, array.shape)
@@ -246,9 +241,7 @@ class Notes:
             leaf = self.leaves.get(path)
             if leaf is None:
                 known = [public(one) for one in self.leaves]
-                raise KeyError(
-                    f"note: expected fields that record(env, store=…) declares, some of {known}, got {public(path)!r}."
-                )
+                raise KeyError(f"note: expected fields of record(env, store=…), some of {known}, got {public(path)!r}.")
             found[path] = np.array(leaf.fitted(value, self._batch, f"note: {public(path)!r}", "record(store=…)"))
         self._values.update(found)
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from engram.store.sampled import SampledStorage
 
     Sources: TypeAlias = Sequence[tuple[DeclaredSampler, SampledStorage]]
-    Weights: TypeAlias = Sequence[float] | Tensor | str | None
+    Odds: TypeAlias = Sequence[float] | Tensor | str | None
 
 
 T = TypeVar("T")
@@ -56,9 +56,7 @@ def asks_a_member(call: str, kind: type[Exception] = RuntimeError) -> Callable[.
     """A method of a buffer, or of a storage, that an ensemble does not have."""
 
     def refuse(*_: object, **__: object) -> NoReturn:
-        raise kind(
-            f"{call}: an ensemble has no rows of its own. Ask a member, ensemble[i], or its storage, ensemble.storage[i]."
-        )
+        raise kind(f"{call}: an ensemble has no rows of its own. Ask a member, ensemble[i], or ensemble.storage[i].")
 
     refuse.__doc__ = f"Raises ``{kind.__name__}``: it is asked of a member."
     return refuse
@@ -143,14 +141,10 @@ def routed(index: object, n: int, who: str) -> tuple[Tensor, Tensor]:
     ids, rows = (None, None) if entries is None else (entries.get("buffer_ids", None), entries.get("index", None))
     if ids is None or rows is None:
         got = type(index).__name__ if entries is None else f"one with {sorted(map(str, entries.keys()))}"
-        raise TypeError(
-            f"{who}: index: expected what extend returned, or batch['index'], with 'buffer_ids' and 'index', got {got}."
-        )
+        raise TypeError(f"{who}: index: expected 'buffer_ids' and 'index', as of extend or batch['index'], got {got}.")
     members, named = check_ids(ids, n, f"{who}: buffer_ids"), as_numbers(f"{who}: index", rows)
     if named.shape[: members.ndim] != members.shape:
-        raise ValueError(
-            f"{who}: expected an index that begins with the shape of buffer_ids, {list(members.shape)}, got {list(named.shape)}."
-        )
+        raise ValueError(f"{who}: expected an index beginning with {list(members.shape)}, got {list(named.shape)}.")
     return members, named
 
 
@@ -427,40 +421,43 @@ _CHOICE = 1 << 40
 _FINE = 1 << 53
 
 
-class Choice:
-    """Chooses the members of a batch.
+def _drawable(source: DeclaredSampler, storage: SampledStorage, rows: int) -> float:
+    """What a member could draw from now, rows or windows; 0 for one that could not give so many rows."""
+    if not source.can_sample(storage, rows):
+        return 0.0
+    masses = source.masses(storage) if source.traits.draws_windows else None
+    return float(source.drawable(storage) if masses is None else masses.total)
 
-    Args:
-        who: what messages begin with.
-        members: how many there are.
-        p, sample_from_all, num_buffer_sampled: as ``SamplerEnsemble`` has them.
 
-    Raises: as ``SamplerEnsemble``.
-    """
+class _Samplers(OnePerMember[Sampler], DeclaredSampler):
+    """The samplers of an ensemble and the choice of members, as far as a buffer asks them. Raises as :class:`SamplerEnsemble`."""
+
+    traits = Traits(has_epochs=False, listens=False)
 
     def __init__(
-        self, who: str, members: int, p: Weights, num_buffer_sampled: int | None, *, sample_from_all: bool
+        self, *samplers: Sampler, p: Odds = None, sample_from_all: bool = False, num_buffer_sampled: int | None = None
     ) -> None:
-        self._who, self._members = who, members
+        who = type(self).__name__
+        self._take(samplers, Sampler, "samplers")
+        self._declared = tuple(map(declared, samplers))
         if sample_from_all and p is not None:
             raise RuntimeError(f"{who}: expected one of p and sample_from_all, got both.")
-        self.sample_from_all = bool(sample_from_all)
         #: As it was given; None: as many as there are members.
-        self.num_buffer_sampled = (
-            None if num_buffer_sampled is None else check_count(f"{who}: num_buffer_sampled", num_buffer_sampled)
-        )
-        self.parts = members if self.num_buffer_sampled is None or self.sample_from_all else self.num_buffer_sampled
-        self.p: Tensor | str | None = None
-        self._ends: list[float] = []
-        self.weigh(p)
+        self.asked_parts = num_buffer_sampled
+        if num_buffer_sampled is not None:
+            self.asked_parts = check_count(f"{who}: num_buffer_sampled", num_buffer_sampled)
+        self._from_all = bool(sample_from_all)
+        self._parts = len(samplers) if self.asked_parts is None or self._from_all else self.asked_parts
+        self._weigh(p)
 
-    def weigh(self, p: Weights) -> None:
+    def _weigh(self, p: Odds) -> None:
         """Choose by other weights from now on. Raises ``TypeError``, ``ValueError``."""
-        what, n = f"{self._who}: p", self._members
+        what, n = f"{type(self).__name__}: p", len(self)
+        self._p: Tensor | str | None
         if p is None or isinstance(p, str):
             if p not in (None, SAMPLEABLE):
                 raise ValueError(f"{what}: expected weights or {SAMPLEABLE!r}, got {p!r}.")
-            self.p, self._ends = p, []
+            self._p, self._ends = p, list[float]()
             return
         weights = as_numbers(what, p).to("cpu", torch.float64)
         if weights.shape != (n,):
@@ -471,75 +468,53 @@ class Choice:
         if not bool(weights.sum() > 0):
             raise ValueError(f"{what}: expected a weight above 0, got {weights.tolist()}.")
         weights = weights / weights.max()  # whose sum is finite
-        self.p = weights / weights.sum()
-        self._ends = list(accumulate(self.p.tolist()))
+        self._p = weights / weights.sum()
+        self._ends = list(accumulate(self._p.tolist()))
 
     def rows_of_part(self, batch_size: int) -> int:
         """Rows of each part of a batch. Raises ``ValueError``: the batch cannot be divided."""
-        rows, rest = divmod(batch_size, self.parts)
+        rows, rest = divmod(batch_size, self._parts)
         if rest or not rows:
             raise ValueError(
-                f"sample: batch_size: expected a multiple of num_buffer_sampled={self.parts}, got {batch_size}. Draw "
-                f"{max(rows, 1) * self.parts} rows, or set num_buffer_sampled."
+                f"sample: batch_size: expected a multiple of num_buffer_sampled={self._parts}, got {batch_size}. Draw "
+                f"{max(rows, 1) * self._parts} rows, or set num_buffer_sampled."
             )
         return rows
 
     def chosen(self, key: int, rows: int, sources: Sources) -> list[int]:
         """The member of each part of a batch, of so many rows each. Raises ``NoSampleable``: none can give a part."""
-        n, ends = self._members, self._ends
-        if self.sample_from_all:
+        n, ends = len(self), self._ends
+        if self._from_all:
             return list(range(n))
-        if self.p is None:
+        if self._p is None:
             return self._numbers(key, n)
-        if isinstance(self.p, str):
+        if isinstance(self._p, str):
             ends = list(accumulate(_drawable(source, storage, rows) for source, storage in sources))
             if not ends[-1]:
                 check_drawable(sum(len(storage) for _, storage in sources))
-                raise NoSampleable(
-                    f"sample: expected a member of the ensemble that has {rows} rows, got {n} that have not."
-                )
+                raise NoSampleable(f"sample: expected a member that has {rows} rows, got {n} that have not.")
         # A few parts: NumPy, as in plans.chosen, would take longer than the rest of the choice.
         at = [number / _FINE * ends[-1] for number in self._numbers(key, _FINE)]
         last = next(i for i, end in enumerate(ends) if end >= ends[-1])  # rounding must not choose one without weight
         return [min(bisect_right(ends, place), last) for place in at]
 
     def _numbers(self, key: int, below: int) -> list[int]:
-        numbers = native.empty_rows(self.parts)
+        numbers = native.empty_rows(self._parts)
         native.uniform(plans.key_of(key, _CHOICE, 0), below, numbers)
         return numbers.tolist()
 
     def ready(self, sources: Sources, batch_size: int) -> bool:
         """Whether a batch could be drawn now from these samplers and storages of the members."""
-        if batch_size % self.parts or batch_size < 1:
+        if batch_size % self._parts or batch_size < 1:
             return False
-        able = [source.can_sample(storage, batch_size // self.parts) for source, storage in sources]
-        if self.sample_from_all:
+        able = [source.can_sample(storage, batch_size // self._parts) for source, storage in sources]
+        if self._from_all:
             return all(able)
-        likely = self.p.tolist() if isinstance(self.p, Tensor) else [1.0] * len(able)
+        likely = self._p.tolist() if isinstance(self._p, Tensor) else [1.0] * len(able)
         return any(weight > 0 and can for weight, can in zip(likely, able, strict=True))
 
-    def __repr__(self) -> str:
-        p = self.p.tolist() if isinstance(self.p, Tensor) else self.p
-        return "sample_from_all=True" if self.sample_from_all else f"p={p!r}, num_buffer_sampled={self.parts}"
-
-
-def _drawable(source: DeclaredSampler, storage: SampledStorage, rows: int) -> float:
-    """What a member could draw from now, rows or windows; 0 for one that could not give so many rows."""
-    if not source.can_sample(storage, rows):
-        return 0.0
-    masses = source.masses(storage) if source.traits.draws_windows else None
-    return float(source.drawable(storage) if masses is None else masses.total)
-
-
-class _Samplers(OnePerMember[Sampler], DeclaredSampler):
-    """The samplers of an ensemble, as far as a buffer asks them."""
-
-    traits = Traits(has_epochs=False, listens=False)
-    choice: Choice
-    _declared: tuple[DeclaredSampler, ...]
-
     def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
-        return self.choice.ready(self.sources(storage), batch_size)
+        return self.ready(self.sources(storage), batch_size)
 
     def drawable(self, storage: SampledStorage) -> int:
         return sum(source.drawable(one) for source, one in self.sources(storage))
@@ -553,16 +528,14 @@ class _Samplers(OnePerMember[Sampler], DeclaredSampler):
 
     def some(self, members: Sequence[int]) -> Self:
         """An ensemble of some of them, with as many parts in a batch. Raises ``ValueError``: all of these have weight 0."""
-        choice, p = self.choice, self.choice.p
-        weights = p if p is None or isinstance(p, str) else p[list(members)]
-        some = super().some(members)
-        some.choice = Choice(
-            type(self).__name__, len(some), weights, choice.num_buffer_sampled, sample_from_all=choice.sample_from_all
-        )
-        return some
+        p = self._p[list(members)] if isinstance(self._p, Tensor) else self._p
+        samplers = (self._all[member] for member in members)
+        return type(self)(*samplers, p=p, sample_from_all=self._from_all, num_buffer_sampled=self.asked_parts)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(map(repr, self._all))}, {self.choice!r})"
+        p = self._p.tolist() if isinstance(self._p, Tensor) else self._p
+        how = "sample_from_all=True" if self._from_all else f"p={p!r}, num_buffer_sampled={self._parts}"
+        return f"{type(self).__name__}({', '.join(map(repr, self._all))}, {how})"
 
 
 class SamplerEnsemble(_Samplers):
@@ -589,17 +562,6 @@ class SamplerEnsemble(_Samplers):
     default_priority = 1.0
     """1.0: each member has its own, ``sampler[i].default_priority``."""
 
-    def __init__(
-        self,
-        *samplers: Sampler,
-        p: Weights = None,
-        sample_from_all: bool = False,
-        num_buffer_sampled: int | None = None,
-    ) -> None:
-        self._take(samplers, Sampler, "samplers")
-        self._declared = tuple(map(declared, samplers))
-        self.choice = Choice(type(self).__name__, len(samplers), p, num_buffer_sampled, sample_from_all=sample_from_all)
-
     @property
     def samplers(self) -> tuple[Sampler, ...]:
         """One of each member."""
@@ -608,21 +570,21 @@ class SamplerEnsemble(_Samplers):
     @property
     def num_buffer_sampled(self) -> int:
         """Parts of a batch."""
-        return self.choice.parts
+        return self._parts
 
     @property
     def sample_from_all(self) -> bool:
         """Whether each member gives its part of every batch."""
-        return self.choice.sample_from_all
+        return self._from_all
 
     @property
     def p(self) -> Tensor | str | None:
         """How likely each member is: a tensor whose sum is 1, ``"sampleable"``, or None."""
-        return self.choice.p
+        return self._p
 
     @p.setter
-    def p(self, p: Weights) -> None:
-        self.choice.weigh(p)
+    def p(self, p: Odds) -> None:
+        self._weigh(p)
 
     def add(self, index: object) -> None:
         """No effect, because members know their rows from their stores.
@@ -658,9 +620,9 @@ class SamplerEnsemble(_Samplers):
         (torch.Size([2, 3]), [0, 1])
         """
         sources = self.sources(storage)
-        rows = self.choice.rows_of_part(batch_size)
+        rows = self.rows_of_part(batch_size)
         key = key_for(*(one for _, one in sources)).value
-        ids = self.choice.chosen(key, rows, sources)
+        ids = self.chosen(key, rows, sources)
         draws = []
         for part, member in enumerate(ids):
             source, one = sources[member]

@@ -256,9 +256,7 @@ def _check_dataset(what: str, dataset: object) -> None:
     """Raise ``TypeError`` for what nothing can be drawn from."""
     if not {"sample", "__len__"} <= set(dir(dataset)):
         got = repr(dataset) if isinstance(dataset, str) else type(dataset).__name__
-        raise TypeError(
-            f"{what}: expected a buffer, or a dataset with sample(n) and len, got {got}. Load a dataset first, and pass it."
-        )
+        raise TypeError(f"{what}: expected a buffer, or a dataset with sample(n) and len, got {got}. Load it first.")
 
 
 def _anonymous(batch: Batch) -> Batch:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from engram._support.checks import check_type
 from engram._support.field_paths import WINDOW_ENDS
 from engram._support.tensordicts import add_fields, is_tensor_collection, put, wrap
 from engram.buffer.read_path import ReadPath
@@ -312,7 +313,7 @@ class EnsembleReadPath(ReadPath):
 
     def sample_with(self, key: Key, batch_size: int, return_info: bool, timeout: float | None) -> object:
         raw = self._drawn(key.value, batch_size, WAIT_S if timeout is None else timeout)
-        return self._finished(*raw, return_info=return_info)
+        return self.finish(*raw, return_info)
 
     def read(self, key: Key, n: int, shown: Shown = "beside") -> _Raw:  # type: ignore[override]  # noqa: ARG002 - it joins parts, not columns
         """As of a buffer; for batches ahead, which do not wait for the limits of members."""
@@ -323,10 +324,8 @@ class EnsembleReadPath(ReadPath):
     def _drawn(self, key: int, n: int, timeout: float) -> _Raw:
         """What members have drawn, the member of each part ``[parts]``, and what the batch is said to be."""
         sampler: SamplerEnsemble = self._wiring.sampler
-        rows = sampler.choice.rows_of_part(n)
-        ids = sampler.choice.chosen(
-            key, rows, [(member.wiring.source, member.wiring.storage) for member in self._members]
-        )
+        rows = sampler.rows_of_part(n)
+        ids = sampler.chosen(key, rows, [(member.wiring.source, member.wiring.storage) for member in self._members])
         for number in dict.fromkeys(ids):
             self._members[number].check_left(rows * ids.count(number))
         parts = []
@@ -366,11 +365,8 @@ class EnsembleReadPath(ReadPath):
 
     # ---- putting together ----------------------------------------------------------------------------------------------
 
-    def finish(self, columns: object, rows: Tensor | None, info: dict[object, object], return_info: bool) -> object:
-        """``columns``: the parts. ``rows``: their members."""
-        return self._finished(*cast("_Raw", (columns, rows, info)), return_info=return_info)
-
-    def _finished(self, batch: _Parts, rows: Tensor, info: dict[Entry, Tensor], *, return_info: bool) -> object:
+    def finish(self, batch: _Parts, rows: Tensor, info: dict[Entry, Tensor], return_info: bool) -> object:  # type: ignore[override]
+        """``rows``: the members of the parts."""
         wiring, parts = self._wiring, batch.parts
         computed = parts[0].member.wiring.source.computed_keys
         data: object
@@ -387,7 +383,7 @@ class EnsembleReadPath(ReadPath):
         info.pop(WINDOW_ENDS, None)
         if is_tensor_collection(data):
             data = self._attached(data, {key: value for key, value in info.items() if key not in computed}, rows)
-        sample = (data, self._info(rows, info)) if return_info else data
+        sample = (data, self.info(rows, info)) if return_info else data
         return sample if wiring.pinning is None else wiring.pinning(sample, None)
 
     def _are_alike(self, parts: Sequence[_Part]) -> bool:
@@ -430,11 +426,8 @@ class EnsembleReadPath(ReadPath):
         lead = _lead(info[_INDEX], self._members)
         return lead, ids.reshape(-1, *(1,) * (len(lead) - 1)).expand(lead)
 
-    def info(self, rows: object, info: dict[object, object]) -> dict[object, object]:
+    def info(self, rows: Tensor, info: dict[Entry, Tensor]) -> TensorDict:  # type: ignore[override]
         """A TensorDict ``[parts, rows]``."""
-        return cast("dict[object, object]", self._info(*cast("tuple[Tensor, dict[Entry, Tensor]]", (rows, info))))
-
-    def _info(self, rows: Tensor, info: dict[Entry, Tensor]) -> TensorDict:
         lead, named = self._named(info, rows)
         both = wrap({"index": info[_INDEX], "buffer_ids": named}, lead, None)
         made = wrap({"index": both}, lead, None)
@@ -456,10 +449,8 @@ def collated(chunks: Sequence[object], ids: Sequence[int]) -> object:
 
 
 def _stack(leaves: list[Tensor]) -> Tensor:
-    if not all(isinstance(leaf, Tensor) for leaf in leaves):
-        raise TypeError(
-            f"sample: expected parts of tensors, got {type(leaves[0]).__name__}. Pass collate_fn= to the ensemble."
-        )
+    for leaf in leaves:
+        check_type("sample: parts", leaf, Tensor, "tensors", "Pass collate_fn= to the ensemble.")
     return torch.stack(leaves)
 
 

@@ -266,7 +266,7 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
         settings = self._settings
         size = settings.batch_size_of(batch_size)
         if size % self._wiring.sampler.num_buffer_sampled:
-            self._wiring.sampler.choice.rows_of_part(size)  # raises, in this thread
+            self._wiring.sampler.rows_of_part(size)  # raises, in this thread
         self._wiring.gate.check_open("sample")
         if timeout is not WAIT_S:
             timeout = checked_timeout(timeout, "sample")
@@ -285,7 +285,7 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
         """
         size = self._settings.batch_size_of(batch_size, drawing=False)
         sources = [(member.wiring.source, member.wiring.storage) for member in self._members]
-        return bool(self._wiring.sampler.choice.ready(sources, size))
+        return bool(self._wiring.sampler.ready(sources, size))
 
     def __iter__(self) -> Iterator[Batch]:
         """Batches for ever: members whose epoch ends begin another one. Needs the constructor's ``batch_size``."""
@@ -342,9 +342,7 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
         ([0, 0, 0, 1, 1, 1], [3, 4, 5])
         """
         if update_priority is not None:
-            raise NotImplementedError(
-                "extend: update_priority: expected None: members take the priorities of their rows."
-            )
+            raise NotImplementedError("extend: update_priority: expected None: members take their rows' priorities.")
         self._materialize()
         return self._writing.extend(data)
 
@@ -366,9 +364,7 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
         1
         """
         if self._routing.dim is not None:
-            raise RuntimeError(
-                "add: expected an ensemble with routing_key, got routing_dim, which one row has not. Use extend()."
-            )
+            raise RuntimeError("add: expected an ensemble with routing_key, got routing_dim. Use extend().")
         if not is_tensor_collection(data):
             raise TypeError(f"add: expected a TensorDict, got {type(data).__name__}.")
         if data.batch_size:
@@ -607,12 +603,8 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
 
     # ---- components ----------------------------------------------------------------------------------------------------
 
-    storage: StorageEnsemble = _shows(
-        lambda self: self._wiring.storage, "Members' storages: a :class:`StorageEnsemble`."
-    )
-    sampler: SamplerEnsemble = _shows(
-        lambda self: self._wiring.sampler, "Their samplers, and how likely each is: a :class:`SamplerEnsemble`."
-    )
+    storage: StorageEnsemble = _shows(lambda self: self._wiring.storage, "Their storages: a :class:`StorageEnsemble`.")
+    sampler: SamplerEnsemble = _shows(lambda self: self._wiring.sampler, "Their samplers: a :class:`SamplerEnsemble`.")
     writer: WriterEnsemble = _shows(lambda self: self._wiring.writer, "Their writers: a :class:`WriterEnsemble`.")
 
     @property
@@ -870,7 +862,7 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
             "_choice": {
                 "p": sampler.p,
                 "sample_from_all": sampler.sample_from_all,
-                "num_buffer_sampled": sampler.choice.num_buffer_sampled,
+                "num_buffer_sampled": sampler.asked_parts,
             },
             "_around": (wiring.transform, wiring.collate_fn, wiring.pinning, generator, wiring.gate),
             "_prefetched": None if self._prefetching is None or self.shared else self._prefetching.copy(),
@@ -897,9 +889,8 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
         sampler = self._wiring.sampler
         how = "sample_from_all=True" if sampler.sample_from_all else f"num_buffer_sampled={sampler.num_buffer_sampled}"
         rows = ", ".join(f"{len(rb.storage):,}/{rb.storage.max_size:,}" for rb in self._rbs)
-        return (
-            f"{type(self).__name__}({len(self)} members of {rows} rows, {how}, batch_size={self._settings.batch_size})"
-        )
+        members = f"{type(self).__name__}({len(self)} members of {rows} rows"
+        return f"{members}, {how}, batch_size={self._settings.batch_size})"
 
 
 def _made(

@@ -79,9 +79,7 @@ class Routing:
                 "ensemble[i].extend(data)."
             )
         if not -len(batch) <= self.dim < len(batch):
-            raise ValueError(
-                f"extend: routing_dim={self.dim}: expected data with that dimension, got batch size {list(batch)}."
-            )
+            raise ValueError(f"extend: routing_dim={self.dim}: expected that dimension, got batch size {list(batch)}.")
         dim = self.dim % len(batch)
         if batch[dim] != members:
             raise ValueError(
@@ -167,9 +165,7 @@ class RoutedWrites:
         shape, shares = self._shares(index, CALL)
         expected, n = as_numbers(f"{CALL}: generation", generation).to("cpu"), shape.numel()
         if expected.numel() != n:
-            raise ValueError(
-                f"{CALL}: expected one generation per row, got {list(shape)} rows and {list(expected.shape)} generations."
-            )
+            raise ValueError(f"{CALL}: expected one generation per row, {list(shape)}, got {list(expected.shape)}.")
         if not has_entries(patch):
             raise TypeError(f"{CALL}: patch: expected a dict or TensorDict, got {type(patch).__name__}.")
         entries = dict(cast("dict[str, object]", patch).items())
@@ -248,9 +244,7 @@ class RoutedWrites:
         shape, shares = self._shares(index, call)
         numbers = None if generation is None else as_numbers(f"{call}: generation", generation).reshape(-1)
         if numbers is not None and len(numbers) != shape.numel():
-            raise ValueError(
-                f"{call}: expected one generation per row, got {shape.numel()} rows and {len(numbers)} generations."
-            )
+            raise ValueError(f"{call}: expected one generation per row, {shape.numel()}, got {len(numbers)}.")
         for share in shares:
             share.member.check_editable(call)
             with share.member.checking():
@@ -288,9 +282,7 @@ def _of_rows(leaf: object, shape: torch.Size, share: plans.Share[Member, Tensor]
     """Some rows of a leaf of a patch ``[*shape, ...]``. Raises ``ValueError``: it has another shape."""
     value = as_numbers(f"{CALL}: patch", leaf) if not is_tensor_collection(leaf) else leaf
     if value.shape[: len(shape)] != shape:
-        raise ValueError(
-            f"{CALL}: patch: expected entries beginning with shape {list(shape)}, got {list(value.shape)}."
-        )
+        raise ValueError(f"{CALL}: patch: expected entries beginning with {list(shape)}, got {list(value.shape)}.")
     return share.of(value.reshape(shape.numel(), *value.shape[len(shape) :]))
 
 
@@ -355,9 +347,7 @@ def _patch_of(member: Member, keys: Keys) -> tuple[Tensor, Tensor, dict[FieldPat
         return None
     fields = [field.key for field in storage.written().fields]
     if keys.end not in fields:
-        raise RuntimeError(
-            f"{who}: expected the stored field {public(keys.end)!r}, got {sorted(map(public, fields), key=str)}."
-        )
+        raise RuntimeError(f"{who}: expected the stored field {public(keys.end)!r}, got {[*map(public, fields)]}.")
     columns: dict[FieldPath | None, Tensor] = dict(zip(fields, storage.read(row)[0], strict=True))
     done = columns[keys.end]
     if done.dtype is not torch.bool:

@@ -10,7 +10,7 @@ from engram._support.checks import check_path
 from engram._support.state import Change, Loads, check_keys, integer, prepare_load, read_from, typed
 from engram.buffer.prefetching import Prefetching, prepare_batches
 from engram.buffer.saving import OwnLoad, most_bytes, saved_rng
-from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from engram.errors import IncompatibleCheckpoint
 from engram.members.components import naming
 from engram.saved import disk
 from engram.saved.checkpointers import ForeignEnsemble, foreign_format, foreign_state
@@ -158,27 +158,23 @@ class EnsembleSaving:
                 saved = integer(state, "members", 1, 1 << 31, self._kind)
                 if saved != len(self._members):
                     raise IncompatibleCheckpoint(
-                        f"{path}: expected an ensemble of {len(self._members)} members, as here, got one of {saved}."
+                        f"{path}: expected {len(self._members)} members, as here, got {saved}."
                     )
                 own = self._prepare_own({name: state[name.removeprefix("_")] for name in _OWN}, default_rng=default_rng)
             loads: list[Commit] = []
             for member in self._members:
                 with member.checking():
                     checkpoint = opened.enter_context(Checkpoint(_folder_of(folder, member.number)))
-                    loads.append(
-                        member.saving.prepare_load(checkpoint, 0, default_rng=False, convert=convert, resize=convert)
-                    )
+                    load = member.saving.prepare_load(checkpoint, 0, default_rng=False, convert=convert, resize=convert)
+                    loads.append(load)
             self._loads(loads, own).commit()
 
     def _prepare_foreign(self, dump: ForeignEnsemble) -> Commit:
         """Check a dump of another library's. What it does not say stays as it is here."""
         loads: list[Commit] = []
         for member, found in zip(self._members, dump.members, strict=True):
-            try:
+            with naming(member.number, "Nothing was loaded."):
                 loads.append(member.saving.prepare_foreign(found))
-            except (CorruptCheckpoint, IncompatibleCheckpoint) as error:
-                error.add_note(f"Raised by member {member.number} of the ensemble. Nothing was loaded.")
-                raise
         state = self._state_and_places(drop_prefetched=False)[0]
         state["_batch_size"] = self._settings.batch_size or dump.batch_size
         if dump.rng_state is not None and self._wiring.generator is not None:
@@ -198,11 +194,6 @@ class _MemberLoad(NamedTuple):
     load: Commit
 
     def commit(self) -> None:
-        try:
+        before = "Members before it are loaded, those behind it are as they were. Load the ensemble again."
+        with naming(self.number, before):
             self.load.commit()
-        except Exception as error:
-            error.add_note(
-                f"Raised by member {self.number} of the ensemble. Members before it are loaded, those behind it are as they were. Load "
-                "the ensemble again."
-            )
-            raise

@@ -255,16 +255,12 @@ class _Step:
         forward, inverse = getattr(transform, "forward", None), getattr(transform, "inv", None)
         if forward is not None or inverse is not None:
             if isinstance(transform, type):
-                raise RuntimeError(
-                    f"transform: expected a transform, got the class {transform.__name__}. Pass an instance of it."
-                )
+                raise RuntimeError(f"transform: expected an instance, got the class {transform.__name__}.")
             forward = transform if isinstance(transform, torch.nn.Module) else forward
         elif callable(transform):
             forward, inverse = transform, None
         else:
-            raise RuntimeError(
-                f"transform: expected a callable, or an object with forward and inv, got {type(transform).__name__}."
-            )
+            raise RuntimeError(f"transform: expected a callable, or forward and inv, got {type(transform).__name__}.")
         if isinstance(transform, torch.nn.Module):
             transform.eval()
         if isinstance(transform, Transform):  # engram's transforms say which direction does nothing
@@ -410,9 +406,7 @@ class Compose(Stateful):
                 continue
             data = step.apply(step.forward, data, number, "reading")
             if data is None:
-                raise RuntimeError(
-                    f"transform {number}, {step.name}: expected the batch, got None. Does it end with a return?"
-                )
+                raise RuntimeError(f"transform {number}, {step.name}: expected a batch, got None. Does it return one?")
         return data
 
     def inv(self, data: object) -> Any:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDictBase
     from torch import Tensor
 
-    from engram.transforms._base import Key
+    from engram.transforms._base import Key, Keys
 
 
 class DTypeCastTransform(_base.KeyedTransform):
@@ -48,10 +48,10 @@ class DTypeCastTransform(_base.KeyedTransform):
         self,
         dtype_in: torch.dtype,
         dtype_out: torch.dtype,
-        in_keys: _base.Keys = None,
-        out_keys: _base.Keys = None,
-        in_keys_inv: _base.Keys = None,
-        out_keys_inv: _base.Keys = None,
+        in_keys: Keys = None,
+        out_keys: Keys = None,
+        in_keys_inv: Keys = None,
+        out_keys_inv: Keys = None,
     ) -> None:
         name = type(self).__name__
         for argument, value in (("dtype_in", dtype_in), ("dtype_out", dtype_out)):
@@ -94,11 +94,7 @@ class DoubleToFloat(DTypeCastTransform):
     shown = ("in_keys", "in_keys_inv")
 
     def __init__(
-        self,
-        in_keys: _base.Keys = None,
-        out_keys: _base.Keys = None,
-        in_keys_inv: _base.Keys = None,
-        out_keys_inv: _base.Keys = None,
+        self, in_keys: Keys = None, out_keys: Keys = None, in_keys_inv: Keys = None, out_keys_inv: Keys = None
     ) -> None:
         super().__init__(torch.float64, torch.float32, in_keys, out_keys, in_keys_inv, out_keys_inv)
 
@@ -133,10 +129,10 @@ class DeviceCastTransform(_base.KeyedTransform):
         device: torch.device | str | int,
         orig_device: torch.device | str | int | None = None,
         *,
-        in_keys: _base.Keys = None,
-        out_keys: _base.Keys = None,
-        in_keys_inv: _base.Keys = None,
-        out_keys_inv: _base.Keys = None,
+        in_keys: Keys = None,
+        out_keys: Keys = None,
+        in_keys_inv: Keys = None,
+        out_keys_inv: Keys = None,
     ) -> None:
         super().__init__(in_keys, out_keys, in_keys_inv, out_keys_inv)
         self.device = existing_device(device, "DeviceCastTransform: device")
@@ -202,10 +198,10 @@ class RenameTransform(_base.KeyedTransform):
 
     def __init__(
         self,
-        in_keys: _base.Keys,
-        out_keys: _base.Keys,
-        in_keys_inv: _base.Keys = None,
-        out_keys_inv: _base.Keys = None,
+        in_keys: Keys,
+        out_keys: Keys,
+        in_keys_inv: Keys = None,
+        out_keys_inv: Keys = None,
         create_copy: bool = False,
     ) -> None:
         super().__init__(in_keys, [] if out_keys is None else out_keys, in_keys_inv, out_keys_inv)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from engram.types import Commit
 
 
+Number: TypeAlias = "float | Tensor"
+
+
 class _Moments(NamedTuple):
     """float64: the number of values (earlier ones weigh less), their mean, and the sum of squared distances to it."""
 
@@ -30,10 +33,8 @@ class _Moments(NamedTuple):
         """The moments of both sets of values (Chan et al.), without subtracting large numbers from each other."""
         weight = self.weight + other.weight
         share = other.weight / weight
-        delta = other.mean - self.mean
-        return _Moments(
-            weight, self.mean + delta * share, self.squares + other.squares + delta**2 * self.weight * share
-        )
+        gap = other.mean - self.mean
+        return _Moments(weight, self.mean + gap * share, self.squares + other.squares + gap**2 * self.weight * share)
 
 
 class VecNorm(KeyedTransform, Stateful):
@@ -135,16 +136,13 @@ class VecNorm(KeyedTransform, Stateful):
         expected = before.mean.shape if before is not None else self._shapes[i]
         shape = shape if expected is None else expected
         if value.shape[value.ndim - len(shape) :] != shape or value.ndim < len(shape):
-            raise RuntimeError(
-                f"VecNorm: {self.in_keys[i]!r}: expected values of shape {list(shape)}, got a batch {list(value.shape)}."
-            )
+            raise RuntimeError(f"VecNorm: {self.in_keys[i]!r}: expected shape {list(shape)}, got {list(value.shape)}.")
         rows = value.detach().reshape(-1, *shape).to(torch.float64)
         if not len(rows):
             raise RuntimeError(f"VecNorm: {self.in_keys[i]!r}: expected at least one value, got an empty batch.")
         mean = rows.mean(0)
-        moments = _Moments(
-            torch.tensor(float(len(rows)), dtype=torch.float64, device=rows.device), mean, ((rows - mean) ** 2).sum(0)
-        )
+        weight = torch.tensor(float(len(rows)), dtype=torch.float64, device=rows.device)
+        moments = _Moments(weight, mean, ((rows - mean) ** 2).sum(0))
         if not bool(torch.isfinite(moments.squares).all()):
             raise ValueError(
                 f"VecNorm: {self.in_keys[i]!r}: expected finite values, got NaN or infinite ones. The statistics are unchanged."
@@ -305,9 +303,7 @@ class VecNorm(KeyedTransform, Stateful):
         moments = _Moments(*parts)
         finite = all(bool(torch.isfinite(part).all()) for part in moments)
         if not finite or not float(moments.weight) > 0 or bool((moments.squares < 0).any()):
-            raise ValueError(
-                f"VecNorm: {names}: expected finite statistics with a positive weight and squares of at least 0."
-            )
+            raise ValueError(f"VecNorm: {names}: expected finite statistics, a weight above 0, squares of at least 0.")
         return moments
 
     def __getstate__(self) -> dict[str, object]:
@@ -351,8 +347,8 @@ class ObservationNorm(KeyedTransform, Stateful):
 
     def __init__(
         self,
-        loc: float | Tensor,
-        scale: float | Tensor,
+        loc: Number,
+        scale: Number,
         in_keys: Keys = None,
         out_keys: Keys = None,
         in_keys_inv: Keys = None,
@@ -421,12 +417,7 @@ class RewardScaling(ObservationNorm):
     """
 
     def __init__(
-        self,
-        loc: float | Tensor,
-        scale: float | Tensor,
-        in_keys: Keys = None,
-        out_keys: Keys = None,
-        standard_normal: bool = False,
+        self, loc: Number, scale: Number, in_keys: Keys = None, out_keys: Keys = None, standard_normal: bool = False
     ) -> None:
         keys = ["reward"] if in_keys is None else in_keys
         super().__init__(loc, scale, keys, out_keys, standard_normal=standard_normal, eps=1e-6)

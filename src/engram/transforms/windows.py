@@ -42,9 +42,7 @@ class Windows(NamedTuple):
         """``[*batch, T, *shape]`` as ``[*batch, T, n, *shape]``. Raises ``ValueError``: it has not as many steps as the end flags."""
         batch = self.steps.shape[:-1]
         if value.shape[: len(batch)] != batch:
-            raise ValueError(
-                f"{name}: expected entries of {list(batch)} steps, as many as there are end flags, got shape {list(value.shape)}."
-            )
+            raise ValueError(f"{name}: expected {list(batch)} steps, as of end flags, got shape {list(value.shape)}.")
         rows = value.reshape(-1, *value.shape[len(batch) - 1 :])
         lane = torch.arange(len(rows), device=self.steps.device).reshape(-1, 1, 1)
         steps = self.steps.reshape(len(rows), *self.steps.shape[-2:])
@@ -72,7 +70,7 @@ def ends_of(data: object, key: Key | None, dims: int, name: str) -> Tensor | Non
     flags = torch.as_tensor(found).to(torch.bool)
     if flags.ndim < dims:
         raise ValueError(
-            f"{name}: ('next', {key!r}): expected a flag for each of the {dims} dimensions of the batch, got {list(flags.shape)}."
+            f"{name}: ('next', {key!r}): expected {dims} dimensions of the batch, got {list(flags.shape)}."
         )
     flags = flags.reshape(*flags.shape[:dims], -1).any(-1)
     return flags if ends is None or ends.shape != flags.shape else flags | ends.to(flags.device)
@@ -140,7 +138,7 @@ class ActionChunkTransform(Transform):
         dims = actions.ndim + self.time_dim + 1
         if dims < 1:
             raise ValueError(
-                f"ActionChunkTransform: expected actions with a dimension {self.time_dim} of time, got shape {list(actions.shape)}."
+                f"ActionChunkTransform: time_dim: expected one of {list(actions.shape)}, got {self.time_dim}."
             )
         ends = ends_of(data, self.done_key, dims, "ActionChunkTransform")
         if ends is None:

@@ -17,8 +17,7 @@ from engram import (
     TensorDictReplayBuffer,
 )
 from engram.samplers.prioritized import as_priorities
-from engram.store.device.row_chain import RowKernels
-from engram.store.device.row_operations import Drawing
+from engram.store.device.row_operations import Drawing, RowKernels
 from engram.store.device.rows import DeviceRows
 from tests.around.test_next_from_following import steps
 from tests.device.graphs import Graph, state_of

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engram.store.device.row_chain import SumTree
+from engram.store.device.row_operations import SumTree
 
 CPU = torch.device("cpu")
 SIZES = [1, 2, 127, 128, 129, 5_000, 40_000, 300_000]

@@ -4,7 +4,7 @@ import pytest
 
 from engram import LazyTensorStorage
 from engram.store import DeviceStore
-from engram.store.device.row_chain import RowKernels
+from engram.store.device.row_operations import RowKernels
 
 
 class There(LazyTensorStorage):

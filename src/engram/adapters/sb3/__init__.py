@@ -4,14 +4,10 @@ One argument of an algorithm chooses one: ``replay_buffer_class=ReplayBuffer``. 
 that use Stable-Baselines3, and by nothing of engram.
 """
 
-try:
-    import stable_baselines3 as _installed  # noqa: F401 - looked for once, for the sentence below
-except ModuleNotFoundError as error:
-    if error.name != "stable_baselines3":
-        raise
-    raise ModuleNotFoundError(
-        "engram.adapters.sb3: Stable-Baselines3 is not installed: pip install 'engram-replay[sb3]'."
-    ) from None
+from engram._support.unsupported import needs
+
+with needs("engram.adapters.sb3", "sb3"):
+    import stable_baselines3 as _installed  # noqa: F401 - says how to install it
 
 from engram.adapters.sb3.buffers import ReplayBuffer
 from engram.adapters.sb3.hindsight import HerReplayBuffer

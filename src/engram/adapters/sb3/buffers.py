@@ -19,6 +19,7 @@ from engram.around import FinalObservations, FrameStack, NextFromFollowing, NSte
 from engram.errors import IncompatibleStore
 from engram.format.schema import DTYPES
 from engram.samplers import RandomSampler
+from engram.samplers._base import DeclaredSampler
 from engram.types import Draw
 
 if TYPE_CHECKING:
@@ -195,6 +196,7 @@ class StoreArguments(TypedDict, total=False):
 
 
 Path: TypeAlias = tuple[str, ...]
+Infos: TypeAlias = "Sequence[Mapping[str, object]]"
 Samples: TypeAlias = ReplayBufferSamples | DictReplayBufferSamples
 #: A batch of rows.
 Rows: TypeAlias = dict[str, object]
@@ -327,12 +329,10 @@ class ReplayBuffer(Scratch, sb3.ReplayBuffer):
             source = NStep(source, self.n_steps, self.gamma, end_keys=[DONE])
         if finals is not None:
             source = NextFromFollowing(source, finals, end_keys=[DONE])
-        if self._frames is not None:
-            padding = "same" if self._frames.padding == "first" else "constant"
+        if (frames := self._frames) is not None:
+            padding = "same" if frames.padding == "first" else "constant"
             keys = [OBSERVATION, ("next", *OBSERVATION)]
-            source = FrameStack(
-                source, self._frames.n, self._frames.axis, keys, padding=padding, whole=True, end_keys=[DONE]
-            )
+            source = FrameStack(source, frames.n, frames.axis, keys, padding=padding, whole=True, end_keys=[DONE])
         return source
 
     def _fields(self) -> dict[Path, Column]:
@@ -345,7 +345,7 @@ class ReplayBuffer(Scratch, sb3.ReplayBuffer):
             following = {FINAL: Column(np.dtype(np.int64), (2,))}
         return {**observed, ACTION: self._actions, **following, REWARD: _ONE, TERMINATED: _ONE, DONE: _FLAG}
 
-    def _more(self, infos: Sequence[Mapping[str, object]]) -> dict[str, object]:  # noqa: ARG002 - of a subclass
+    def _more(self, infos: Infos) -> dict[str, object]:  # noqa: ARG002 - of a subclass
         """Other fields of rows."""
         return {}
 
@@ -370,15 +370,7 @@ class ReplayBuffer(Scratch, sb3.ReplayBuffer):
 
     # ---- writing -------------------------------------------------------------------------------------------------------
 
-    def add(
-        self,
-        obs: object,
-        next_obs: object,
-        action: object,
-        reward: object,
-        done: object,
-        infos: Sequence[Mapping[str, object]],
-    ) -> None:
+    def add(self, obs: object, next_obs: object, action: object, reward: object, done: object, infos: Infos) -> None:
         """Write a step of each environment.
 
         Args:
@@ -471,10 +463,8 @@ class ReplayBuffer(Scratch, sb3.ReplayBuffer):
         lanes = np.random.randint(0, self.n_envs, len(batch_inds))  # noqa: NPY002 - as Stable-Baselines3 draws it
         rows = _Rows(torch.from_numpy(lanes * self.buffer_size + batch_inds))
         finals = finals_of(self.rb.sampler)
-        chosen = engram.ReplayBuffer[Rows](
-            storage=self.rb.storage, sampler=self._around(rows, finals), transform=finals
-        )
-        return self._form(*self._parts(chosen.sample(len(batch_inds)), env))
+        some = engram.ReplayBuffer[Rows](storage=self.rb.storage, sampler=self._around(rows, finals), transform=finals)
+        return self._form(*self._parts(some.sample(len(batch_inds)), env))
 
     def _parts(self, batch: Rows, env: VecNormalize | None) -> tuple[Part | None, ...]:
         """What the named tuple of a batch holds, in its order."""
@@ -515,9 +505,7 @@ class ReplayBuffer(Scratch, sb3.ReplayBuffer):
     def next_observations(self) -> Nested:  # type: ignore[override]
         """Stored next observations: a copy."""
         if self.optimize_memory_usage:
-            raise AttributeError(
-                "next_observations: expected optimize_memory_usage=False, with which they are stored, got True."
-            )
+            raise AttributeError("next_observations: expected optimize_memory_usage=False to store them, got True.")
         return self._columns.map(self.stored, "next", *OBSERVATION)
 
     @property
@@ -580,7 +568,7 @@ class Dones:
         self._buffer.rb.set_at_(DONE, ends != 0, rows)
 
 
-class _Rows:
+class _Rows(DeclaredSampler):
     """Draws rows that were chosen."""
 
     def __init__(self, rows: Tensor) -> None:
@@ -588,13 +576,6 @@ class _Rows:
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:  # noqa: ARG002 - of the protocol
         return Draw(self._rows)
-
-    def observe(self, write: object, data: object) -> None: ...
-    def update_priority(self, index: object, priority: object, *, generation: object = None) -> None: ...
-    def state_dict(self) -> dict[str, object]:
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, object]) -> None: ...
 
 
 def _map(part: Part, function: Callable[[Tensor], Tensor]) -> Part:

@@ -17,13 +17,11 @@ from engram.adapters.sb3.buffers import DONE, Column, ReplayBuffer
 from engram.around import Hindsight
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from numpy.typing import NDArray
     from stable_baselines3.common.vec_env import VecEnv
     from torch import Tensor
 
-    from engram.adapters.sb3.buffers import Path, Rows, StoreArguments
+    from engram.adapters.sb3.buffers import Infos, Path, Rows, StoreArguments
     from engram.around import FinalObservations
     from engram.types import Sampler
 
@@ -81,14 +79,10 @@ class HerReplayBuffer(ReplayBuffer, sb3.HerReplayBuffer):  # type: ignore[misc] 
         goals = {"achieved_goal", "desired_goal"}
         given: object = observation_space
         if not isinstance(given, spaces.Dict) or not goals <= {*observation_space.spaces}:
-            raise TypeError(
-                f"{who}: observation_space: expected a Dict with 'achieved_goal' and 'desired_goal', got {observation_space}."
-            )
+            raise TypeError(f"{who}: observation_space: expected a Dict with {sorted(goals)}, got {observation_space}.")
         named = KEY_TO_GOAL_STRATEGY.get(str(goal_selection_strategy).lower(), goal_selection_strategy)
         if not isinstance(named, GoalSelectionStrategy):
-            raise ValueError(
-                f"{who}: goal_selection_strategy: expected one of {[*KEY_TO_GOAL_STRATEGY]}, got {goal_selection_strategy!r}."
-            )
+            raise ValueError(f"{who}: goal_selection_strategy: expected {[*KEY_TO_GOAL_STRATEGY]}, got {named!r}.")
         if copy_info_dict and store.get("scratch_dir") is not None:
             raise ValueError(
                 f"{who}: copy_info_dict: expected no scratch_dir beside it, as infos are Python objects, which no directory holds. Let "
@@ -122,9 +116,7 @@ class HerReplayBuffer(ReplayBuffer, sb3.HerReplayBuffer):  # type: ignore[misc] 
     def _rewards(self, rows: Rows) -> Tensor:
         """Of steps with their new goals, ``[B, 1]``."""
         if self.env is None:
-            raise RuntimeError(
-                f"{type(self).__name__}: expected an environment, which computes rewards: buffer.set_env(env)."
-            )
+            raise RuntimeError(f"{type(self).__name__}: expected an environment, for rewards: buffer.set_env(env).")
         following = cast("dict[str, dict[str, Tensor]]", rows["next"])["observation"]
         reached, wanted = (following[key].numpy() for key in ("achieved_goal", "desired_goal"))
         infos: list[object] = [{} for _ in range(len(wanted))]
@@ -136,7 +128,7 @@ class HerReplayBuffer(ReplayBuffer, sb3.HerReplayBuffer):  # type: ignore[misc] 
     def _fields(self) -> dict[Path, Column]:
         return {**super()._fields(), **({_ROW: Column(np.dtype(np.int64), (1,))} if self.copy_info_dict else {})}
 
-    def _more(self, infos: Sequence[Mapping[str, object]]) -> dict[str, object]:
+    def _more(self, infos: Infos) -> dict[str, object]:
         if not self.copy_info_dict:
             return {}
         rows = np.arange(self.n_envs) * self.buffer_size + self.pos
@@ -147,9 +139,7 @@ class HerReplayBuffer(ReplayBuffer, sb3.HerReplayBuffer):  # type: ignore[misc] 
     def set_env(self, env: VecEnv) -> None:
         """Name the environment that computes rewards, after a pickle was loaded. Raises ``ValueError``: there is one."""
         if self.env is not None:
-            raise ValueError(
-                f"{type(self).__name__}: set_env: expected a buffer without an environment, got one that has its."
-            )
+            raise ValueError(f"{type(self).__name__}: set_env: expected no environment yet, got a buffer that has its.")
         self.env = env
 
     def truncate_last_trajectory(self) -> None:

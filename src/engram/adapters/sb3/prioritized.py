@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Unpack, cast
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeAlias, Unpack, cast
 
 import torch
 from stable_baselines3 import DQN, SAC, TD3
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 #: Batches without priorities in return, after which it is said.
 _PATIENCE = 100
+
+
+Loss: TypeAlias = "Callable[..., Tensor]"
 
 
 class PrioritizedSamples(NamedTuple):
@@ -152,7 +155,7 @@ class Prioritized(OffPolicyAlgorithm):
     """
 
     #: The function of ``torch.nn.functional`` that the algorithm calls.
-    loss: ClassVar[Callable[..., Tensor]]
+    loss: ClassVar[Loss]
 
     def __init__(
         self,
@@ -232,7 +235,7 @@ class PrioritizedTD3(Prioritized, TD3):
 class _Weighted(TorchFunctionMode):
     """While it is entered, a loss is weighted by the batch that was drawn last, and its errors become priorities."""
 
-    def __init__(self, loss: Callable[..., Tensor], buffer: PrioritizedReplayBuffer) -> None:
+    def __init__(self, loss: Loss, buffer: PrioritizedReplayBuffer) -> None:
         super().__init__()
         self._loss, self._buffer = loss, buffer
         self._batch: PrioritizedSamples | None = None
@@ -240,11 +243,7 @@ class _Weighted(TorchFunctionMode):
         self._batches = 0
 
     def __torch_function__(
-        self,
-        func: Callable[..., Tensor],
-        types: object,
-        args: tuple[Tensor, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
+        self, func: Loss, types: object, args: tuple[Tensor, ...] = (), kwargs: Mapping[str, object] | None = None
     ) -> Tensor:
         if func is not self._loss:
             return func(*args, **(kwargs or {}))

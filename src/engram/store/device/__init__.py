@@ -2,6 +2,6 @@
 
 from engram.store.device.mirror import Mirror as Mirror
 from engram.store.device.mirror import copy_rows as copy_rows
-from engram.store.device.priorities import DevicePriorities as DevicePriorities
+from engram.store.device.rows import DevicePriorities as DevicePriorities
 from engram.store.device.store import DeviceStore as DeviceStore
 from engram.store.device.store import HostedStore as HostedStore

@@ -150,15 +150,10 @@ class Layout:
         """Where each field begins."""
         self.rows, self.tickets, self.valid = offsets[len(named) : len(named) + 3]
         self.weights = offsets[-1] if weighted else 0
-        shapes = [(batch_size, *field.shape) for field in blocks.fields]
+        kinds = [(torch_dtype(field), (batch_size, *field.shape)) for field in blocks.fields]
         self._parts = [
-            (
-                torch_dtype(field),
-                shape,
-                torch.empty(shape, device="meta").stride(),
-                offset // torch_dtype(field).itemsize,
-            )
-            for offset, field, shape in zip(offsets, blocks.fields, shapes, strict=True)
+            (dtype, shape, torch.empty(shape, device="meta").stride(), offset // dtype.itemsize)
+            for offset, (dtype, shape) in zip(offsets, kinds, strict=True)
         ]
         self._dtypes = {dtype for dtype, *_ in self._parts}
 
@@ -260,9 +255,7 @@ def kernels_of(device: torch.device) -> ModuleType:
     try:
         from engram.store.device import kernels
     except ImportError as error:
-        raise RuntimeError(
-            f"kernels: expected Triton, got {error}. Install the version that torch names: pip install triton."
-        ) from error
+        raise RuntimeError(f"kernels: expected Triton, got {error}. Install torch's: pip install triton.") from error
     if device.type == "cpu" and not kernels.INTERPRETED:
         raise RuntimeError(
             "kernels: expected a CUDA device, got cpu. Set TRITON_INTERPRET=1 before the first import to run them in Triton's interpreter."

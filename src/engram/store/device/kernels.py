@@ -23,13 +23,11 @@ import triton.language as tl
 #: Whether they run in Triton's interpreter.
 INTERPRETED = triton.knobs.runtime.interpret
 H_TICKETS, H_WRITES, H_LANES_AT, H_CAPACITY, H_LANES, H_LENGTH, H_LEVELS, H_LEAST, H_BETA = map(tl.constexpr, range(9))
-H_N, H_CHUNKS, H_TABLE, H_ENDS, H_COMMANDS, H_ROWS_AT, H_TICKETS_AT, H_VALID_AT, H_WEIGHTS_AT = map(
-    tl.constexpr, range(9, 18)
-)
+H_N, H_CHUNKS, H_TABLE, H_ENDS, H_COMMANDS = map(tl.constexpr, range(9, 14))
+H_ROWS_AT, H_TICKETS_AT, H_VALID_AT, H_WEIGHTS_AT = map(tl.constexpr, range(14, 18))
 H_TREE = tl.constexpr(18)
-C_BATCHES, C_FINISHED, C_REDRAWS, C_REPEATED, C_MISSING, C_SENT, C_ACCEPTED, C_DROPPED = map(
-    tl.constexpr, range(64, 72)
-)
+C_BATCHES, C_FINISHED, C_REDRAWS, C_REPEATED, C_MISSING = map(tl.constexpr, range(64, 69))
+C_SENT, C_ACCEPTED, C_DROPPED = map(tl.constexpr, range(69, 72))
 #: Of a chain, which sends nothing: places whose row was resident.
 C_RESIDENT = C_SENT
 PLACES = tl.constexpr(72)

@@ -17,7 +17,7 @@ from engram._support.devices import check_room
 from engram._support.words import warn
 from engram.store.blocks import ALIGNMENT, aligned
 from engram.store.device.accelerator import Accelerator
-from engram.store.device.priorities import DevicePriorities
+from engram.store.device.rows import DevicePriorities
 from engram.store.memory import Block, torch_dtype, write_rows
 from engram.types import RowsTarget, WritePlan
 

@@ -244,9 +244,7 @@ class Registry:
         new = [_Span(*gap, accelerator, readonly=readonly) for pages in ranges for gap in self._gaps(*pages)]
         needed, free = sum(_absent(span.start, span.end) for span in new), self._available()
         if needed > free:
-            raise NotRegistered(
-                f"registering pins all rows: {no_space(needed, free, 'Use fewer rows or a smaller dtype')}"
-            )
+            raise NotRegistered(f"it pins all rows: {no_space(needed, free, 'Use fewer rows or a smaller dtype')}")
         self.waiting += len(new)  # if one is refused, those before it have no user and are unregistered
         for span in new:
             span.register(self.forks)
