@@ -268,8 +268,13 @@ class ReconnectPoller:
     def _run(self) -> None:
         while not self._ended.wait(_RECONNECT_INTERVAL_S):
             members = self._members()
-            if members is None or not members.find():
-                return
+            try:
+                if members is None or not members.find():
+                    return
+            except RuntimeError:  # of a store that was closed meanwhile
+                if self._ended.is_set():
+                    return
+                raise
             del members
 
     def end(self) -> None:
