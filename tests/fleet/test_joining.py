@@ -46,6 +46,10 @@ class Joining:
     def left(self):
         return bool(self.stores)
 
+    def has_left(self, storage, *, lost):
+        del storage, lost
+        return False
+
     def find(self, known):
         del known
         while self.stores:
@@ -78,7 +82,9 @@ def test_an_address_whose_server_is_gone_again_is_asked_again(monkeypatch, recwa
     monkeypatch.setattr(storage, "check_stores", lambda served, full: None)
     monkeypatch.setattr(storage, "Connection", lambda access: None)
     monkeypatch.setattr(storage, "RemoteStorage", lambda connection: next(given))
-    silent = storage.Silent(SimpleNamespace(full=None, _replace=lambda **_: None), ["there"])
+    silent = storage.Silent(
+        SimpleNamespace(full=None, addresses=(), members=None, _replace=lambda **_: None), ["there"]
+    )
     first = Store("first")
     assert list(silent.find([first])) == []
     assert silent.left()

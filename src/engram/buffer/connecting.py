@@ -63,6 +63,7 @@ class _Way(NamedTuple):
     def access(self, address: object, call: str) -> Access:
         """Raises ``TypeError``: no path or address. ``ValueError``: no address; a certificate without its key, or a key alone."""
         from engram.remote.connection import Access
+        from engram.remote.member_list import listed
         from engram.remote.protocol import addresses_of
 
         own = self.tls_cert, self.tls_key
@@ -72,8 +73,10 @@ class _Way(NamedTuple):
         roots = [given] if given is None or isinstance(given, str | os.PathLike) else [*given]
         token = None if self.token is None else os.fspath(self.token)
         named, pair = (tuple(os.fspath(path) for path in group if path is not None) for group in (roots, own))
-        at, certificate = tuple(addresses_of(address, call)), cast("tuple[str, str] | None", pair or None)
-        return Access(at, token, named, float(self.patience), self.full, False, certificate, self.compression)
+        members = listed(address)
+        at = tuple(addresses_of(address, call)) if members is None else members.addresses()
+        certificate = cast("tuple[str, str] | None", pair or None)
+        return Access(at, token, named, float(self.patience), self.full, False, certificate, self.compression, members)
 
     def check_on_ray(self) -> None:
         """Raise ``TypeError``, ``ValueError``: what shards on Ray do not take."""

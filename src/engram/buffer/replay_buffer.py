@@ -1358,6 +1358,8 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
         Args:
             address: ``"unix:/PATH"``, ``"HOST:PORT"`` or ``"grpc+tls://HOST:PORT"``, or several, in a list or with commas. Servers of
                 one store, which they say themselves, stand in for each other. Several stores are one buffer: see docs/cluster.md.
+                ``"file:PATH"`` or ``"dns:HOST:PORT"``: where the addresses of a fleet are listed, whose stores join and leave while it
+                is used.
             token: the path of the file with the server's token, of mode 0600. A pickle takes the path along, and no secret.
             tls_root: the path of the certificate that signs the server's, PEM; a list, if servers have several. Default: the system's.
             tls_cert, tls_key: paths of a certificate of this client and its key, PEM, for servers that ask for one.

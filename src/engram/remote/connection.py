@@ -22,6 +22,7 @@ from engram.remote import protocol, wire
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from engram.remote.member_list import MemberList
     from engram.remote.protocol import Full
 
 T = TypeVar("T")
@@ -125,6 +126,8 @@ class Access(NamedTuple):
     """The paths of the client's certificate and its key."""
     compression: str | None = None
     """By which rows are compressed on their way."""
+    members: MemberList | None = None
+    """Where the addresses of a fleet are listed; None: they do not change."""
 
     @property
     def replaces_lost(self) -> bool:
@@ -229,6 +232,7 @@ class Connection:
                 ("grpc.enable_http_proxy", 0),
                 ("grpc.use_local_subchannel_pool", 1),
             ],
+            override_hostname=address.certified or None,
             **more,
         )
         options = flight.FlightCallOptions(headers=headers)
@@ -280,6 +284,11 @@ class Connection:
         with self._lock:
             if self._closed and self._client is not None:
                 self._client.close()
+
+    def add_address(self, address: protocol.Address) -> None:
+        """Another server of the store has answered there."""
+        if isinstance(self.access, Access):
+            self.access = self.access._replace(addresses=(address, *self.access.addresses))
 
     def check(self) -> None:
         """Raise ``RuntimeError`` in a forked child, and where it was closed."""

@@ -30,6 +30,8 @@ class Address(NamedTuple):
     host: str
     """Of a Unix socket: its path."""
     port: int = 0
+    certified: str = ""
+    """The name that its certificate has, if that is not the host."""
 
     @property
     def uri(self) -> str:

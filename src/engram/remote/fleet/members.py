@@ -59,6 +59,8 @@ class Shard:
         #: How often this client has changed its mass: what was drawn before does not tell it.
         self.changes = 0
         self.lost = False
+        #: Whether it is lost because it is no longer listed: then it is no more of the fleet.
+        self.left = False
 
     def change(self) -> None:
         """Its mass is another one now: it is asked for before it is used."""
@@ -80,10 +82,13 @@ class Joining(Protocol):
     """Addresses that did not answer when the fleet was connected, as the fleet uses them."""
 
     def left(self) -> bool:
-        """Whether some have not answered yet."""
+        """Whether some have not answered yet, or others may be listed."""
 
     def find(self, known: Sequence[RemoteStorage]) -> Iterator[RemoteStorage]:
         """Stores that answer now, and are not known yet."""
+
+    def has_left(self, storage: RemoteStorage, *, lost: bool) -> bool:
+        """Whether a store is no more of the fleet, as its servers are not listed. ``lost``: none of them answers."""
 
 
 class Members:
@@ -162,7 +167,7 @@ class Members:
 
     def check_all_present(self, call: str, after: str = "") -> None:
         """Raise ``ConnectionError``: a store of the fleet is gone."""
-        gone = [shard.storage for shard in self.shards if shard.lost]
+        gone = [shard.storage for shard in self.shards if shard.lost and not shard.left]
         if gone:
             raise ConnectionError(f"{call}: expected all stores of the fleet, but {gone[0]!r} is gone.{after}")
 
@@ -184,10 +189,11 @@ class Members:
 
     def find(self) -> bool:
         """Look for stores that are gone, and take those that are back. Whether others are gone still."""
-        at_once(self._take_back, [shard for shard in self.shards if shard.lost])
+        at_once(self._take_back, [shard for shard in self.shards if shard.lost and not shard.left])
         self._join()
         with self._lock:
-            if any(shard.lost for shard in self.shards) or (self.joining is not None and self.joining.left()):
+            lost = any(shard.lost and not shard.left for shard in self.shards)
+            if lost or (self.joining is not None and self.joining.left()):
                 return True
             self._poller = None
             return False
@@ -222,12 +228,20 @@ class Members:
                     return
                 self.shards.append(shard)
             _log.info("the store %r has joined", storage)
+        for shard in self.shards:
+            left = self.joining.has_left(shard.storage, lost=shard.lost)
+            if left and not shard.left:
+                with self._lock:
+                    shard.losses += not shard.lost
+                    shard.lost, shard.weight = True, 0.0
+                _log.info("the store %r has left", shard.storage)
+            shard.left = left
 
     def counters(self) -> dict[str, float]:
         """Live rows of the stores that are gone, as far as they were known; how often stores were lost; and how uneven those are that
         are there: the largest mass, over the mean of all.
         """
-        missing = sum(shard.mass.live for shard in self.shards if shard.lost)
+        missing = sum(shard.mass.live for shard in self.shards if shard.lost and not shard.left)
         masses = [shard.mass.total for shard in self.shards if not shard.lost]
         whole = sum(masses)
         imbalance = max(masses) * len(masses) / whole if whole > 0 else 1.0
@@ -254,8 +268,13 @@ class ReconnectPoller:
     def _run(self) -> None:
         while not self._ended.wait(_RECONNECT_INTERVAL_S):
             members = self._members()
-            if members is None or not members.find():
-                return
+            try:
+                if members is None or not members.find():
+                    return
+            except RuntimeError:  # of a store that was closed meanwhile
+                if self._ended.is_set():
+                    return
+                raise
             del members
 
     def end(self) -> None:

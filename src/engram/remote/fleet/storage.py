@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import random
 import re
 import time
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
 
     Turn: TypeAlias = Callable[[], int]
 
+
+_log = logging.getLogger("engram")
 
 #: Counters of stores of which the fleet's is the largest, not the sum.
 _LARGEST = ("consumer_version", "larger_than_memory", "reads_from_files", "writes_to_files")
@@ -190,7 +194,7 @@ class FleetStorage(ServedStorage):
         self.adopt_fields()
         counters = plans.summed([state.counters for state in found], _LARGEST)
         counters["priority_updates_dropped"] += self._dropped
-        shards = len(self.members.shards)
+        shards = sum(not shard.left for shard in self.members.shards)
         counters |= {"shards": shards, "shards_missing": shards - len(found)}
         counters |= self.members.counters() | self.draws.counters()
         sizes = sum(state.size for state in found), sum(state.write_count for state in found)
@@ -406,7 +410,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedStorage:
     """The store, or the fleet of stores, at some addresses. Raises as ``ReplayBuffer.connect``."""
     check_choice("connect: missing", missing, ("skip", "wait"))
-    if len(access.addresses) == 1 and stratum is None:
+    if len(access.addresses) == 1 and stratum is None and access.members is None:
         connection = Connection(access)
         if connection.served.schema:
             return RemoteStorage(connection)
@@ -425,16 +429,18 @@ def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedS
             raise ConnectionError(
                 f"connect: no server answers at {', '.join(map(str, silent))}: expected all of them, as the first write makes stores."
             )
-        if len(makers) == 1 and stratum is None:
+        if len(makers) == 1 and stratum is None and access.members is None:
             return awaited_at(OneStore(makers[0]), new)
         check_stores([one for one in served.values() if not one.schema], access.full)
         brief = access._replace(patience_s=_patience(access, missing), hurried=missing == "skip")
         hurried = [AtServers(one.addresses, *brief[1:]) for one in makers]
-        return awaited_at(AwaitedFleet(hurried, makers, missing, stratum, random_turn), new)
+        joining = Silent(access, silent) if access.members is not None else None
+        return awaited_at(AwaitedFleet(hurried, makers, missing, stratum, random_turn, joining), new)
     if silent:
-        others = "are taken for further servers of the one that does" if len(stores) == 1 else "join when they answer"
+        alone = len(stores) == 1 and access.members is None
+        others = "are taken for further servers of the one that does" if alone else "join when they answer"
         warn(f"connect: no server answers at {', '.join(map(str, silent))}: these addresses {others}.")
-    if len(stores) == 1 and stratum is None:
+    if len(stores) == 1 and stratum is None and access.members is None:
         return RemoteStorage(Connection(access._replace(addresses=(*served, *silent))))
     check_stores(list(served.values()), access.full)
     access = access._replace(patience_s=_patience(access, missing), hurried=missing == "skip")
@@ -442,7 +448,7 @@ def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedS
         each = [access._replace(addresses=tuple(addresses)) for addresses in stores.values()]
         storages = [opened.enter_context(closing(_without_limits(one, served[one.addresses[0]]))) for one in each]
         opened.pop_all()
-    joining = Silent(access, silent) if silent else None
+    joining = Silent(access, silent) if silent or access.members is not None else None
     return FleetStorage(storages, missing, stratum, joining)
 
 
@@ -452,23 +458,47 @@ def _patience(access: Access, missing: Missing) -> float:
 
 
 class Silent:
-    """Addresses that did not answer when the fleet was connected. The stores that they serve join the fleet when they answer."""
+    """Addresses that did not answer when the fleet was connected, and those that are listed later, where they are listed. The stores
+    that they serve join the fleet when they answer.
+    """
 
     def __init__(self, access: Access, addresses: list[protocol.Address]) -> None:
         self._access, self._addresses = access, addresses
+        self._listed, self._looked_at = {*access.addresses}, -math.inf
 
     def left(self) -> bool:
-        """Whether some have not answered yet."""
-        return bool(self._addresses)
+        return bool(self._addresses) or self._access.members is not None
+
+    def has_left(self, storage: RemoteStorage, *, lost: bool) -> bool:
+        members, access = self._access.members, storage.connection.access
+        if members is None or not (members.has_all or lost) or not isinstance(access, Access):
+            return False
+        return self._listed.isdisjoint(access.addresses)
+
+    def _look(self) -> None:
+        """Read the list again, if it is time. One that cannot be read, or is empty, changes nothing."""
+        members = self._access.members
+        if members is None or time.monotonic() < self._looked_at + members.interval_s:
+            return
+        self._looked_at = time.monotonic()
+        try:
+            listed = {*members.addresses()}
+        except (OSError, ValueError) as error:
+            _log.warning("the stores of the fleet stay as they are: %s", error)
+            return
+        self._addresses = [it for it in self._addresses if it in listed] + sorted(listed - self._listed)
+        self._listed = listed
 
     def find(self, known: Sequence[RemoteStorage]) -> Iterator[RemoteStorage]:
         """Stores that answer now, and are not known yet. Those that cannot belong to the fleet are named in a warning, once."""
-        first, stores = known[0].served, {storage.served.store for storage in known}
+        self._look()
+        first, stores = known[0].served, {storage.served.store: storage for storage in known}
         for address in tuple(self._addresses):
             try:
                 answer = _served_at(self._access, address)
                 self._addresses.remove(address)
                 if answer.store in stores:  # another server of a known one
+                    stores[answer.store].connection.add_address(address)
                     continue
                 check_stores([first, answer], self._access.full)
                 storage = _without_limits(self._access._replace(addresses=(address,)))
@@ -480,7 +510,7 @@ class Silent:
                 if address not in self._addresses:
                     warn(f"the store at {address} does not join: {error}")
                 continue
-            stores.add(answer.store)
+            stores[answer.store] = storage
             yield storage
 
 
@@ -580,15 +610,23 @@ class AwaitedFleet:
         missing: what happens to one that does not answer: see ``ReplayBuffer.connect``.
         stratum: the number of the store that draws all batches; None: all draw.
         turn: a number that is another one for each client that writes.
+        joining: finds stores that are listed later.
 
     Raises ``ValueError``: no such stratum.
     """
 
     def __init__(
-        self, shards: Sequence[Awaited], makers: Sequence[Awaited], missing: Missing, stratum: int | None, turn: Turn
+        self,
+        shards: Sequence[Awaited],
+        makers: Sequence[Awaited],
+        missing: Missing,
+        stratum: int | None,
+        turn: Turn,
+        joining: Joining | None = None,
     ) -> None:
         check_stratum(stratum, len(shards))
         self._shards, self._makers, self._missing, self._stratum, self._turn = shards, makers, missing, stratum, turn
+        self._joining = joining
 
     @property
     def number(self) -> int:
@@ -644,7 +682,8 @@ class AwaitedFleet:
             for k in silent:
                 away = RemoteStorage(Connection(self._shards[k].servers, served, opens=False))
                 storages[k] = opened.enter_context(closing(away))
-            fleet = FleetStorage([storages[k] for k in sorted(storages)], self._missing, self._stratum, turn=self._turn)
+            each = [storages[k] for k in sorted(storages)]
+            fleet = FleetStorage(each, self._missing, self._stratum, self._joining, self._turn)
             opened.pop_all()
         for k, why in silent.items():
             fleet.members.lose(fleet.members.shards[k], why)
