@@ -599,7 +599,13 @@ class Store:
         return Write(rows, first)
 
     def _write_by_number(
-        self, plan: WritePlan, planned: Tensor, n: int, which: tuple[int, ...], addresses: tuple[int, ...]
+        self,
+        plan: WritePlan,
+        planned: Tensor,
+        n: int,
+        which: tuple[int, ...],
+        addresses: tuple[int, ...],
+        items: tuple[tuple[int, int, int, tuple[int, ...]], ...] = (),
     ) -> Write:
         if plan.kept is None:
             rows, pick = _native.empty_rows(n).copy_(planned), 0  # the plan's own tensor is not handed out
@@ -611,7 +617,7 @@ class Store:
                 return Write(plan.reported(rows, n), 0)
             pick = kept.data_ptr()
         try:
-            first = self.core.scatter(rows.data_ptr(), len(rows), which, addresses, True, pick, n)
+            first = self.core.scatter(rows.data_ptr(), len(rows), which, addresses, True, pick, n, items)
         except IndexError as error:
             raise RowError(f"write: {error}.") from error
         return Write(plan.reported(rows, n), first)
