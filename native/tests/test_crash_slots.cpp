@@ -29,6 +29,11 @@ constexpr Rings kMost{9, 5};
 constexpr std::uint64_t kBytes = 1 << 18, kRows = 6;
 const std::vector<std::int64_t> kAnywhere{4, 1, 2};
 
+const Written& batch() {
+  static const Written rows({101, 102, 103}, kMost);
+  return rows;
+}
+
 /// A store in memory that processes share. Its rows hold the ids 1 to 6.
 struct World {
   World() : pages(kBytes), memory(pages.data(), geometry(1, kRows), {kRows * (kMost.tokens - 1), kRows * (kMost.text - 1)}, true) {
@@ -36,6 +41,7 @@ struct World {
     const auto store = memory.open(3, true);
     Written({1, 2, 3, 4, 5, 6}, kMost).append(*store, 0);
     state.assign(pages.data(), pages.data() + kBytes);
+    batch();  // is there before anybody counts steps
   }
   void restore() { std::memcpy(pages.data(), state.data(), kBytes); }
 
@@ -44,10 +50,7 @@ struct World {
   std::vector<std::byte> state;
 };
 
-void write(Store& store, bool anywhere) {
-  static const Written batch({101, 102, 103}, kMost);
-  anywhere ? batch.scatter(store, kAnywhere) : batch.append(store, 0);
-}
+void write(Store& store, bool anywhere) { anywhere ? batch().scatter(store, kAnywhere) : batch().append(store, 0); }
 
 /// Rows that the write does not name are as they were; each of the others is old, new or, if its writer died, gone. And newer rows are
 /// written as if nothing had happened.
@@ -75,25 +78,31 @@ void expect_sound_and_usable(const World& world, bool anywhere) {
 
 #ifdef ENGRAM_CAN_STEP
 
+// Steps of an operation at which the memory is another one than before: some of them, or by night all. None: no single steps here.
+std::vector<std::uint64_t> changes(const World& world, const std::function<void()>& operation) {
+  std::vector<std::uint64_t> begins;
+  Stepped child(operation);
+  std::uint64_t last = 0;
+  for (std::uint64_t step = 0; child.end() == Stepped::End::running; ++step) {
+    const std::uint64_t hash = hash_of({world.pages.data(), world.memory.all.size()});
+    if (hash != std::exchange(last, hash)) begins.push_back(step);
+    child.step();
+  }
+  if (child.end() == Stepped::End::refused) return {};
+  EXPECT(begins.size() > 25);
+  const auto every = std::max<std::size_t>(1, begins.size() / stress::pick<std::size_t>(12, 1000000, 1000000));
+  std::vector<std::uint64_t> some;
+  for (std::size_t i = 0; i < begins.size(); i += every) some.push_back(begins[i]);
+  return some;
+}
+
 TEST(a_death_at_any_instruction_leaves_whole_rows) {
   for (const bool anywhere : {false, true}) {
     World world;
     const auto store = world.memory.open(1);
     const auto operation = [&] { write(*store, anywhere); };
-    std::vector<std::uint64_t> begins;
-    {
-      Stepped child(operation);
-      std::uint64_t last = 0;
-      for (std::uint64_t step = 0; child.end() == Stepped::End::running; ++step) {
-        const std::uint64_t hash = hash_of({world.pages.data(), world.memory.all.size()});
-        if (hash != std::exchange(last, hash)) begins.push_back(step);
-        child.step();
-      }
-      if (child.end() == Stepped::End::refused) return;  // no single steps here
-    }
-    EXPECT(begins.size() > 40);
-    const std::uint64_t every = std::max<std::uint64_t>(1, begins.size() / stress::pick<std::uint64_t>(24, 1000000, 1000000));
-    for (std::size_t i = 0; i < begins.size() && expect::failures == 0; i += every) {
+    const std::vector<std::uint64_t> begins = changes(world, operation);
+    for (std::size_t i = 0; i < begins.size() && expect::failures == 0; ++i) {
       world.restore();
       {
         Stepped child(operation);
@@ -111,21 +120,16 @@ TEST(a_write_that_is_stopped_anywhere_tears_nothing) {
   for (const bool anywhere : {false, true}) {
     World world;
     const auto store = world.memory.open(1);
-    std::uint64_t steps = 0;
-    {
-      Stepped child([&] { write(*store, anywhere); });
-      while (child.end() == Stepped::End::running && child.step() == Stepped::End::running) ++steps;
-      if (child.end() == Stepped::End::refused) return;
-    }
+    const std::vector<std::uint64_t> begins = changes(world, [&] { write(*store, anywhere); });
+    if (begins.empty()) return;
     const Impatient impatient(4ms);
-    const std::uint64_t every = std::max<std::uint64_t>(1, steps / stress::pick<std::uint64_t>(32, 2000, 20000));
-    for (std::uint64_t stop = 0; stop < steps && expect::failures == 0; stop += every) {
+    for (std::size_t i = 0; i < begins.size() && expect::failures == 0; ++i) {
       world.restore();
       Stepped child([&] {
         const Impatient patient(60s);
         write(*store, anywhere);
       });
-      for (std::uint64_t step = 0; step < stop && child.end() == Stepped::End::running; ++step) child.step();
+      for (std::uint64_t step = 0; step < begins[i] && child.end() == Stepped::End::running; ++step) child.step();
       if (child.end() != Stepped::End::running) break;  // it takes fewer steps once the parent has called the same functions
       const auto other = world.memory.open(2);
       for (std::int64_t row = 0; row < static_cast<std::int64_t>(kRows); ++row) {

@@ -256,10 +256,8 @@ class GrowingRows:
     def _check_appends(self, call: str) -> None:
         """Raise ``RuntimeError``: the writer says which rows are replaced, and a row that grows has nothing to say it by."""
         if not (self._wiring.of_writer.appends or self._wiring.of_writer.read_only):
-            raise RuntimeError(
-                f"{call}: expected a writer that appends rows, got {type(self._wiring.writer).__name__}, which says which row is replaced. "
-                "Write whole rows with add or extend, or use a RoundRobinWriter without a remover."
-            )
+            named = f"{call}: expected a writer that appends rows, got {type(self._wiring.writer).__name__}, which places them. "
+            raise RuntimeError(named + "Write whole rows with extend, or use a RoundRobinWriter and no remover.")
 
     def _lane(self, call: str) -> int:
         """The lane of a row for which none was named."""

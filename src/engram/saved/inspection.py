@@ -598,19 +598,20 @@ def _described_store(path: Path) -> Entries:
 
 
 def _described_items(path: Path, decoded: schema.Schema, lane_length: int, extents: Sequence[range]) -> Entries:
-    """Bytes of each lane's rings of items that rows have; or more, as rows that are void may still count."""
+    """Bytes of each lane's rings of items, or of its slots, that rows have; or more, as rows that are void may still count."""
     groups, lanes, raw = decoded.ragged_groups, [], bytearray(sizes.ragged_control_bytes(decoded))
     _read_file(layout.ragged_control(path), memoryview(raw), 0)
     words = struct.iter_unpack(f"<{(len(raw) - _PAGE) // 8 // decoded.lanes}Q", raw[_PAGE:])
     for lane, (extent, word) in enumerate(zip(extents, words, strict=True)):
-        if decoded.in_slots:
-            lanes.append(_slots_of_lane(path, decoded, lane * lane_length, extent))
-            continue
         oldest, used, room = max(word[0], extent.start), 0, 0
         for group, head, floor in zip(groups, word[1::2], word[2::2], strict=False):
             item_bytes = sum(decoded.ragged[number].item_bytes for number in group.members)
             first, span = head, bytearray(schema.SPAN_BYTES)
-            if oldest < extent.stop:
+            if group.slot:
+                begin, spans = lane * lane_length * len(span), bytearray(len(span) * len(extent))
+                _read_file(layout.column_path(path, decoded, group.leader), memoryview(spans), begin)
+                first, head = 0, sum(length for _, length in struct.iter_unpack("<QI", spans))
+            elif oldest < extent.stop:
                 row = lane * lane_length + oldest % lane_length
                 _read_file(layout.column_path(path, decoded, group.leader), memoryview(span), row * len(span))
                 first = max(int.from_bytes(span[:8], "little"), floor)
@@ -618,17 +619,6 @@ def _described_items(path: Path, decoded: schema.Schema, lane_length: int, exten
             room += group.items * item_bytes
         lanes.append({"lane": lane, "bytes_used": used, "bytes_free": room - used})
     return {"evicted_rows": int.from_bytes(raw[32:40], "little"), "lanes": lanes}
-
-
-def _slots_of_lane(path: Path, decoded: schema.Schema, first: int, extent: range) -> Entries:
-    used = room = 0
-    for group in decoded.ragged_groups:
-        item_bytes = sum(decoded.ragged[number].item_bytes for number in group.members)
-        spans = bytearray(schema.SPAN_BYTES * len(extent))
-        _read_file(layout.column_path(path, decoded, group.leader), memoryview(spans), first * schema.SPAN_BYTES)
-        used += sum(length for _, length in struct.iter_unpack("<QI", spans)) * item_bytes
-        room += group.items * item_bytes
-    return {"lane": first // (decoded.capacity // decoded.lanes), "bytes_used": used, "bytes_free": room - used}
 
 
 def _described_slots(path: Path, decoded: schema.Schema) -> Entries | None:

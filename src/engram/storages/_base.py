@@ -436,7 +436,7 @@ class Storage(Declared, Dumpable, Port):
     @property
     def in_rings(self) -> bool:
         """Whether the items of ragged fields lie in rings, so that rows can only be appended; as far as that is known."""
-        return self.is_ragged and not self.ragged.slots
+        return self.is_ragged and not (self.ragged.slots if self.memory is None else self.memory.schema.in_slots)
 
     @property
     def supports_conditional_update(self) -> bool:

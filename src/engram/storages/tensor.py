@@ -297,10 +297,6 @@ class TensorStorage(Storage):
         return bool(self.ragged.fields if self.structure is None else self.structure.ragged)
 
     @property
-    def in_rings(self) -> bool:
-        return super().in_rings if self.memory is None else self.is_ragged and not self.memory.schema.in_slots
-
-    @property
     def lanes(self) -> int:
         return self._geometry.lanes
 

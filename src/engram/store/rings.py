@@ -72,9 +72,7 @@ class RaggedMemory(NamedTuple):
             return
         addresses = dict(zip(self.values, placed([*self.values.values()])[0], strict=True))
         members = {n: (n, addresses[n], it.item_bytes) for n, it in schema.ragged.items()}
-        groups = [
-            (it.leader, it.items, tuple([members[n] for n in it.members]), it.slot) for it in schema.ragged_groups
-        ]
+        groups = [(*it[:2], tuple([members[n] for n in it.members]), it.slot) for it in schema.ragged_groups]
         try:
             core.use_ragged(self.control.address, self.control.nbytes, tuple(groups), alone)
         except (ValueError, CorruptStore) as error:
@@ -92,10 +90,8 @@ def private_rings(schema: Schema) -> RaggedMemory:
     """
     if not schema.ragged:
         return NO_RINGS
-    sizes, fields, sparse = schema.values_bytes, schema.fields, schema.in_slots
-    blocks = {
-        n: private_block(nbytes, f"items of field {fields[n].name}", sparse=sparse) for n, nbytes in sizes.items()
-    }
+    sizes, what, sparse = schema.values_bytes.items(), schema.fields, schema.in_slots
+    blocks = {n: private_block(nbytes, f"items of field {what[n].name}", sparse=sparse) for n, nbytes in sizes}
     control = private_block(ragged_control_bytes(schema))
     _format(control, schema)
     return RaggedMemory(_shaped(schema, blocks), control)
