@@ -52,7 +52,8 @@ class Ragged:
         ValueError: ``max_length`` beside ``like``, or out of ``[1, 2**31)``; ``shape`` or ``like`` of a text.
 
     Fields that share lengths are one *group*: the field with ``max_length`` leads, those with ``like`` follow. The rows
-    of a group are in one ring of items per lane; what each of them takes is ``length`` items of every member and 12 bytes.
+    of a group are in one ring of items per lane, or in slots; what each of them takes is ``length`` items of every member
+    and 12 bytes, in slots rounded up to pages of 4,096 bytes.
 
     >>> import torch
     >>> from engram import LazyTensorStorage, Ragged, ReplayBuffer
