@@ -28,7 +28,7 @@ namespace {
 std::vector<RaggedGroup> groups_in(const nb::tuple& groups) {
   std::vector<RaggedGroup> found;
   for (nb::handle group : groups) {
-    RaggedGroup& one = found.emplace_back(RaggedGroup{nb::cast<std::uint64_t>(group[0]), nb::cast<std::uint64_t>(group[1]), {}});
+    RaggedGroup& one = found.emplace_back(RaggedGroup{nb::cast<std::uint64_t>(group[0]), nb::cast<std::uint64_t>(group[1]), {}, nb::cast<std::uint64_t>(group[3])});
     for (nb::handle field : nb::borrow<nb::tuple>(group[2])) {
       one.fields.push_back({nb::cast<std::uint64_t>(field[0]), at<std::byte>(nb::cast<Address>(field[1])), nb::cast<std::uint64_t>(field[2])});
     }
@@ -266,8 +266,8 @@ void bind_ragged(nb::module_& m, nb::class_<Store>& type) {
             self.use(std::make_unique<Ragged>(block(memory, bytes), self.control().geometry(), groups_in(groups), alone));
           },
           "memory"_a, "nbytes"_a, "groups"_a, "alone"_a,
-          "The items of ragged fields: (field of the spans, items of a lane's ring, ((field, address, bytes of an item), …)) each. `alone`: no "
-          "other process has the store open.")
+          "The items of ragged fields: (field of the spans, items of a lane's ring, ((field, address, bytes of an item), …), items of the slot "
+          "that each row has, or 0) each. `alone`: no other process has the store open.")
       .def_prop_ro(
           "evicted", [](const Store& self) { return self.ragged() == nullptr ? 0 : self.ragged()->page().evicted.load(); },
           "Rows that lost their items to newer ones, since the store was made.")

@@ -173,14 +173,18 @@ void bind_writes(nb::class_<Store>& type) {
       .def(
           "scatter",
           [](Store& self, Address rows, std::uint64_t n, const nb::tuple& which, const nb::tuple& columns, bool grow,
-             Address pick, std::uint64_t of) {
+             Address pick, std::uint64_t of, const nb::tuple& items) {
             const Which fields(which);
             const Inputs inputs(columns);
+            std::optional<RaggedWrite> write;
+            if (items.size() > 0) write.emplace(write_in(self, pick == 0 ? n : of, items));
             const WithoutInterpreter running(!grow && self.writes_briefly(n));  // to grow may take many more rows
-            return self.scatter(at<std::int64_t>(rows), n, fields.span(), inputs.span(), grow, at<std::int64_t>(pick), of);
+            return self.scatter(at<std::int64_t>(rows), n, fields.span(), inputs.span(), grow, at<std::int64_t>(pick), of,
+                                write ? &*write : nullptr);
           },
-          "rows"_a, "n"_a, "which"_a, "columns"_a, "grow"_a, "pick"_a = 0, "of"_a = 0,
-          "Writes rows by number; the first ticket number. `pick`: their places among the `of` rows of the columns.")
+          "rows"_a, "n"_a, "which"_a, "columns"_a, "grow"_a, "pick"_a = 0, "of"_a = 0, "items"_a = nb::tuple(),
+          "Writes rows by number; the first ticket number. `pick`: their places among the `of` rows of the columns. `items`: as for "
+          "append_ragged, of all rows of the columns; of a store whose ragged fields lie in slots.")
       .def(
           "patch",
           [](Store& self, Address rows, std::uint64_t n, const nb::tuple& which, const nb::tuple& columns, Address expected,

@@ -1,6 +1,10 @@
 #include "ragged.h"
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <new>
 #include <utility>
@@ -40,9 +44,24 @@ Ragged::Ragged(std::span<std::byte> memory, const Geometry& geometry, std::vecto
     const RaggedPage::Group entry = {copied(page_->entries[g].leader), copied(page_->entries[g].items)};
     check(entry.leader == groups_[g].leader && entry.items == groups_[g].items && entry.items > 0 && entry.items < kMostItems,
           "rings of items of other fields, or of another length");
+    check((groups_[g].slot > 0) == slots(), "all items in rings, or all in slots");
+    check(!slots() || (groups_[g].slot < kMostItems && entry.items == groups_[g].slot * geometry.lane_length), "a slot for each row of a lane");
   }
   words_ = reinterpret_cast<Word*>(memory.data() + kPage);
   if (alone) page_->mutex.format();
+}
+
+// Through the mapping: a page for which a file has no block and the disk has no space would end the process.
+bool Ragged::take(const RaggedGroup& group, std::uint64_t lane, const Span& span) {
+  constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, of Linux 5.14 and later
+  static const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+  if (span.length == 0) return true;
+  for (const ItemField& field : group.fields) {
+    const auto begin = reinterpret_cast<std::uintptr_t>(items_of(group, field, lane, span)), first = begin / page * page;
+    const std::uintptr_t bytes = begin + span.length * field.item_bytes - first;
+    if (madvise(reinterpret_cast<void*>(first), bytes, kPopulateWrite) != 0 && (errno == EFAULT || errno == ENOMEM)) return false;
+  }
+  return true;
 }
 
 RaggedItems::RaggedItems(const RaggedGroup& group, std::uint64_t n, const RaggedSource& source)
@@ -53,7 +72,7 @@ RaggedItems::RaggedItems(const RaggedGroup& group, std::uint64_t n, const Ragged
   std::memcpy(starts_.data(), source.starts, n * sizeof(std::int64_t));
   for (std::uint64_t i = 0; i < n; ++i) {
     const std::uint64_t length = lengths_[i], start = static_cast<std::uint64_t>(starts_[i]);
-    check(length <= group.items, "a row of more items than a ring has");
+    check(length <= group.most(), "a row of more items than a ring, or a slot, has");
     check(length <= source.total && start <= source.total - length, "items outside of the values");
   }
 }
@@ -68,9 +87,9 @@ void RaggedItems::put(std::uint64_t field, std::byte* to, std::uint64_t i, std::
   }
 }
 
-void RaggedItems::put(const Ragged& ragged, std::uint64_t lane, const Span& span, std::uint64_t i) const {
+void RaggedItems::put(const Ragged& ragged, std::uint64_t lane, const Span& span, std::uint64_t i, bool all) const {
   for (std::uint64_t f = 0; f < values_.size(); ++f) {
-    if (values_[f] != nullptr) put(f, ragged.items_of(*group_, group_->fields[f], lane, span), i, span.length);
+    if (all || values_[f] != nullptr) put(f, ragged.items_of(*group_, group_->fields[f], lane, span), i, span.length);
   }
 }
 
@@ -113,6 +132,15 @@ void RaggedWrite::reserve(std::uint64_t lane, std::uint64_t n, const std::int64_
   }
 }
 
+void RaggedWrite::give_slots(std::uint64_t lane_length, std::uint64_t first, std::uint64_t n, const std::int64_t* pick) {
+  for (std::uint64_t g = 0; g < groups_.size(); ++g) {
+    for (std::uint64_t i = 0; i < n; ++i) {
+      const std::uint64_t row = source(pick, i);
+      in_slot(g, (first + i) % lane_length, row).put(spans_[g].data() + row * Span::kBytes);
+    }
+  }
+}
+
 std::uint64_t RaggedWrite::hash_of_lengths(std::uint64_t group) const {
   std::uint64_t hash = n_;
   for (std::uint64_t i = 0; i < n_; ++i) hash = mix(hash ^ groups_[group].length(i));
@@ -123,7 +151,7 @@ RaggedWrite::Place RaggedWrite::place(std::uint64_t group) const { return {n_ ==
 
 void RaggedWrite::put_back(std::uint64_t group, const Place& place) {
   check(place.lengths == hash_of_lengths(group), "a request that is repeated with rows of the lengths that they had first");
-  give(group, place.first, n_, nullptr);
+  if (!ragged_->slots()) give(group, place.first, n_, nullptr);
 }
 
 std::uint64_t RaggedWrite::chunk(std::uint64_t i, std::uint64_t most, const std::int64_t* pick, std::uint64_t bytes) const {
@@ -134,10 +162,11 @@ std::uint64_t RaggedWrite::chunk(std::uint64_t i, std::uint64_t most, const std:
     for (const ItemField& field : group.fields) item_bytes += field.item_bytes;
     const std::uint64_t first = span(g, source(pick, i)).offset;
     const std::uint64_t limit = std::min(group.items / 2, bytes / std::max<std::uint64_t>(1, item_bytes));
-    std::uint64_t k = 1;
+    std::uint64_t k = 1, items = span(g, source(pick, i)).length;  // those in slots have gaps between them
     for (; k < count; ++k) {
       const Span next = span(g, source(pick, i + k));
-      if (next.offset + next.length - first > limit) break;
+      items = group.slot > 0 ? items + next.length : next.offset + next.length - first;
+      if (items > limit) break;
     }
     count = k;
   }

@@ -8,6 +8,9 @@
 // and read, as any field, under the row's ticket. An append reserves positions and items under one mutex, so that both have the same
 // order. Before it writes items it makes the rows void that they belonged to, the oldest first, and waits for writers of such rows. So a
 // reader looks at the ticket, copies the items, and looks again, as for any field.
+//
+// In *slots* each row has room of its own for as many items as a row may have: the offset of a row's span is that room's, whatever was there
+// before. Then the ticket of a row is all that its items need: nothing is evicted, nobody takes the mutex, and rows may be written anywhere.
 #pragma once
 
 #include <atomic>
@@ -54,6 +57,10 @@ struct RaggedGroup {
   std::uint64_t leader;  // the field whose column has the spans
   std::uint64_t items;   // of the ring of a lane
   std::vector<ItemField> fields;
+  std::uint64_t slot = 0;  // items of the room that each row has; 0: rows share the ring
+
+  /// The most items that a row can have.
+  std::uint64_t most() const { return slot > 0 ? slot : items; }
 };
 
 /// What a caller writes to the fields of a group: row i has lengths[i] items from starts[i] on, of each field's values.
@@ -92,6 +99,8 @@ class Ragged {
   Ragged(std::span<std::byte> memory, const Geometry& geometry, std::vector<RaggedGroup> groups, bool alone);
 
   const std::vector<RaggedGroup>& groups() const { return groups_; }
+  /// Whether each row has room of its own.
+  bool slots() const { return groups_.front().slot > 0; }
   RaggedPage& page() const { return *page_; }
   /// The mutex as no process holds it: in a forked child, of memory that it shares with none.
   void forget_holds() const { page_->mutex.format(); }
@@ -107,6 +116,9 @@ class Ragged {
   static std::byte* items_of(const RaggedGroup& group, const ItemField& field, std::uint64_t lane, const Span& span) {
     return field.data + (lane * group.items + span.offset % group.items) * field.item_bytes;
   }
+  /// Takes the memory of a span, which a file with holes may have no space for. False: it has none; where the kernel does not say, the
+  /// writer finds out.
+  static bool take(const RaggedGroup& group, std::uint64_t lane, const Span& span);
   /// Whether a span, which a caller may have made up, lies within the ring.
   static bool fits(const RaggedGroup& group, const Span& span) {
     return span.length <= group.items && span.offset % group.items <= group.items - span.length;
@@ -134,8 +146,8 @@ class RaggedItems {
     return static_cast<std::uint64_t>(starts_[next]) == static_cast<std::uint64_t>(starts_[start]) + length;
   }
 
-  /// Copies the items of row i to a span, of the fields that have values.
-  void put(const Ragged& ragged, std::uint64_t lane, const Span& span, std::uint64_t i) const;
+  /// Copies the items of row i to a span, of the fields that have values; `all`: and zeros to the others.
+  void put(const Ragged& ragged, std::uint64_t lane, const Span& span, std::uint64_t i, bool all = false) const;
   /// Copies `length` items, from those of row i on, of one field; zeros where it has no values.
   void put(std::uint64_t field, std::byte* to, std::uint64_t i, std::uint64_t length) const;
 
@@ -169,8 +181,15 @@ class RaggedWrite {
     std::uint64_t first, lengths;
   };
   Place place(std::uint64_t group) const;
-  /// Gives all rows the items that they had. Throws std::invalid_argument: rows of other lengths had them.
+  /// Gives all rows the items that they had; slots are given by position. Throws std::invalid_argument: rows of other lengths had them.
   void put_back(std::uint64_t group, const Place& place);
+
+  /// The same in slots: rows are given those of the position `first` and the ones behind it.
+  void give_slots(std::uint64_t lane_length, std::uint64_t first, std::uint64_t n, const std::int64_t* pick);
+  /// What row i would have in a slot.
+  Span in_slot(std::uint64_t group, std::uint64_t slot, std::uint64_t i) const {
+    return {slot * ragged_->groups()[group].slot, groups_[group].length(i)};
+  }
 
   /// How many of `most` rows from the i-th on are written together: some bytes, and no more items than half a ring.
   std::uint64_t chunk(std::uint64_t i, std::uint64_t most, const std::int64_t* pick, std::uint64_t bytes) const;
@@ -180,6 +199,8 @@ class RaggedWrite {
 
   /// Copies the items of n rows from the i-th on. Their rows are marked.
   void put(std::uint64_t lane, std::uint64_t i, std::uint64_t n, const std::int64_t* pick) const;
+  /// The items of a group of row i, to that span. Its row is marked.
+  void put(std::uint64_t group, std::uint64_t lane, const Span& span, std::uint64_t i) const { groups_[group].put(*ragged_, lane, span, i, true); }
 
  private:
   static std::uint64_t source(const std::int64_t* pick, std::uint64_t i) { return pick == nullptr ? i : static_cast<std::uint64_t>(pick[i]); }

@@ -195,10 +195,12 @@ class Store {
   /// others keep their content. `grow`, which needs all fields: the lanes' extents come to cover the rows, and unwritten rows below
   /// them become live as zeros; else every row must be live (std::out_of_range otherwise, nothing written), and one that ceases to be
   /// meanwhile is passed over. `pick`, if not null, names
-  /// for each row its row of the columns, which have `of` rows (std::out_of_range for others, nothing written).
+  /// for each row its row of the columns, which have `of` rows (std::out_of_range for others, nothing written). `items`, with `grow`: of
+  /// the ragged fields, which lie in slots, of all rows of the columns.
   /// Returns t0, as append.
   std::uint64_t scatter(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which,
-                        Columns columns, bool grow, const std::int64_t* pick = nullptr, std::uint64_t of = 0);
+                        Columns columns, bool grow, const std::int64_t* pick = nullptr, std::uint64_t of = 0,
+                        const RaggedWrite* items = nullptr);
 
   /// What a row must still hold: the write of that number, edited or not; or what it held under that ticket.
   enum class Same { write, ticket };
@@ -359,6 +361,8 @@ class Store {
   void check_items(std::uint64_t n, const RaggedWrite* items) const;
   void check_no_spans(std::span<const std::uint64_t> which) const;
   std::vector<std::uint64_t> floors_of(const RaggedWrite& items, std::uint64_t last) const;
+  void take_slot(const RaggedWrite& items, std::uint64_t row, std::uint64_t i) const;
+  void put_in_slot(const RaggedWrite& items, std::uint64_t row, std::uint64_t i) const;
   void make_room(const RaggedWrite& items, std::uint64_t lane, std::uint64_t last, std::uint64_t position, const Claim& own) const;
   bool clear_items(const std::vector<std::uint64_t>& below, std::uint64_t lane, std::uint64_t position, const Claim& own,
                    std::vector<std::int64_t>& evicted) const;

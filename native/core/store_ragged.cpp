@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
+#include <cerrno>
 #include <numeric>
 #include <string>
 #include <thread>
@@ -51,6 +52,11 @@ void Store::check_no_spans(std::span<const std::uint64_t> which) const {
 std::uint64_t Store::reserve(std::uint64_t lane, std::uint64_t n, const std::int64_t* pick, RaggedWrite* items,
                              const Participant* by) const {
   if (items == nullptr) return control_.reserve(lane, n, by);
+  if (ragged_->slots()) {
+    const std::uint64_t first = control_.reserve(lane, n, by);
+    items->give_slots(control_.lane_length(), first, n, pick);
+    return first;
+  }
   const SharedLock lock(ragged_->page().mutex, [] {});
   items->reserve(lane, n, pick);
   return control_.reserve(lane, n, by);
@@ -195,6 +201,28 @@ void Store::make_room(const RaggedWrite& items, std::uint64_t lane, std::uint64_
     if (deadline.passed()) throw in_vain("rows whose items are to be written over have been in the hands of other writers");
     look_after_others(Need::waiting);
     std::this_thread::yield();
+  }
+}
+
+// Before a writer marks rows whose slots may lie in holes of files: the memory of all their items is there.
+void Store::take_slot(const RaggedWrite& items, std::uint64_t row, std::uint64_t i) const {
+  if (disk_ == nullptr) return;
+  const std::uint64_t lane = control_.lane_of(row), slot = row % control_.lane_length();
+  for (std::uint64_t g = 0; g < ragged_->groups().size(); ++g) {
+    const RaggedGroup& group = ragged_->groups()[g];
+    if (Ragged::take(group, lane, items.in_slot(g, slot, i))) continue;
+    throw DiskError(ENOSPC, "ragged/" + std::to_string(group.leader) + ".values", "write of the items of row " + std::to_string(row));
+  }
+}
+
+// Writes the spans and items of row i of a call to the slots of a row, which is marked.
+void Store::put_in_slot(const RaggedWrite& items, std::uint64_t row, std::uint64_t i) const {
+  for (std::uint64_t g = 0; g < ragged_->groups().size(); ++g) {
+    const Span span = items.in_slot(g, row % control_.lane_length(), i);
+    std::byte column[Span::kBytes];
+    span.put(column);
+    copy_to_shared(field(ragged_->groups()[g].leader).row(row), column, sizeof column);
+    items.put(g, control_.lane_of(row), span, i);
   }
 }
 

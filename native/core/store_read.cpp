@@ -217,7 +217,8 @@ void Store::sample_uniform(std::uint64_t key, std::uint64_t n, Batch batch, std:
   look_after_others();
   const std::span<const std::uint64_t> which = all().first(batch.size());
   const std::uint64_t live = control_.size(), gaps = control_.void_rows();
-  const Spans spans = ragged_ != nullptr ? Spans(control_, *ragged_) : Spans(control_, gaps > live * (kMostTries - 1) ? voids() : nullptr);
+  const bool in_rings = ragged_ != nullptr && !ragged_->slots();
+  const Spans spans = in_rings ? Spans(control_, *ragged_) : Spans(control_, gaps > live * (kMostTries - 1) ? voids() : nullptr);
   if (spans.total() == 0) throw NothingLive(kEmptyStore);
   if (masses != nullptr) *masses = {static_cast<double>(live), 1.0, live};
   const Random random(key);

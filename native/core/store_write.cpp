@@ -286,7 +286,8 @@ void Store::write_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, st
   const bool to_files = goes_to_files(all(), n, [&](std::uint64_t i) { return static_cast<std::int64_t>(start + (p0 + i) % length); });
   const std::uint64_t most = to_files ? kFileBytes : kChunkBytes;
   const std::uint64_t chunk = std::max<std::uint64_t>(1, most / std::max<std::uint64_t>(1, row_bytes()));
-  std::uint64_t i = n > length && items == nullptr ? n - length : 0;  // rows that this very batch would overwrite are not written
+  const bool in_ring = items != nullptr && !ragged_->slots();
+  std::uint64_t i = n > length && !in_ring ? n - length : 0;  // rows that this very batch would overwrite are not written
   if (over == Over::missing) {
     const std::uint64_t end = control_.end(lane), lapped = end - std::min(end, p0 + length);
     i = std::max(i, std::min(n, lapped));
@@ -296,7 +297,8 @@ void Store::write_ring(std::uint64_t lane, std::uint64_t p0, std::uint64_t n, st
     std::uint64_t space = std::min({chunk, n - i, start + length - first});  // up to the end of the ring
     if (items != nullptr) {
       space = items->chunk(i, space, pick, most);
-      if (claim != nullptr) make_room(*items, lane, source(i + space - 1), p0 + i, *claim);  // before anything is marked
+      if (in_ring && claim != nullptr) make_room(*items, lane, source(i + space - 1), p0 + i, *claim);  // before anything is marked
+      for (std::uint64_t k = 0; k < space && !in_ring; ++k) take_slot(*items, first + k, source(i + k));
     }
     const std::uint32_t lap = control_.lap_of(p0 + i);
     const auto at = [&](std::uint64_t k) { return Target{first + k - begin, t0 + source(k), true, {lane, p0 + k, lap}}; };
@@ -349,6 +351,7 @@ std::uint64_t Store::append_once(std::uint64_t n, Columns columns, std::int64_t*
   ClaimGuard claim(writer());
   admit(claim);
   const auto [lane, p0, again] = reserve();
+  if (items != nullptr && ragged_->slots()) items->give_slots(control_.lane_length(), p0, n, nullptr);
   const std::uint64_t t0 = control_.counters().next_ticket.fetch_add(n, std::memory_order_acq_rel);
   claim.note(t0, n, again ? -1 : static_cast<std::int64_t>(lane), p0);
   std::vector<std::int64_t> rows;
@@ -360,7 +363,7 @@ std::uint64_t Store::append_once(std::uint64_t n, Columns columns, std::int64_t*
   write_and_tell(
       claim,
       [&] {
-        if (items != nullptr && again) {
+        if (items != nullptr && again && !ragged_->slots()) {
           write_again(lane, p0, n, t0, columns, &written, *items, claim.claim());
         } else {
           write_ring(lane, p0, n, t0, columns, nullptr, Over::missing, &written, items, &claim.claim());
@@ -509,11 +512,16 @@ void Store::check_live(const std::int64_t* rows, std::uint64_t n) const {
 }
 
 std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which,
-                             Columns columns, bool grow, const std::int64_t* pick, std::uint64_t of) {
+                             Columns columns, bool grow, const std::int64_t* pick, std::uint64_t of, const RaggedWrite* items) {
   check(columns.size() == which.size(), "another number of columns than fields named");
   for (const std::uint64_t f : which) check(f < fields(), "a field outside the store");
   check(!grow || (needed_ <= which.size() && which.size() <= fields()), "rows by number without all fields");
-  check_no_spans(which);
+  if (grow) {
+    check_items(pick == nullptr ? n : of, items);
+    check(items == nullptr || ragged_->slots(), "items in slots, where rows are written by number");
+  } else {
+    check_no_spans(which);
+  }
   const bool whole = !which.empty() && which.size() == fields();  // of those here: others may lie elsewhere
   const Over over = grow ? Over::anything : whole ? Over::live : Over::part_of_live;
   const OwnRows own_rows(rows, n, control_.capacity()), own_pick(pick, n, of);
@@ -555,14 +563,18 @@ std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::spa
     for (std::uint64_t i = 0; i < n;) {
       const std::uint64_t begin = i, most = std::min(step, n - i);
       for (std::uint64_t k = i + chunk; k < std::min(n, i + chunk + most); ++k) ask_for(rows[k]);
+      const auto source = [pick](std::uint64_t k) { return pick == nullptr ? k : static_cast<std::uint64_t>(pick[k]); };
+      for (std::uint64_t k = i; k < i + most && items != nullptr; ++k) take_slot(*items, static_cast<std::uint64_t>(rows[k]), source(k));
       i = write_chunk(i, most, over, at, [&](std::uint64_t marked) {
         for (std::uint64_t f = 0; f < which.size(); ++f) {
+          if (items != nullptr && led_by(which[f]) != nullptr) continue;
           const Field& field = this->field(which[f]);
           const std::byte* from = columns[f] + (pick == nullptr ? begin * field.row_bytes : 0);
           const std::int64_t* const picked = pick == nullptr ? nullptr : pick + begin;
           to_files ? put(which[f], static_cast<std::uint64_t>(rows[begin]), marked, from, picked, true)  // one row
                    : scatter_rows(field, rows + begin, marked, from, picked);
         }
+        for (std::uint64_t k = begin; k < begin + marked && items != nullptr; ++k) put_in_slot(*items, static_cast<std::uint64_t>(rows[k]), source(k));
         if (grow) fill_others(which.size(), rows + begin, marked);
       });
     }

@@ -29,7 +29,9 @@ struct Rings {
 
 /// All memory of a store, one block behind the other, in memory that somebody else owns.
 struct Memory : Layout {
-  Memory(std::byte* base, Geometry g, Rings rings) : Layout(base, g, kRowBytes), rings(rings) {
+  /// `in_slots`: an equal share of the items belongs to each row.
+  Memory(std::byte* base, Geometry g, Rings rings, bool in_slots = false)
+      : Layout(base, g, kRowBytes), rings(rings), slot(in_slots ? Rings{rings.tokens / g.lane_length, rings.text / g.lane_length} : Rings{0, 0}) {
     std::uint64_t at = all.size();
     const auto take = [&](std::uint64_t bytes) {
       const std::span<std::byte> taken(base + at, bytes);
@@ -55,13 +57,13 @@ struct Memory : Layout {
   }
   std::unique_ptr<Store> open(std::uint64_t participant = 0, bool alone = false) const {
     auto store = std::make_unique<Store>(view(), fields, participant);
-    std::vector<RaggedGroup> groups{{1, rings.tokens, {{1, tokens.data(), kTokenBytes}, {2, others.data(), kOtherBytes}}},
-                                    {3, rings.text, {{3, text.data(), kTextBytes}}}};
+    std::vector<RaggedGroup> groups{{1, rings.tokens, {{1, tokens.data(), kTokenBytes}, {2, others.data(), kOtherBytes}}, slot.tokens},
+                                    {3, rings.text, {{3, text.data(), kTextBytes}}, slot.text}};
     store->use(std::make_unique<Ragged>(page, geometry, std::move(groups), alone));
     return store;
   }
 
-  Rings rings;
+  Rings rings, slot;
   static constexpr std::uint64_t kSlots = 2;
   std::span<std::byte> page, tokens, others, text, open_rows;
 };
@@ -96,6 +98,11 @@ class Written {
   std::uint64_t append(Store& store, std::uint64_t lane, std::int64_t* rows = nullptr) const {
     RaggedWrite write(*store.ragged(), n_, sources());
     return store.append(lane, n_, columns(), rows, &write);
+  }
+  /// To rows anywhere, in slots. `pick`: which of them, or null.
+  std::uint64_t scatter(Store& store, const std::vector<std::int64_t>& rows, const std::int64_t* pick = nullptr) const {
+    const RaggedWrite write(*store.ragged(), n_, sources());
+    return store.scatter(rows.data(), rows.size(), store.all(), columns(), true, pick, n_, &write);
   }
   /// The only row as a slot takes it: its id, and the items of each group from `from` to `to`.
   std::vector<SlotValue> slot_values() const { return {{0, column_.data()}}; }

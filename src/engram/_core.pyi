@@ -21,8 +21,8 @@ _RaggedSource: TypeAlias = tuple[int, int, int, tuple[int, ...]]
 #: Of a row that grows: (field, address of its value) each, and (group, items, addresses of the values of its fields; 0: zeros).
 _SlotValues: TypeAlias = tuple[tuple[int, int], ...]
 _SlotItems: TypeAlias = tuple[int, int, tuple[int, ...]]
-#: The field of the spans; items of a lane's ring; number, address and bytes of an item of each field.
-_RaggedGroup: TypeAlias = tuple[int, int, tuple[tuple[int, int, int], ...]]
+#: The field of the spans; items of a lane's ring; number, address and bytes of an item of each field; items of a row's slot, or 0.
+_RaggedGroup: TypeAlias = tuple[int, int, tuple[tuple[int, int, int], ...], int]
 
 #: Of each group: fields, items, those of the longest row, lengths int32 [n], offsets int64 [n + 1], the same as int32, values.
 _ItemsRead: TypeAlias = list[tuple[list[int], int, int, Tensor, Tensor, Tensor, list[Tensor]]]
@@ -593,6 +593,7 @@ class Store:
         grow: bool,
         pick: int = 0,
         of: int = 0,
+        items: tuple[_RaggedSource, ...] = (),
     ) -> int: ...
     def patch(
         self,

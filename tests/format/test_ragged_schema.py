@@ -232,14 +232,14 @@ def test_hostile_descriptions_are_refused(raw):
 
 
 def test_newer_versions_are_incompatible():
-    with pytest.raises(IncompatibleStore, match=r"expected format 2\.5, got 2\.6\. A newer engram wrote it"):
-        decode_store(json.dumps({**GOOD, "version": [2, 6]}).encode(), "store.json")
+    with pytest.raises(IncompatibleStore, match=r"expected format 2\.6, got 2\.7\. A newer engram wrote it"):
+        decode_store(json.dumps({**GOOD, "version": [2, 7]}).encode(), "store.json")
 
 
 @pytest.mark.parametrize(
     ("field", "says"),
     [
-        (leader("a", items=0), "field a: a ring of 0 items"),
+        (leader("a", items=-1), "field a: a lane of -1 items"),
         (leader("a", max_length=1 << 31), r"field a: 2147483648 items of a row, at least 1 and below 2\^31 are possible"),
         (leader("a", dtype="text"), "field a: items of the unknown dtype text"),
         (leader("a", kind="utf-16"), "field a: items of kind 'utf-16'"),

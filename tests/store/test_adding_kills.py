@@ -195,8 +195,8 @@ def test_a_changed_description_is_refused(tmp_path):
     first = schema.encode_store(schema.decode_store(raw, "store.json").until(1))
     path.write_bytes(first)  # of before: the field would be lost, but nothing is misread
     rows_of(folder)
-    path.write_bytes(raw.replace(b"[2,4]", b"[2,6]"))
-    with pytest.raises(IncompatibleStore, match=r"expected format 2\.5, got 2\.6\. A newer engram wrote it"):
+    path.write_bytes(raw.replace(b"[2,4]", b"[2,7]"))
+    with pytest.raises(IncompatibleStore, match=r"expected format 2\.6, got 2\.7\. A newer engram wrote it"):
         ReplayBuffer.open(folder)
     path.write_bytes(raw)
     assert rows_of(folder)["v"].tolist() == [3] * 8

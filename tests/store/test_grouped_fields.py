@@ -247,8 +247,8 @@ def test_other_versions_refuse_it_by_name(tmp_path):
         schema.decode_store(text.replace(b"[2,4]", b"[2,3]"), "store.json")
     with pytest.raises(CorruptStore, match=r"ragged ones where its version is 2\.5"):
         schema.decode_store(text.replace(b"[2,4]", b"[2,5]"), "store.json")
-    with pytest.raises(IncompatibleStore, match=r"expected format 2\.5, got 2\.6"):
-        schema.decode_store(text.replace(b"[2,4]", b"[2,6]"), "store.json")
+    with pytest.raises(IncompatibleStore, match=r"expected format 2\.6, got 2\.7"):
+        schema.decode_store(text.replace(b"[2,4]", b"[2,7]"), "store.json")
 
 
 @pytest.mark.parametrize("wrong", [-1, "64", True, 1.5, None])

@@ -149,7 +149,7 @@ def test_control_blocks_of_a_newer_minor_format_are_fine(folder):
 
 @pytest.mark.parametrize(
     ("version", "advice"),
-    [([1, 0], "An older engram wrote it: read it with that one"), ([2, 6], "upgrade to read it"), ([3, 0], "upgrade")],
+    [([1, 0], "An older engram wrote it: read it with that one"), ([2, 7], "upgrade to read it"), ([3, 0], "upgrade")],
 )
 def test_descriptions_of_another_format_are_incompatible(folder, version, advice):
     path = folder / ".engram" / "store.json"
@@ -157,7 +157,7 @@ def test_descriptions_of_another_format_are_incompatible(folder, version, advice
     path.write_bytes(raw)
     rewrite_header(folder, sum=schemas.fingerprint(raw))
     before = snapshot(folder)
-    says = rf"store\.json: expected format 2\.5, got {version[0]}\.{version[1]}\. .*{advice}"
+    says = rf"store\.json: expected format 2\.6, got {version[0]}\.{version[1]}\. .*{advice}"
     with pytest.raises(IncompatibleStore, match=says):
         ReplayBuffer.open(folder)
     assert snapshot(folder) == before

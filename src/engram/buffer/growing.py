@@ -192,6 +192,7 @@ class GrowingRows:
     ) -> OpenRow:
         """What ``ReplayBuffer.open_row`` returns."""
         self._wiring.check_editable("open_row")
+        self._check_appends("open_row")
         storage = self._wiring.storage
         slots = storage.ragged.open_rows
         rows = self._existing()
@@ -235,6 +236,7 @@ class GrowingRows:
 
     def seal(self, slot: OpenSlot, lane: int | None, data: Fields, timeout: float) -> int:
         """What :meth:`OpenRow.seal` returns."""
+        self._check_appends("seal")
         schema = slot.rows.schema
         columns, ragged = self._sorted(slot.rows, data, "seal")
         given = self.items_of(slot, ragged, "seal")
@@ -250,6 +252,12 @@ class GrowingRows:
                 f"seal: expected a value for each field, got none for {', '.join(map(repr, lacking))}. Give them now."
             )
         return self._sealed(slot, self._lane("seal") if lane is None else lane, columns, given, timeout)
+
+    def _check_appends(self, call: str) -> None:
+        """Raise ``RuntimeError``: the writer says which rows are replaced, and a row that grows has nothing to say it by."""
+        if not (self._wiring.of_writer.appends or self._wiring.of_writer.read_only):
+            named = f"{call}: expected a writer that appends rows, got {type(self._wiring.writer).__name__}, which places them. "
+            raise RuntimeError(named + "Write whole rows with extend, or use a RoundRobinWriter and no remover.")
 
     def _lane(self, call: str) -> int:
         """The lane of a row for which none was named."""

@@ -1314,8 +1314,8 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
             dtypes: as for ``LazyMemmapStorage``. Without them, nothing is cast, whatever an earlier start said.
             unclean, io: as for :meth:`open`.
             group_small_fields: of a store that is made, as for ``LazyMemmapStorage``; one that is there stays as it is.
-            **arguments: those of the class's constructor, but ``storage``; and ``ragged``, ``ragged_bytes``, ``layout`` and ``open_rows``,
-                as for ``LazyMemmapStorage``. The first two must be the same at every start.
+            **arguments: those of the class's constructor, but ``storage``; and ``ragged``, ``ragged_bytes``, ``ragged_layout``,
+                ``layout`` and ``open_rows``, as for ``LazyMemmapStorage``. The first three must be the same at every start.
 
         Raises:
             FileExistsError: the folder holds other files, and no store. Nothing is changed.

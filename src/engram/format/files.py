@@ -227,10 +227,12 @@ class Creation:
                 folder.mkdir(mode=0o700)
                 self._made.append(folder)
 
-    def file(self, path: Path, nbytes: int) -> None:
-        """Make a file of zeros, its space reserved."""
-        reserve(path, nbytes)
+    def file(self, path: Path, nbytes: int, *, sparse: bool = False) -> None:
+        """Make a file of zeros, its space reserved. ``sparse``: it is one hole, of which writers take what they need."""
+        reserve(path, 0 if sparse else nbytes)
         self._made.append(path)
+        if sparse:
+            os.truncate(path, nbytes)
 
     def published(self, old: Path, new: Path) -> None:
         """Note that a folder that this made was renamed."""

@@ -36,6 +36,8 @@ INTEGERS_VERSION = (2, 3)
 WRITES_VERSION = (2, 4)
 #: Of the description of a store with fields whose rows have any length.
 RAGGED_VERSION = (2, 5)
+#: The same where each row has a slot for its items.
+SLOTS_VERSION = (2, 6)
 MAX_BYTES = strict.MAX_BYTES
 MAX_FIELDS = 4096
 MAX_DIMS = 32
@@ -96,7 +98,7 @@ class RaggedItems(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     max_length: int
     """The most items that a row may have."""
     items: int
-    """Items of the ring of each lane. A follower has those of its leader."""
+    """Items of the ring of each lane; 0: none, each row has a slot of ``max_length`` items. A follower has those of its leader."""
     shape: tuple[int, ...] = ()
     """The shape of an item."""
     like: int = -1
@@ -112,6 +114,10 @@ class RaggedItems(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     def item_bytes(self) -> int:
         return math.prod(self.shape) * DTYPES[self.dtype]
 
+    def room(self, lane_length: int) -> int:
+        """Items that a lane of so many rows has room for."""
+        return self.items or lane_length * self.max_length
+
 
 class RaggedGroup(NamedTuple):
     """Ragged fields that have the same lengths."""
@@ -119,9 +125,11 @@ class RaggedGroup(NamedTuple):
     leader: int
     """The number of the leader's field."""
     items: int
-    """Items of the ring of each lane."""
+    """Items that each lane has room for, in a ring or in slots."""
     members: tuple[int, ...]
     """The numbers of all fields, the leader's first."""
+    slot: int = 0
+    """Items of the slot that each row has; 0: the rows of a lane share a ring."""
 
 
 #: dtype and shape of a leader's column, a *span*: a u64 offset in two words, low one first, and a u32 length, in items.
@@ -248,12 +256,20 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         members: dict[int, list[int]] = {}
         for number, it in self.ragged.items():
             members.setdefault(number if it.is_leader else it.like, []).append(number)
-        return tuple(RaggedGroup(n, self.ragged[n].items, tuple(all_of)) for n, all_of in members.items())
+        every = [(n, self.ragged[n], tuple(all_of)) for n, all_of in members.items()]
+        length = self.capacity // self.lanes
+        return tuple(RaggedGroup(n, it.room(length), own, 0 if it.items else it.max_length) for n, it, own in every)
+
+    @property
+    def in_slots(self) -> bool:
+        """Whether each row has room of its own for the items of ragged fields, so that it can be written anywhere."""
+        return any(not it.items for it in self.ragged.values())
 
     @functools.cached_property
     def values_bytes(self) -> dict[int, int]:
         """Bytes of the items of each ragged field, of all lanes, by its number. Of a schema that is valid."""
-        return {number: self.lanes * it.items * it.item_bytes for number, it in self.ragged.items()}
+        length = self.capacity // self.lanes
+        return {number: self.lanes * it.room(length) * it.item_bytes for number, it in self.ragged.items()}
 
     @property
     def nbytes(self) -> int:
@@ -343,7 +359,8 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
     def _wrong_of(self, number: int, it: RaggedItems) -> Iterator[tuple[str, object]]:
         """What may be wrong with a ragged field, and whether it is."""
         field, column = self.fields[number], SPAN if it.is_leader else NO_SPAN
-        yield from _wrong_of_items(it, self.lanes)
+        yield from _wrong_of_items(it, self.lanes, it.room(self.capacity // self.lanes))
+        yield "in a ring, beside fields in slots: one store has one of the two", it.items and self.in_slots
         yield "ragged, in a store with columns. Give its storage one row dimension", self.columns
         yield "a ragged field cannot be added. Name it when the store is created", number >= self.first_fields
         yield f"its column is to be {_said_column(*column)}", (field.dtype, field.shape) != column
@@ -455,13 +472,13 @@ def validate_fields(fields: Sequence[Column], rows: int) -> None:
             raise ValueError(f"field {name_of(field.key)}: {rows} rows of {field.row_bytes} bytes are too many")
 
 
-def _wrong_of_items(it: RaggedItems, lanes: int) -> Iterator[tuple[str, object]]:
+def _wrong_of_items(it: RaggedItems, lanes: int, room: int) -> Iterator[tuple[str, object]]:
     """What may be wrong with the items of a ragged field, and whether it is."""
     yield f"items of the unknown dtype {it.dtype}", it.dtype not in DTYPES
     yield f"items of the impossible shape {list(it.shape)}", len(it.shape) > MAX_DIMS or min(it.shape, default=1) < 1
     yield f"{it.max_length} items of a row, at least 1 and below 2^31 are possible", not 1 <= it.max_length < 1 << 31
-    yield f"a ring of {it.items} items, at least 1 and below 2^48 are possible", not 1 <= it.items < 1 << 48
-    yield f"{lanes} lanes of {it.items} items are too many", lanes * it.items * it.item_bytes >= 1 << 62
+    yield f"a lane of {room} items, at least 1 and below 2^48 are possible", it.items < 0 or not 1 <= room < 1 << 48
+    yield f"{lanes} lanes of {room} items are too many", lanes * room * it.item_bytes >= 1 << 62
     yield f"like field {it.like}", it.like < -1
     is_text = (it.dtype, it.shape) == ("uint8", ())
     yield f"items of kind {it.kind!r:.40}", it.kind not in get_args(ItemsKind)
@@ -563,7 +580,7 @@ def items_of(it: RaggedItems) -> str:
     """The items of a ragged field, for a message: of what, and how many."""
     what = it.kind or _said_column(it.dtype, it.shape)
     like = "" if it.is_leader else f", like field {it.like}"
-    return f"ragged {what}, at most {it.max_length} a row and {it.items} a lane{like}"
+    return f"ragged {what}, at most {it.max_length} a row and {it.items or 'a slot for each row of'} a lane{like}"
 
 
 def _plain(key: object) -> object:
@@ -598,7 +615,7 @@ def encode_store(schema: Schema, *, earlier: bool = False) -> bytes:
 
     ``earlier``: as it was before version 2.4.
     """
-    version = RAGGED_VERSION if schema.ragged else WRITES_VERSION
+    version = _ragged_version(schema) if schema.ragged else WRITES_VERSION
     if earlier:
         version = _version_of(schema, GROUPED_VERSION if schema.grouped else VERSION)
     entries = msgspec.to_builtins(schema) | {"version": version}
@@ -614,10 +631,14 @@ def encode_store(schema: Schema, *, earlier: bool = False) -> bytes:
 def _version_of(schema: Schema, first: tuple[int, int]) -> tuple[int, int]:
     """The first version that has what a description says; ``first`` where that is nothing special."""
     if schema.ragged:
-        return RAGGED_VERSION
+        return _ragged_version(schema)
     if schema.structure.has_integers:
         return INTEGERS_VERSION
     return ADDED_VERSION if schema.added else first
+
+
+def _ragged_version(schema: Schema) -> tuple[int, int]:
+    return SLOTS_VERSION if schema.in_slots else RAGGED_VERSION
 
 
 def _sum_of(entries: dict[str, object]) -> str:
@@ -674,9 +695,9 @@ def decode(raw: bytes, path: str, *, of_store: bool = False) -> Schema:
         and all(type(v) is int and v >= 0 for v in version)
     ):
         raise CorruptStore(f"{path}: expected an engram store description, found no version.")
-    newest = RAGGED_VERSION if of_store else VERSION
+    newest = SLOTS_VERSION if of_store else VERSION
     of_stores = (GROUPED_VERSION, WRITES_VERSION) if of_store else ()
-    if tuple(version) not in (VERSION, ADDED_VERSION, INTEGERS_VERSION, RAGGED_VERSION, *of_stores):
+    if tuple(version) not in (VERSION, ADDED_VERSION, INTEGERS_VERSION, RAGGED_VERSION, SLOTS_VERSION, *of_stores):
         newer = tuple(version) > newest
         raise IncompatibleStore(
             f"{path}: expected format {newest[0]}.{newest[1]}, got {version[0]}.{version[1]}. "
@@ -702,8 +723,8 @@ def _converted(tree: dict[str, object], version: tuple[int, int], of_store: bool
     schema.validate()
     if version == INTEGERS_VERSION and not schema.structure.has_integers:
         raise ValueError("structure: a description of version 2.3 has keys that are ints, got none")
-    if (version == RAGGED_VERSION) != bool(schema.ragged):
-        raise ValueError("fields: a description has ragged ones where its version is 2.5, and in no other")
+    if (version in (RAGGED_VERSION, SLOTS_VERSION)) != bool(schema.ragged):
+        raise ValueError("fields: a description has ragged ones where its version is 2.5 or 2.6, and in no other")
     known = msgspec.json.decode(encode_store(schema, earlier=version < WRITES_VERSION) if of_store else encode(schema))
     if ([*version], found) != (known["version"], known.keys()):
         raise ValueError(

@@ -68,9 +68,9 @@ class ShownField(NamedTuple):
         name = key[0] if len(key) == 1 else str(key)
         if it is None:
             return cls(name, field.dtype, str(list(field.shape)), row, row * capacity)
-        shape, nbytes = str([it.max_length, *it.shape]), row * capacity + lanes * it.items * it.item_bytes
+        shape, room = str([it.max_length, *it.shape]), lanes * it.room(capacity // lanes) * it.item_bytes
         most = row + it.max_length * it.item_bytes
-        return cls(name, it.kind or it.dtype, f"[≤ {shape[1:]}", most, nbytes, is_ragged=True)
+        return cls(name, it.kind or it.dtype, f"[≤ {shape[1:]}", most, row * capacity + room, is_ragged=True)
 
 
 def device_row_bytes(capacity: int, row_bytes: int) -> int:
@@ -177,13 +177,13 @@ def _in_lines(sizes: Iterable[int]) -> int:
 
 # ---- rings of ragged fields, which a saved description may have otherwise than the store that takes its rows ----------------
 
-#: By the number of the field that leads: items of a lane, and the longest row.
+#: By the number of the field that leads: items of a lane's ring, 0 where rows have slots; and the longest row.
 Rings: TypeAlias = "Mapping[int, tuple[int, int]]"
 
 
 def rings_of(schema: Schema) -> Rings:
     """The sizes that a schema has."""
-    return {group.leader: (group.items, schema.ragged[group.leader].max_length) for group in schema.ragged_groups}
+    return {n: (it.items, it.max_length) for n, it in schema.ragged.items() if it.is_leader}
 
 
 def with_rings(schema: Schema, sizes: Rings) -> Schema:
@@ -210,9 +210,8 @@ def resized(schema: Schema, capacity: int, lanes: int) -> Schema:
     made = msgspec.structs.replace(schema, capacity=capacity, lanes=lanes)
     if now == before or not schema.ragged:
         return made
-    return with_rings(
-        made, {n: (max(-(-items * now // before), 2 * most), most) for n, (items, most) in rings_of(schema).items()}
-    )
+    sizes = rings_of(schema).items()
+    return with_rings(made, {n: (it and max(-(-it * now // before), 2 * most), most) for n, (it, most) in sizes})
 
 
 def usual_row_bytes(schema: Schema) -> int:

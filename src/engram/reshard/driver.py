@@ -112,7 +112,7 @@ class Reshard:
         made = msgspec.structs.replace(resized(saved, target.capacity, target.lanes), columns=())
         if not self._needed:
             return made
-        sizes = {n: (max(items, self._needed.get(n, 0)), most) for n, (items, most) in rings_of(made).items()}
+        sizes = {n: (items and max(items, self._needed.get(n, 0)), most) for n, (items, most) in rings_of(made).items()}
         return with_rings(made, sizes)
 
     def parts(self, checkpoint: Checkpoint, rank: int) -> list[tuple[str, str, dict[str, object]]]:

@@ -593,7 +593,7 @@ def _described_store(path: Path) -> Entries:
 
 
 def _described_items(path: Path, decoded: schema.Schema, lane_length: int, extents: Sequence[range]) -> Entries:
-    """Bytes of each lane's rings of items that rows have; or more, as rows that are void may still count."""
+    """Bytes of each lane's rings of items, or of its slots, that rows have; or more, as rows that are void may still count."""
     groups, lanes, raw = decoded.ragged_groups, [], bytearray(sizes.ragged_control_bytes(decoded))
     _read_file(layout.ragged_control(path), memoryview(raw), 0)
     words = struct.iter_unpack(f"<{(len(raw) - _PAGE) // 8 // decoded.lanes}Q", raw[_PAGE:])
@@ -602,7 +602,11 @@ def _described_items(path: Path, decoded: schema.Schema, lane_length: int, exten
         for group, head, floor in zip(groups, word[1::2], word[2::2], strict=False):
             item_bytes = sum(decoded.ragged[number].item_bytes for number in group.members)
             first, span = head, bytearray(schema.SPAN_BYTES)
-            if oldest < extent.stop:
+            if group.slot:
+                begin, spans = lane * lane_length * len(span), bytearray(len(span) * len(extent))
+                _read_file(layout.column_path(path, decoded, group.leader), memoryview(spans), begin)
+                first, head = 0, sum(length for _, length in struct.iter_unpack("<QI", spans))
+            elif oldest < extent.stop:
                 row = lane * lane_length + oldest % lane_length
                 _read_file(layout.column_path(path, decoded, group.leader), memoryview(span), row * len(span))
                 first = max(int.from_bytes(span[:8], "little"), floor)

@@ -2,6 +2,9 @@
 
 A piece is a range of offsets of one lane, for all fields that share lengths. It is cut between rows. As offsets only grow, new rows
 never change a piece that was saved; an edit renews the ticket of its row, so tickets say which pieces are as they were.
+
+Rows with slots are saved as a log: those that are as they were stay at their offset of the parent, others come behind all pieces of the
+parent. A piece is written again if less than half of it is of rows, or if there are many small ones.
 """
 
 from __future__ import annotations
@@ -36,6 +39,8 @@ B = TypeVar("B", "Tensor", "NDArray[np.uint8]")
 
 #: Bytes of the items that one piece begins among, at least; a ring has no more than so many blocks of that size.
 _BLOCK, _BLOCKS_OF_A_RING = 4 << 20, 256
+#: Above all offsets.
+_MOST_OFFSET = 1 << 62
 #: Pieces of a block, before it is written again as one.
 _PIECES_OF_A_BLOCK = 64
 
@@ -72,6 +77,11 @@ class _LaneRows(NamedTuple):
     first: NDArray[np.int64]
     """Their offsets, as they are saved."""
     end: NDArray[np.int64]
+
+    @property
+    def items(self) -> int:
+        """Items of all of them."""
+        return int((self.end - self.first).sum())
 
     def cut(self, begin: int, end: int) -> _LaneRows:
         """Rows ``[begin, end)`` of these."""
@@ -111,6 +121,10 @@ class ItemsWriter:
         none = torch.zeros((store.lanes, len(store.schema.ragged_groups)), dtype=torch.int64, device="cpu")
         self._shifts = (none if store.item_shifts is None else store.item_shifts).numpy()
         self._spans: dict[int, Tensor] = {}
+        self._saved: dict[int, Tensor] = {}
+        """Of each leader the offset of each row, as it is saved, int64 ``[n]``; of slots, as the parent has it where nothing changed."""
+        self._there: dict[int, NDArray[np.int64]] = {}
+        """Of slots: how many items the parent has at that offset."""
         self.pieces: list[ItemsPiece] = []
         """What was written and linked."""
 
@@ -135,26 +149,62 @@ class ItemsWriter:
         for group, column in zip(groups, read, strict=True):
             self._spans[group.leader] = torch.zeros((len(numbers), 3), dtype=torch.int32, device="cpu")
             self._spans[group.leader][own] = column
-        for number, group in enumerate(groups):
-            for lane in range(store.lanes):
-                self._write_lane(number, group, lane)
         columns, lane_of = {}, torch.arange(len(numbers), device="cpu") // store.lane_length
         for number, group in enumerate(groups):
-            spans = Spans.of(self._spans[group.leader])
-            spans = Spans(spans.offsets, torch.where(torch.from_numpy(numbers != 0), spans.lengths, 0))
-            columns[group.leader] = spans.moved(-torch.from_numpy(self._shifts)[lane_of, number]).column
+            leader, shifts = group.leader, torch.from_numpy(self._shifts)[lane_of, number]
+            before = self._spans[leader] if not group.slot else self._column_of_parent(leader, len(numbers))
+            self._saved[leader] = Spans.of(before).offsets - shifts
+            self._there[leader] = before[:, 2].numpy()
+            for lane in range(store.lanes):
+                (self._write_slots if group.slot else self._write_lane)(group, lane)
+        for leader, column in self._spans.items():
+            lengths = torch.where(torch.from_numpy(numbers != 0), Spans.of(column).lengths, 0)
+            columns[leader] = Spans(torch.where(lengths > 0, self._saved[leader], 0), lengths).column
         return columns
 
-    def _write_lane(self, number: int, group: RaggedGroup, lane: int) -> None:
-        """Link the pieces of the parent whose rows are as they were, and write the others, oldest first."""
+    def _column_of_parent(self, leader: int, n: int) -> Tensor:
+        if self._parent is None:
+            return torch.zeros((n, 3), dtype=torch.int32, device="cpu")
+        return read_column(self._parent.reader, leader, n)
+
+    def _rows(self, group: RaggedGroup, lane: int, which: NDArray[np.int64]) -> _LaneRows:
+        first = self._saved[group.leader].numpy()[which]
+        return _LaneRows(group, lane, which, first, first + self._spans[group.leader].numpy()[which, 2])
+
+    def _lane(self, group: RaggedGroup, lane: int) -> tuple[NDArray[np.int64], int]:
+        """The rows of a lane that have items, oldest first; and the items that pieces begin among."""
         order, spans = self._order[lane], self._spans[group.leader].numpy()
         there = order[order < len(spans)]
-        there = there[(self._numbers[there] != 0) & (spans[there, 2] > 0)]
-        of = Spans.of(torch.from_numpy(spans[there]))
-        first = of.offsets.numpy() - self._shifts[lane, number]
-        rows = _LaneRows(group, lane, there, first, first + of.lengths.numpy())
         item_bytes = sum(self._store.schema.ragged[member].item_bytes for member in group.members)
-        block, at = max(_BLOCK // item_bytes, group.items // _BLOCKS_OF_A_RING, 1), 0
+        block = max(_BLOCK // item_bytes, group.items // _BLOCKS_OF_A_RING, 1)
+        return there[(self._numbers[there] != 0) & (spans[there, 2] > 0)], block
+
+    def _write_slots(self, group: RaggedGroup, lane: int) -> None:
+        """As :meth:`_write_lane`, of rows that have slots."""
+        there, block = self._lane(group, lane)
+        lengths, saved = self._spans[group.leader].numpy()[:, 2], self._saved[group.leader].numpy()
+        known = there[self._there[group.leader][there] == lengths[there]]
+        rows = self._rows(group, lane, known[saved[known].argsort()])
+        pieces, linked = self._theirs.get((lane, group.leader), []), np.zeros(len(self._numbers), bool)
+        many = sum(piece.items < block // 2 for piece in pieces) >= _PIECES_OF_A_BLOCK
+        for piece in pieces:
+            if many and piece.items < block // 2:
+                continue
+            own = rows.cut(*np.searchsorted(rows.first, [piece.first, piece.end]).tolist())
+            same = self._rows(group, lane, own.rows[self._same[own.rows]])
+            whole = own.items == piece.items  # then other fields of its rows may have been edited
+            found = (it for it in [own] * whole + [same] if 2 * it.items >= piece.items and self._linked(it, piece))
+            if (kept := next(found, None)) is not None:
+                linked[kept.rows] = True
+        others = there[~linked[there]]
+        behind = max((piece.end for piece in pieces), default=0)
+        saved[others] = behind + lengths[others].cumsum() - lengths[others]
+        self._write_pieces(self._rows(group, lane, others), 0, len(others), block)
+
+    def _write_lane(self, group: RaggedGroup, lane: int) -> None:
+        """Link the pieces of the parent whose rows are as they were, and write the others, oldest first."""
+        there, block = self._lane(group, lane)
+        rows, at = self._rows(group, lane, there), 0
         for begin, end, piece in self._linkable(rows, block):
             self._write_pieces(rows, at, begin, block)
             some, at = rows.cut(begin, end), end
@@ -339,7 +389,9 @@ class PartItems:
         pieces = _by_lane(self._reader.listing.pieces)
         for lane, order in enumerate(self.order):
             head, some = int(self.heads[lane, number]), pieces.get((lane, group.leader), [])
-            wrong = _wrong_row(spans, order, most, group.items, head, some)
+            if group.slot:  # a log, in which there is nothing between offsets
+                order, head = order[spans.offsets[order].argsort()], _MOST_OFFSET
+            wrong = _wrong_row(spans, order, most, _MOST_OFFSET if group.slot else group.items, head, some)
             if wrong is not None:
                 found = [int(of[wrong]) for of in spans]
                 raise corrupt(
@@ -368,7 +420,8 @@ class WholeItems:
     def __init__(self, items: PartItems, here: Schema, where: str) -> None:
         check_longest(items.spans, here, where)
         self._items, self.heads, self.lane_of, self.spans = items, items.heads, items.lane_of, items.spans
-        self._moves = [group.items for group in items.groups] != [group.items for group in here.ragged_groups]
+        rings = [[(it.items, it.slot) for it in groups] for groups in (items.groups, here.ragged_groups)]
+        self._moves = not here.in_slots and rings[0] != rings[1]
         if self._moves:
             self.spans, self.heads = compacted([spans.lengths for spans in items.spans], items.order)
             check_room(self.heads, here, where)

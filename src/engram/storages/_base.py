@@ -434,6 +434,11 @@ class Storage(Declared, Dumpable, Port):
         return bool(self.ragged.fields)
 
     @property
+    def in_rings(self) -> bool:
+        """Whether the items of ragged fields lie in rings, so that rows can only be appended; as far as that is known."""
+        return self.is_ragged and not (self.ragged.slots if self.memory is None else self.memory.schema.in_slots)
+
+    @property
     def supports_conditional_update(self) -> bool:
         """Whether rows have fields here, which ``update_if_present`` replaces."""
         return self.traits.has_fields and not self.traits.is_remote

@@ -99,17 +99,18 @@ class Geometry(NamedTuple):
         """
         elsewhere = f"ndim={self.ndim}" if self.ndim > 1 else elsewhere
         options = ragged_fields.RaggedOptions({}, not elsewhere, None, self.max_size, self.lanes, where)
-        if {"ragged", "ragged_bytes", "layout", "open_rows"} & arguments.keys():
+        if ragged_fields.RaggedArguments.__annotations__.keys() & arguments.keys():
             fields = ragged_fields.checked_ragged(arguments.pop("ragged", None) or {}, where)
             size = arguments.pop("ragged_bytes", None)
             most = ragged_fields.MAX_BYTES
             nbytes = None if size is None else int(check_number(f"{where}: ragged_bytes", size, least=1, most=most))
             slots = arguments.pop("open_rows", 0)
             slots = check_count(f"{where}: open_rows", slots, "row", least=0, most=ragged_fields.MAX_OPEN_ROWS)
-            if elsewhere and (fields or nbytes is not None or slots):
+            in_slots = ragged_fields.checked_slots(arguments.pop("ragged_layout", None), nbytes, where)
+            if elsewhere and (fields or nbytes is not None or slots or in_slots):
                 raise ValueError(f"{where}: ragged: expected none with {elsewhere}, got {[*map(public, fields)]}.")
             layout = ragged_fields.RaggedLayout.checked(arguments.pop("layout", "jagged"), where)
-            options = options._replace(fields=fields, nbytes=nbytes, layout=layout, open_rows=slots)
+            options = options._replace(fields=fields, nbytes=nbytes, layout=layout, open_rows=slots, slots=in_slots)
             options.check_room()
         return self._replace(ragged=options)
 
@@ -169,9 +170,11 @@ class Geometry(NamedTuple):
                     f"{schemas.items_of(it)}."
                 )
             longest[number] = (declared and declared.max_length) or it.max_length
-        if self.ragged.nbytes is None:
+        if self.ragged.nbytes is None and self.ragged.slots in (None, schema.in_slots):
             rings = rings_of(resized(schema, self.capacity, self.lanes)).items()
-            return with_rings(schema, {at: (max(items, longest[at]), longest[at]) for at, (items, _) in rings})
+            return with_rings(
+                schema, {at: (items and max(items, longest[at]), longest[at]) for at, (items, _) in rings}
+            )
         groups = schema.ragged_groups
         widths = [sum(schema.ragged[number].item_bytes for number in group.members) for group in groups]
         sizes = [ragged_fields.Group(longest[it.leader], nbytes) for it, nbytes in zip(groups, widths, strict=True)]

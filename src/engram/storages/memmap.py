@@ -60,7 +60,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         scratch_dir: the folder. None: a fresh temporary one on disk, removed when the buffer is closed or collected.
         device: must be ``"cpu"``, or None.
         ndim, lanes, dtypes: as for :class:`LazyTensorStorage`. The folder notes ``dtypes`` for :meth:`ReplayBuffer.open`.
-        ragged, ragged_bytes, layout: as for :class:`LazyTensorStorage`. Ragged fields lie in ``.engram/ragged``; the others
+        ragged, ragged_bytes, ragged_layout, layout: as for :class:`LazyTensorStorage`. Ragged fields lie in ``.engram/ragged``; the others
             stay readable by ``TensorDict.load_memmap``.
         existsok: erase a store, or files of the same names, that lie in the folder.
         auto_cleanup: remove the files when the buffer is closed; None: only those of a temporary folder.
@@ -200,7 +200,8 @@ class LazyMemmapStorage(LazyTensorStorage):
             max_size, lanes, ndim, dtypes: as for the constructor; one that is there must have the same.
             unclean, io: as for :meth:`ReplayBuffer.open`.
             group_small_fields: as for the constructor.
-            **more: ``ragged``, ``ragged_bytes``, ``layout`` and ``open_rows``: as for the constructor; two of them the same each time.
+            **more: ``ragged``, ``ragged_bytes``, ``ragged_layout``, ``layout`` and ``open_rows``: as for the constructor; the first
+                three the same each time.
 
         Raises: as :meth:`ReplayBuffer.open_or_create`.
 

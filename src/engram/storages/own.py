@@ -321,6 +321,9 @@ class LazyTensorStorage(TensorStorage):
         ragged_bytes: that the items of all ragged fields may take together, shared out in proportion to the bytes of their
             longest rows. None: enough for ``max_size`` rows of a quarter of ``max_length`` each. Where they are used up,
             the oldest rows of the lane make way, as where there are ``max_size`` rows.
+        ragged_layout: ``"ring"``, as None: rows share the space, and are appended. ``"slots"``: each row has room for ``max_length``
+            items, so that removers and writers that choose places work, too; it takes no ``ragged_bytes``, and of the memory
+            only what rows fill.
         layout: how batches hold ragged fields: ``"jagged"``, a nested tensor; ``"packed"``, named tuples of ``values``,
             ``cu_seqlens`` and ``max_seqlen``; ``"padded"``, of ``values`` and ``mask``; or ``"list"``. TensorDicts hold
             TensorDicts in place of the named tuples; one with packed rows has no batch dimension. ``{"kind": "padded",
@@ -328,7 +331,8 @@ class LazyTensorStorage(TensorStorage):
 
     Raises:
         ValueError: ``max_size`` or ``lanes`` out of range, ``lanes`` with ``ndim > 1``, ``ragged`` with ``ndim > 1`` or on an
-            accelerator; at the first write, too few ``ragged_bytes`` for one row of ``max_length`` in each lane.
+            accelerator; ``ragged_bytes`` beside slots; at the first write, too few ``ragged_bytes`` for
+            one row of ``max_length`` in each lane.
         TypeError: ``dtypes`` that name no field or no dtype. RuntimeError: no such device on this machine; at the first write, too
             little free memory there.
 

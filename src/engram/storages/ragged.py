@@ -52,7 +52,8 @@ class Ragged:
         ValueError: ``max_length`` beside ``like``, or out of ``[1, 2**31)``; ``shape`` or ``like`` of a text.
 
     Fields that share lengths are one *group*: the field with ``max_length`` leads, those with ``like`` follow. The rows
-    of a group are in one ring of items per lane; what each of them takes is ``length`` items of every member and 12 bytes.
+    of a group are in one ring of items per lane, or in slots; what each of them takes is ``length`` items of every member
+    and 12 bytes, in slots rounded up to pages of 4,096 bytes.
 
     >>> import torch
     >>> from engram import LazyTensorStorage, Ragged, ReplayBuffer
@@ -321,10 +322,24 @@ class RaggedArguments(TypedDict, total=False):
     """Fields whose rows have different lengths. Others are found at the first write, by what is handed over."""
     ragged_bytes: float | None
     """Bytes that the items of all ragged fields may have together; None: see :func:`ring_items`."""
+    ragged_layout: Literal["ring", "slots"]
+    """Where items lie: in rings that the rows of a lane share, or in a slot of ``max_length`` items for each row."""
     layout: str | Mapping[str, object]
     """How batches hold them: ``"jagged"``, ``"packed"``, ``"padded"`` or ``"list"``."""
     open_rows: int
     """Rows that may grow at once, see :meth:`ReplayBuffer.open_row`. Each has room for ``max_length`` items of every ragged field."""
+
+
+def checked_slots(given: object, nbytes: float | None, where: str) -> bool | None:
+    """A user's ``ragged_layout``. Raises ``ValueError``: it is none; ``ragged_bytes`` beside slots."""
+    if given not in (None, "ring", "slots"):
+        raise ValueError(f"{where}: ragged_layout: expected 'ring' or 'slots', got {given!r:.80}.")
+    if given == "slots" and nbytes is not None:
+        raise ValueError(
+            f"{where}: ragged_bytes: expected none with ragged_layout='slots', where each row has room for max_length items, got "
+            f"{nbytes:,}. Leave it out."
+        )
+    return None if given is None else given == "slots"
 
 
 class RaggedOptions(NamedTuple):
@@ -344,6 +359,8 @@ class RaggedOptions(NamedTuple):
     layout: RaggedLayout = JAGGED
     open_rows: int = 0
     """Rows that may grow at once."""
+    slots: bool | None = None
+    """Whether each row has a slot for its items; None: as rows that are loaded had it, else not."""
 
     def without_items(self) -> dict[Path, object]:
         """One row of each declared field, which leaves it out."""
@@ -367,9 +384,9 @@ class RaggedOptions(NamedTuple):
         )
 
     def rings(self, groups: Sequence[Group]) -> list[int]:
-        """As :func:`ring_items`; 1 each where rows may have any length."""
-        if self.unlimited:
-            return [1] * len(groups)
+        """As :func:`ring_items`; 1 each where rows may have any length, 0 where they have slots."""
+        if self.unlimited or self.slots:
+            return [0 if self.slots else 1] * len(groups)
         return ring_items(groups, self.nbytes, self.capacity, self.lanes, self.where)
 
 

@@ -243,11 +243,13 @@ class SnapshotPreparation:
 
 
 def items_bytes(store: Store) -> int:
-    """Bytes of the items that rows of a store may have now, at most. Cost: O(lanes)."""
+    """Bytes of the items that rows of a store may have now, at most. Cost: O(lanes), or O(rows) where rows have slots."""
     if not store.items:
         return 0
     groups = store.schema.ragged_groups
     sizes = torch.tensor([sum(store.items[n][:1].nbytes for n in group.members) for group in groups], device="cpu")
+    if store.schema.in_slots:
+        return int((torch.stack([store.tensors[it.leader][:, 2].sum() for it in groups]) * sizes).sum())
     rings = torch.tensor([group.items for group in groups], device="cpu")
     return int((heads_of(store.core, store.schema).minimum(rings) * sizes).sum())
 

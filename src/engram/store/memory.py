@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 #: DLPack's type code, bits, and the shape of a row.
 DlpackSpec: TypeAlias = tuple[int, int, tuple[int, ...]]
 
+#: MAP_NORESERVE, which Python 3.11 has no name for.
+_NO_RESERVE = 0x4000
+
 _Number = Annotated[int, msgspec.Meta(ge=0)]
 
 #: The dtypes that can be stored, by name; some are missing in older versions of torch.
@@ -126,16 +129,19 @@ class Block(NamedTuple):
 
 
 @torch.inference_mode(mode=False)  # else views of it could not be written to outside of inference mode
-def private_block(nbytes: int, what: str = "row numbers") -> Block:
-    """A zeroed private buffer, whose pages are taken when they are first touched. Raises ``OSError``: there is no space for it."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+def private_block(nbytes: int, what: str = "row numbers", *, sparse: bool = False) -> Block:
+    """A zeroed private buffer, whose pages are taken when they are first touched. Raises ``OSError``: there is no space for it.
+
+    ``sparse``: most of it is never touched, so it may be larger than the memory, and its pages are small.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_NO_RESERVE if sparse else 0)
     try:
         memory = mmap.mmap(-1, max(nbytes, 1), flags=flags)
     except (OSError, OverflowError) as error:
         advice = "Use fewer rows, a smaller dtype, or LazyMemmapStorage, whose rows lie on disk"
         raise OSError(errno.ENOMEM, f"{what} in RAM: {no_space(nbytes, available_memory(), advice)}") from error
-    if nbytes >= 4 << 20 and hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)  # random rows of a large field then miss the TLB less
+    if nbytes >= 4 << 20 and hasattr(mmap, "MADV_HUGEPAGE"):  # random rows of a large field then miss the TLB less
+        memory.madvise(mmap.MADV_NOHUGEPAGE if sparse else mmap.MADV_HUGEPAGE)
     return Block(torch.frombuffer(memory, dtype=torch.uint8), nbytes)
 
 

@@ -73,16 +73,20 @@ class RaggedStore(Store):
     # ---- writing -----------------------------------------------------------------------------------------------------
 
     def write(self, plan: WritePlan, columns: Sequence[Tensor | Items], n: int) -> Write:
-        """As for every store. Raises, too: ``RuntimeError``: the plan names rows. ``ValueError``: a lane has no room for the items of
-        all its rows. Nothing is written.
+        """As for every store. Raises, too: ``RuntimeError``: the plan names rows, and items lie in rings. ``ValueError``: a lane has no
+        room for the items of all its rows. Nothing is written.
         """
-        if plan.lane is None:
+        groups = self.schema.ragged_groups
+        if plan.rows is not None and not self.schema.in_slots:
             names = ", ".join(self.schema.fields[number].name for number in self.schema.ragged)
             raise RuntimeError(
                 f"write: ragged fields ({names}): expected rows that are appended to a lane, got ones that are placed. Use a "
-                "RoundRobinWriter."
+                'RoundRobinWriter, or make the storage with ragged_layout="slots".'
             )
-        groups = self.schema.ragged_groups
+        if plan.rows is not None:
+            at, given, _kept = addresses_of(groups, columns)
+            return self._write_by_number(plan, plan.rows, n, self._which[: len(at)], at, given)
+        assert plan.lane is not None  # a WritePlan has rows or a lane
         lanes = plan.lane if isinstance(plan.lane, int) else as_rows(plan.lane, "extend")
         check_room(groups, columns, lanes, self.lane_length)
         addresses, sources, _kept = addresses_of(groups, columns)

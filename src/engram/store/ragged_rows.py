@@ -197,7 +197,7 @@ def check_room(
     groups: Sequence[RaggedGroup], columns: Sequence[Tensor | Items], lane: int | Tensor, length: int
 ) -> None:
     """Raise ``ValueError`` where the last rows of a call need the room of others. ``lane``: of all or each; ``length``: its rows."""
-    for leader, most, _ in groups:
+    for leader, most, *_ in groups:
         items = cast("Items", columns[leader])
         if items.total <= most:
             continue

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
+from engram._support import native
 from engram.errors import IncompatibleCheckpoint
 from engram.store.memory import write_rows
 
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engram._support import native
     from engram.format.schema import RaggedGroup, Schema
     from engram.types import RowsTarget
 
@@ -135,6 +135,10 @@ class RingsTarget:
     def fill(self, columns: RowsTarget, saved: SavedItems) -> None:
         """Put all items to their places, and write where they are."""
         groups = self._schema.ragged_groups
+        if self._schema.in_slots:
+            for number, group in enumerate(groups):
+                self._fill_slots(columns, saved, number, group)
+            return
         rings = torch.tensor([group.items for group in groups], device="cpu")
         heads = heads_of(self._core, self._schema)
         behind = (heads - (saved.heads - rings).clamp(min=0)).clamp(min=0)
@@ -159,6 +163,27 @@ class RingsTarget:
             for field, values in zip(group.members, piece.values, strict=True):
                 self._items[field][place] = values[at - first : stop - first]
             at = stop
+
+    def _fill_slots(self, columns: RowsTarget, saved: SavedItems, number: int, group: RaggedGroup) -> None:
+        spans, every = saved.spans[number], torch.arange(len(saved.spans[number].lengths), device="cpu")
+        offsets = every % (self._schema.capacity // self._schema.lanes) * group.slot
+        write_rows(columns, group.leader, 0, Spans(offsets, spans.lengths).column)
+        order = every[spans.lengths > 0]
+        order = order[spans.offsets[order].argsort()]
+        lanes = [order[saved.lane_of[order] == lane] for lane in range(self._schema.lanes)]
+        for piece in saved.pieces(number):
+            rows, ends = (
+                lanes[piece.lane],
+                torch.tensor([piece.first, piece.first + len(piece.values[0])], device="cpu"),
+            )
+            begin, end = torch.searchsorted(spans.offsets[rows], ends).tolist()
+            some = rows[begin:end]
+            runs = spans.offsets[some], offsets[some] + piece.lane * group.items, spans.lengths[some]
+            for field, values in zip(group.members, piece.values, strict=True):
+                given, into, size = values.contiguous(), self._items[field], self._schema.ragged[field].item_bytes
+                native.place_runs(
+                    given.data_ptr(), piece.first, len(given), *runs, into.data_ptr(), len(into), size, size
+                )
 
     def settle(self) -> None:
         """Let writers go on behind what was put here. The store is paused."""

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 #: Where the mutex begins in a control block, and where the lanes do.
 _MUTEX, _LANES = 64, 4096
+#: Bytes that are copied at a time.
+_PIECE = 1 << 16
 
 
 class RaggedMemory(NamedTuple):
@@ -51,7 +53,9 @@ class RaggedMemory(NamedTuple):
     def copy_from(self, parts: Sequence[Tensor]) -> RaggedMemory:
         """Take over the :attr:`parts` of another store of the same schema, while no thread writes to this one. Returns itself."""
         for mine, theirs in zip(self.parts, parts, strict=True):
-            mine.copy_(theirs)
+            for to, piece in zip(*(_bytes(it).split(_PIECE) for it in (mine, theirs)), strict=True):  # type: ignore[no-untyped-call]
+                if piece.any():  # what nobody wrote takes no memory
+                    to.copy_(piece)
         if self.control is not None:
             # The words of a lane were perhaps not copied at one moment. A floor of 0 is right beside any head.
             lanes, groups = self.control.tensor[16:32].view(torch.int64).tolist()
@@ -68,7 +72,7 @@ class RaggedMemory(NamedTuple):
             return
         addresses = dict(zip(self.values, placed([*self.values.values()])[0], strict=True))
         members = {n: (n, addresses[n], it.item_bytes) for n, it in schema.ragged.items()}
-        groups = [(it.leader, it.items, tuple([members[n] for n in it.members])) for it in schema.ragged_groups]
+        groups = [(*it[:2], tuple([members[n] for n in it.members]), it.slot) for it in schema.ragged_groups]
         try:
             core.use_ragged(self.control.address, self.control.nbytes, tuple(groups), alone)
         except (ValueError, CorruptStore) as error:
@@ -80,14 +84,14 @@ NO_RINGS = RaggedMemory()
 
 
 def private_rings(schema: Schema) -> RaggedMemory:
-    """Empty rings in private memory, whose pages are taken when they are first written.
+    """Empty rings, or slots, in private memory, whose pages are taken when they are first written.
 
     Raises ``OSError``: there is no space for them.
     """
     if not schema.ragged:
         return NO_RINGS
-    sizes, fields = schema.values_bytes, schema.fields
-    blocks = {n: private_block(nbytes, f"items of field {fields[n].name}") for n, nbytes in sizes.items()}
+    sizes, what, sparse = schema.values_bytes.items(), schema.fields, schema.in_slots
+    blocks = {n: private_block(nbytes, f"items of field {what[n].name}", sparse=sparse) for n, nbytes in sizes}
     control = private_block(ragged_control_bytes(schema))
     _format(control, schema)
     return RaggedMemory(_shaped(schema, blocks), control)
@@ -112,13 +116,16 @@ def rings_in(directory: Path, schema: Schema, block: Callable[[Path, int], Block
 def make_rings(
     made: files.Creation, directory: Path, schema: Schema, hidden: str, block: Callable[[Path, int], Block]
 ) -> None:
-    """Create the files of empty rings in a folder that is to be the store's, their space reserved. Raises ``OSError``."""
+    """Create the files of empty rings in a folder that is to be the store's, their space reserved; those of slots are sparse.
+
+    Raises ``OSError``.
+    """
     if not schema.ragged:
         return
     path = layout.ragged_control(directory, hidden)
     made.folder(path.parent)
     for place in layout.values_files(directory, schema, hidden).values():
-        made.file(*place)
+        made.file(*place, sparse=schema.in_slots)
     made.file(path, ragged_control_bytes(schema))
     _format(block(path, ragged_control_bytes(schema)), schema)
 
@@ -126,6 +133,10 @@ def make_rings(
 def _format(control: Block, schema: Schema) -> None:
     groups = tuple([(it.leader, it.items) for it in schema.ragged_groups])
     native.format_ragged(control.address, control.nbytes, schema.capacity, schema.lanes, groups)
+
+
+def _bytes(part: Tensor) -> Tensor:
+    return part.view(-1).view(torch.uint8)
 
 
 @torch.inference_mode(mode=False)

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from engram.format.schema import Schema
     from engram.store.blocks import Key
 
+    #: Items of ragged fields, as the core takes them.
+    Sources = tuple[tuple[int, int, int, tuple[int, ...]], ...]
     T = TypeVar("T")
     #: Writes with the core, and the intake that takes the data apart. None: it could not.
     NativeWrite = Callable[[_native.Store, _native.Intake], T | None]
@@ -599,19 +601,25 @@ class Store:
         return Write(rows, first)
 
     def _write_by_number(
-        self, plan: WritePlan, planned: Tensor, n: int, which: tuple[int, ...], addresses: tuple[int, ...]
+        self,
+        plan: WritePlan,
+        at: Tensor,
+        n: int,
+        which: tuple[int, ...],
+        addresses: tuple[int, ...],
+        items: Sources = (),
     ) -> Write:
         if plan.kept is None:
-            rows, pick = _native.empty_rows(n).copy_(planned), 0  # the plan's own tensor is not handed out
+            rows, pick = _native.empty_rows(n).copy_(at), 0  # the plan's own tensor is not handed out
         else:
-            rows, kept = memory.as_rows(planned, "write"), memory.as_rows(plan.kept, "write")
+            rows, kept = memory.as_rows(at, "write"), memory.as_rows(plan.kept, "write")
             if rows.shape != kept.shape:
                 raise RuntimeError(f"write: expected {len(kept)} rows, one for each that is kept, got {len(rows)}.")
             if not len(rows):  # no index need hear of it
                 return Write(plan.reported(rows, n), 0)
             pick = kept.data_ptr()
         try:
-            first = self.core.scatter(rows.data_ptr(), len(rows), which, addresses, True, pick, n)
+            first = self.core.scatter(rows.data_ptr(), len(rows), which, addresses, True, pick, n, items)
         except IndexError as error:
             raise RowError(f"write: {error}.") from error
         return Write(plan.reported(rows, n), first)

@@ -59,10 +59,10 @@ class NativeWriter(Component):
             raise ValueError(
                 f"{type(self).__name__}.get_insert_index: expected a storage with ndim=1 and one lane, got {storage!r}: it names rows."
             )
-        if not (self.traits.appends or self.traits.read_only) and storage.is_ragged:
+        if not (self.traits.appends or self.traits.read_only) and storage.in_rings:
             raise ValueError(
-                f"{type(self).__name__}: expected a storage whose rows have one size, got {storage!r} with ragged fields: their items are "
-                "evicted oldest first, so rows are appended. Use a RoundRobinWriter, and no remover."
+                f"{type(self).__name__}: expected a storage whose rows have one size, or ragged_layout='slots', got {storage!r}: items in "
+                "rings are evicted oldest first, so rows are appended. Make it with slots, or use a RoundRobinWriter and no remover."
             )
         self._storage = storage
 
