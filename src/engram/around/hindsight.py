@@ -15,6 +15,7 @@ from engram._support.tensordicts import add_fields
 from engram._support.words import warn
 from engram.around.expander import Expander, TrajectoryArguments
 from engram.store import Store, dlpack_specs
+from engram.store.ragged_rows import items_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -228,7 +229,7 @@ class Relabelling:
                 "sample: Hindsight: end_fn: expected a stored end flag that it can set, such as ('next', 'terminated'), got "
                 f"{[*map(public, reading.numbers)]}. Store one, or name it with end_keys=."
             )
-        source, self._achieved, self.reward = reading.fields[achieved], achieved, reward
+        source, self.reward = reading.fields[achieved], reward
         self.fields = [goal, *reading.nexts_of(reading.fields[goal].key)]
         for field in (reading.fields[number] for number in self.fields):
             for kind, wrong, got, expected in (
@@ -240,6 +241,8 @@ class Relabelling:
                         f"sample: Hindsight: field {field.name}: expected goals of the {kind} {expected} of {source.name}, got {got}. "
                         f"Store both in one {kind}."
                     )
+        #: The fields that goals are put into, or follow from.
+        self.reads = {*self.fields, achieved, reward, *self.ends.values()}
         strategy = [*HindsightStrategy].index(hindsight.strategy)  # as the native core numbers them
         self.native = _native.Goals(strategy, achieved, dlpack_specs([source])[0])
 
@@ -251,7 +254,7 @@ class Relabelling:
                 "sample: Hindsight: expected no NStep or RewardToGo around or inside: the rewards that they add up are those of the "
                 "stored goals. Relabel single steps."
             )
-        for number in (*self.fields, self._achieved, self.reward, *self.ends.values()):
+        for number in self.reads:
             if reading.columns[number].kind != "row":
                 raise TypeError(
                     f"sample: Hindsight: expected {public(reading.fields[number].key)!r} as it is stored, but another expander changes it."
@@ -332,7 +335,11 @@ class Goals:
         if self._steps is not None:
             values = values.repeat_interleave(self._steps, 0)
         n = len(values)
-        first = _native.put_goals(columns, relabelling.fields, values, n)
+        ragged = {at: items[:n] for at, column in enumerate(columns) if (items := items_in(column)) is not None}
+        first = _native.put_goals(
+            [values if at in ragged else it for at, it in enumerate(columns)], relabelling.fields, values, n
+        )
+        first = [cast("Tensor", ragged.get(at, column)) for at, column in enumerate(first)]
         batch: object = cast("TensorStorage", storage).batch(first, (n,))  # expanders take no other
         if computed:
             made = cast("dict[Entry, Tensor]", info)

@@ -157,6 +157,11 @@ class _Fields(NamedTuple):
                 f"sample: Window: time_key: expected one real number per row, got {form.dtype} {list(form.shape)} in {form.name}."
             )
         taken = {number for found in of_keys for number in found}
+        if ragged := [fields[number].name for number in taken if fields[number].ragged is not None]:
+            raise TypeError(
+                f"sample: Window: deltas: expected fields whose rows have one size, got ragged ones: {', '.join(sorted(ragged))}. "
+                "Leave them out, and the batch has those of the drawn row; or draw flat windows with a SliceSampler."
+            )
         return cls(
             memory, memory.schema, time, of_keys, [number for number in range(len(fields)) if number not in taken]
         )

@@ -11,6 +11,7 @@ from engram._support.checks import check_callable, check_count, check_number
 from engram._support.tensordicts import is_tensor_collection
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.buffer.tensordict import TensorDictReplayBuffer
+from engram.members.reading import Member, concatenated
 from engram.storages import LazyTensorStorage
 from engram.storages.items import join
 
@@ -189,6 +190,15 @@ class OfflineToOnlineReplayBuffer(Generic[Batch]):
             batch = _anonymous(self.offline_buffer.sample(size))
         elif offline == 0:
             batch = _anonymous(self.online_buffer.sample(size))
+        elif self.online_buffer.storage.is_ragged:
+            dataset = self.offline_buffer
+            if not isinstance(dataset, ReplayBuffer) or not dataset.storage.is_ragged:
+                raise TypeError(
+                    "sample: expected a ReplayBuffer with ragged fields as offline_dataset, as the online buffer has some, got a "
+                    f"{type(dataset).__name__}. Copy its rows into such a one: prefill_replay_buffer."
+                )
+            members = Member(0, dataset), Member(1, self.online_buffer)
+            batch = _anonymous(cast("Batch", concatenated([(members[0], offline), (members[1], size - offline)])))
         else:
             both = (
                 _anonymous(self.offline_buffer.sample(offline)),

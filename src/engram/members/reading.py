@@ -16,11 +16,11 @@ from engram.members.components import SamplerEnsemble, naming
 from engram.remote.fleet import plans
 from engram.samplers._base import check_drawable
 from engram.storages import items
+from engram.store import Key, ragged_rows
 from engram.store.limits import WAIT_S, LimitWait
-from engram.store.memory import refuse_ragged
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from tensordict import TensorDict
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from engram.buffer.saving import Saving
     from engram.buffer.wiring import Wiring
     from engram.format.schema import Schema
-    from engram.store import Key, Store
+    from engram.store import Store
     from engram.types import Entry, Shown
 
 #: What stands in a batch's info where a member says nothing.
@@ -143,6 +143,12 @@ class Member:
                     f"sample: expected {rows} rows for a batch, got {left} that are left to draw. Add data before sampling, or draw fewer."
                 )
 
+    def next_key(self) -> int:
+        """64 random bits of its own generator, for a draw."""
+        key = Key()
+        self._reading.draw_key(key)
+        return key.value
+
     def draw(self, key: int, rows: int, timeout: float) -> Drawn:
         """So many rows. Where its sampler comes to the end of an epoch it goes on with the next one.
 
@@ -188,7 +194,7 @@ class Member:
         if not storage.traits.has_fields:
             return Drawn([item for part in parts for item in part.columns], rows, info)
         # A field may have been added between two parts.
-        columns = [torch.cat(column) for column in zip(*(part.columns for part in parts), strict=False)]
+        columns = [ragged_rows.joined(column) for column in zip(*(part.columns for part in parts), strict=False)]
         return Drawn(columns, rows, info)
 
     def cut(self, drawn: Drawn, parts: int) -> list[Drawn]:
@@ -233,7 +239,6 @@ def check_alike(members: Sequence[Member]) -> None:
     first = members[0]
     assert first.memory is not None  # its rows were drawn
     own = first.memory.schema
-    refuse_ragged(own, "sample: an ensemble", "Sample its members")
     for other in members[1:]:
         assert other.memory is not None
         other_schema = other.memory.schema
@@ -289,9 +294,20 @@ class _Parts(NamedTuple):
         in_order = order == list(range(len(places)))
         return cls(parts, len(places), shapes[0], None if in_order else torch.tensor(order, device="cpu"))
 
+    @property
+    def flat(self) -> bool:
+        """Whether the rows of all parts are in one dimension: those of ragged fields have no others."""
+        return bool(self.parts[0].member.wiring.storage.is_ragged)
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """The dimensions of the batch."""
+        return (self.total * self.shape[0], *self.shape[1:]) if self.flat else (self.total, *self.shape)
+
     def joined(self, values: Sequence[Tensor]) -> Tensor:
-        """Tensors of each part, ``[parts, rows, ...]``."""
-        return plans.joined(values, self.order, self.total)
+        """Tensors of each part, ``[*batch, ...]``."""
+        joined = plans.joined(values, self.order, self.total)
+        return joined if not self.flat or ragged_rows.items_in(joined) is not None else joined.flatten(0, 1)
 
 
 #: Parts of a batch, their members ``[parts]``, and what the batch is said to be.
@@ -376,8 +392,7 @@ class EnsembleReadPath(ReadPath):
         data: object
         if wiring.collate_fn is None and self._are_alike(parts):
             data = self._gathered(batch)
-            if computed:
-                add_fields(data, {key: info[key].squeeze(-1) if flat else info[key] for key, flat in computed.items()})
+            _add_computed(data, info, computed)
         else:
             data = self._collated(parts, rows)
             computed = {key: flat for part in parts for key, flat in part.member.wiring.source.computed_keys.items()}
@@ -397,6 +412,8 @@ class EnsembleReadPath(ReadPath):
             member = part.member
             if not member.is_plain or member.wiring.source.computed_keys != keys:
                 return False
+        if member.wiring.storage.is_ragged and not all(one.is_plain for one in self._members):
+            return False  # whichever are drawn
         schemas = tuple([None if member.memory is None else member.memory.schema for member in self._members])
         if schemas != self._alike:
             check_alike([member for member in self._members if member.is_plain and member.memory is not None])
@@ -407,7 +424,7 @@ class EnsembleReadPath(ReadPath):
         # A field may have been added between two parts.
         fields = zip(*[part.drawn.columns for part in batch.parts], strict=False)
         columns = [batch.joined(field) for field in fields]
-        return batch.parts[0].member.wiring.storage.batch(columns, (batch.total, *batch.shape))
+        return batch.parts[0].member.wiring.storage.batch(columns, batch.batch)
 
     def _collated(self, parts: Sequence[_Part], ids: Tensor) -> object:
         made: dict[int, object] = {}
@@ -416,7 +433,7 @@ class EnsembleReadPath(ReadPath):
                 made[place] = part.member.finished(drawn)
         chunks = [made[place] for place in range(len(ids))]
         how = self._wiring.collate_fn
-        return collated(chunks, ids.tolist()) if how is None else how(chunks)
+        return collated(chunks, [self._members[number] for number in ids.tolist()]) if how is None else how(chunks)
 
     def _attached(self, data: TensorDict, info: dict[Entry, Tensor], ids: Tensor) -> object:
         lead, named = self._named(info, ids)
@@ -428,7 +445,8 @@ class EnsembleReadPath(ReadPath):
     def _named(self, info: dict[Entry, Tensor], ids: Tensor) -> tuple[torch.Size, Tensor]:
         """The batch dimensions, and the member of each row."""
         lead = _lead(info[_INDEX], self._members)
-        return lead, ids.reshape(-1, *(1,) * (len(lead) - 1)).expand(lead)
+        each = ids.repeat_interleave(lead[0] // len(ids))  # 1, unless the rows of all parts are in one dimension
+        return lead, each.reshape(-1, *(1,) * (len(lead) - 1)).expand(lead)
 
     def info(self, rows: object, info: dict[object, object]) -> dict[object, object]:
         """A TensorDict ``[parts, rows]``."""
@@ -442,13 +460,48 @@ class EnsembleReadPath(ReadPath):
         return made
 
 
-def collated(chunks: Sequence[object], ids: Sequence[int]) -> object:
+def concatenated(parts: Sequence[tuple[Member, int]]) -> object:
+    """Rows of two members, so many of each, as one batch of one dimension. Ragged fields are laid out as in the first one.
+
+    Raises as :func:`check_alike`. RuntimeError: a member changes what it has read. What drawing raises.
+    """
+    members, storage = [member for member, _ in parts], parts[0][0].wiring.storage
+    drawn = [member.draw(member.next_key(), n, WAIT_S) for member, n in parts]
+    check_alike(members)
+    computed = [member.wiring.source.computed_keys for member in members]
+    if not all(member.is_plain for member in members) or computed[0] != computed[1]:
+        raise RuntimeError(
+            "sample: expected buffers whose batches are what was read, to join ragged fields, got one with transforms or functions of its "
+            "own. Give them to the buffer that joins: transform=."
+        )
+    columns = [ragged_rows.joined(column) for column in zip(*(part.columns for part in drawn), strict=False)]
+    info = {name: torch.cat([part.info[name] for part in drawn]) for name in drawn[0].info if name in drawn[1].info}
+    shape = (sum(len(part.rows) for part in drawn),)
+    data = storage.batch(columns, shape)
+    _add_computed(data, info, computed[0])
+    if is_tensor_collection(data):
+        attach(data, shape, {name: value for name, value in info.items() if name not in computed[0]})
+    return data
+
+
+def _add_computed(data: object, info: Mapping[Entry, Tensor], computed: Mapping[Entry, bool]) -> None:
+    """Add the entries that expanders have computed to a batch."""
+    if computed:
+        add_fields(data, {key: info[key].squeeze(-1) if flat else info[key] for key, flat in computed.items()})
+
+
+def collated(chunks: Sequence[object], members: Sequence[Member]) -> object:
     """Parts of a batch on top of each other: ``[parts, ...]``. Of TensorDicts whose shapes differ a lazy stack.
 
     Raises:
-        KeyError: other fields. RuntimeError: other dtypes, or other shapes of tensors. TypeError: they are no tensors.
+        KeyError: other fields. RuntimeError: other dtypes, or other shapes of tensors; ragged fields. TypeError: they are no tensors.
     """
-    owners = [f"of member {member}" for member in ids]
+    if any(member.wiring.storage.is_ragged for member in members):
+        raise RuntimeError(
+            "sample: an ensemble: expected parts of one shape, which can be stacked, got ragged fields. Give transforms and functions of "
+            "members to the ensemble, which joins what members read, or pass it a collate_fn. Read rows of one member: rb[i, rows]."
+        )
+    owners = [f"of member {member.number}" for member in members]
     if all(map(is_tensor_collection, chunks)):
         items.join(chunks, owners, lambda leaves: leaves[0])  # checks them
         return items.stack(list(chunks))

@@ -582,7 +582,7 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
         if rows is not None:
             how = self._wiring.collate_fn
             parts = [self._rows(member, rows) for member in named]
-            return collated(parts, named) if how is None else how(parts)
+            return collated(parts, [self._members[number] for number in named]) if how is None else how(parts)
         if named == list(range(len(self._rbs))):
             return self
         wiring, settings, some = self._wiring, self._settings, self._wiring.sampler.some(named)
