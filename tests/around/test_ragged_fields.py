@@ -60,7 +60,7 @@ def made(sampler, capacity=64, layout="list", folder=None, batch_size=16, **give
         "text": Ragged("utf-8", max_length=20),
         ("next", "tokens"): Ragged(torch.int32, max_length=8),
     }
-    more = {"ragged": ragged, "layout": layout}
+    more = {"ragged": ragged, "layout": layout, "ragged_bytes": 1 << 16}
     storage = (
         LazyTensorStorage(capacity, **more)
         if folder is None
@@ -117,22 +117,24 @@ def test_returns_of_several_steps_have_the_items_of_their_last_step(tmp_path, in
     assert len(seen) > 30
 
 
-def test_a_row_that_is_written_over_before_its_last_step_is_read_is_drawn_again():
+@pytest.mark.parametrize(("call", "more"), [("read", 7), ("tickets_of", 12)])
+def test_a_row_that_is_written_over_before_its_last_step_is_read_is_drawn_again(call, more):
     rb = made(NStep(RandomSampler(), 3, 0.5, traj_key="episode"), capacity=12, batch_size=12)
     rb.extend(rows(0, 12))
     check(rb.sample(), lambda number: min(number + 3, number // EPISODE * EPISODE + EPISODE))
-    memory, read, written = rb.storage.memory, rb.storage.memory.read, []
+    memory, written = rb.storage.memory, []
+    inner = getattr(memory, call)
 
     def overtaken(which_rows, **given):
-        if not written:  # between the read of the rows and that of their items
-            written.append(rb.extend(rows(12, 7)))
-        return read(which_rows, **given)
+        if not written:  # between the read of the rows and that of their items, or of the items of later rows
+            written.append(rb.extend(rows(12, more)))
+        return inner(which_rows, **given)
 
-    memory.read = overtaken
+    setattr(memory, call, overtaken)
     torch.manual_seed(3)
-    numbers = check(rb.sample(), lambda number: min(number + 3, number // EPISODE * EPISODE + EPISODE, 19))
+    numbers = check(rb.sample(), lambda number: min(number + 3, number // EPISODE * EPISODE + EPISODE, 12 + more))
     assert written
-    assert set(numbers) <= set(range(7, 19))
+    assert set(numbers) <= set(range(more, 12 + more))
 
 
 @pytest.mark.parametrize("inner", INNER)
