@@ -415,11 +415,9 @@ def test_an_index_has_one_set_of_rules():
 
 def test_what_it_refuses():
     for refused in (
-        ConsumingSampler(),
         SliceSamplerWithoutReplacement(slice_len=2),
         StreamingSliceSampler(slice_len=2),
         FilteredSampler(RandomSampler, max_uses=1),
-        PromptGroupSampler(num_groups=1),
         NStep(RandomSampler(), 2, 0.9),
         3,
     ):

@@ -13,9 +13,9 @@ from engram._support.state import Change, Loads, check_keys, integer, typed
 from engram.errors import EMPTY, IncompatibleCheckpoint, NoSampleable
 from engram.samplers._base import MAX_DRAWS, NativeSampler, SamplerAround, declared
 from engram.samplers.prioritized import PrioritizedSampler, rows_of
-from engram.samplers.staleness import IndexedSampler, RuledSampler, VersionedSampler, checked_uses
-from engram.store import Key, Masses, check_index_name
-from engram.store.row_indexes import MAX_USES, ConsumptionIndex, GroupRules
+from engram.samplers.staleness import RuledSampler, StalenessAwareSampler, VersionedSampler, checked_uses
+from engram.store import Key, Masses
+from engram.store.row_indexes import MAX_USES, ConsumptionIndex
 from engram.types import Commit, Draw, Extent, NativeBatch, Sampler, Shown, Traits, Write
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ _MAX_OFFERED = 1 << 16
 _FEW = 8
 
 
-class CountingSampler(IndexedSampler[ConsumptionIndex]):
-    """Draws rows of which an index counts the draws."""
+class CountingSampler(RuledSampler[ConsumptionIndex]):
+    """Draws rows of which an index counts the draws, and knows which follow rules."""
 
     @property
     def draws_of_a_row(self) -> int | None:  # type: ignore[override]
@@ -49,9 +49,27 @@ class CountingSampler(IndexedSampler[ConsumptionIndex]):
             self._storage, self._index = storage, None
         if not (self._rules.exclude and storage.traits.has_fields):  # its fields may be named later
             self._attached()
+        if self._rules.version is not None:
+            self._consumer.bind(storage)
 
     def _index_of(self, storage: SampledStorage) -> ConsumptionIndex | None:
         return storage.consumption(self.index_name, self._rules.max_uses or 0, self._rules)
+
+    def _attached(self) -> ConsumptionIndex | None:
+        """The index, as the version of the consumer now is."""
+        index = super()._attached()
+        if index is not None and self._rules.version is not None:
+            index.core.set_floor(self._floor())
+        return index
+
+    def _starved(self, index: ConsumptionIndex | None, found: str = "none") -> NoSampleable:
+        """The error of a draw that found too few rows."""
+        if index is None:
+            return NoSampleable(EMPTY)
+        index.core.count_starved()
+        return NoSampleable(
+            f"sample: expected rows that can be drawn, got {found}: {self._passed_over()}. Add data before sampling."
+        )
 
     def observe(self, write: Write | None, data: object) -> None:
         """Look for new data again: the buffer was emptied or filled.
@@ -168,14 +186,25 @@ class ConsumingSampler(CountingSampler):
     [1]
     """
 
-    traits = NativeSampler.traits._replace(has_epochs=True, consumes=True)
-    noted = ("max_sample_count",)
+    noted, _uses_name = ("max_sample_count",), "max_sample_count"
     _index_kind = ConsumptionIndex.kind
 
-    def __init__(self, max_sample_count: int = 1, *, index: str = "main") -> None:
-        check_index_name(index, "ConsumingSampler: index")
+    def __init__(
+        self,
+        max_sample_count: int = 1,
+        *,
+        ready: Sequence[str | FieldPath] = (),
+        max_staleness: int = -1,
+        policy_version: str | FieldPath = "policy_version",
+        index: str = "main",
+    ) -> None:
         self.max_sample_count = check_count("ConsumingSampler: max_sample_count", max_sample_count, most=MAX_USES - 1)
-        self.index_name, self._rules = index, GroupRules(max_uses=self.max_sample_count)
+        self.follow("ConsumingSampler", ready, self.max_sample_count, max_staleness, policy_version, index)
+
+    @property
+    def traits(self) -> Traits:  # type: ignore[override]
+        """With rules, rows that are there may not be drawable yet."""
+        return NativeSampler.traits._replace(has_epochs=True, consumes=True, awaits_rows=self._rules.exclude)
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
@@ -184,10 +213,7 @@ class ConsumingSampler(CountingSampler):
         rows, tickets = _NOTHING if index is None else index.claim(key, batch_size)
         self.ran_out = index is None or index.core.drawable == 0
         if not len(rows):
-            raise NoSampleable(
-                f"sample: no row is left that was drawn fewer than max_sample_count={self.max_sample_count} times. Add data before "
-                "sampling."
-            )
+            raise self._starved(index)
         return Draw(rows, tickets)
 
     def masses(self, storage: SampledStorage) -> Masses:
@@ -206,11 +232,13 @@ class ConsumingSampler(CountingSampler):
         >>> rb.sampler.state_dict()["counts"].tolist()
         [1, 1, 1, 1]
         """
-        return {"max_sample_count": self.max_sample_count, "counts": self._uses(), "ran_out": self.ran_out}
+        said = RuledSampler.state_dict(self)
+        return {"max_sample_count": self.max_sample_count, "counts": said.pop("uses"), "ran_out": self.ran_out, **said}
 
     def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
         where = "ConsumingSampler"
-        check_keys(state_dict, ("max_sample_count", "counts", "ran_out"), where)
+        dated = () if self._rules.version is None else ("consumer_version",)
+        check_keys(state_dict, ("max_sample_count", "counts", "ran_out", *dated), where)
         most = integer(state_dict, "max_sample_count", 1, MAX_USES, where)
         if most != self.max_sample_count:
             raise IncompatibleCheckpoint(
@@ -218,21 +246,19 @@ class ConsumingSampler(CountingSampler):
             )
         index = self._attached()
         rows = capacity or (0 if index is None else index.core.rows)
-        counts = checked_uses(state_dict, "counts", most, rows, where)
-        return Change(self._take, counts, typed(state_dict, "ran_out", bool, where))
+        uses, ran_out = checked_uses(state_dict, "counts", most, rows, where), typed(state_dict, "ran_out", bool, where)
+        return Change(self._go_on, ran_out, uses, self._version_in(state_dict, where))
 
-    def _take(self, counts: Tensor, ran_out: bool) -> None:
-        self._restore_uses(counts)
+    def _go_on(self, ran_out: bool, uses: Tensor, version: int | None) -> None:
+        self._take(uses, version)
         self.ran_out = ran_out
 
     def config(self) -> dict[str, object]:
-        return {**super().config(), "index": self.index_name}
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_storage": None, "_index": None}
+        rules = {name: value for name, value in self._rules_config().items() if name != "max_uses"}
+        return {**super().config(), **rules, "index": self.index_name}
 
 
-class FilteredSampler(SamplerAround, CountingSampler, RuledSampler[ConsumptionIndex]):
+class FilteredSampler(SamplerAround, CountingSampler):
     """Draws as another sampler does, but only rows that are ready, fresh and not used up.
 
     A draw of the other sampler that may not be used is repeated. So the distribution is that of the other sampler among the rows that may
@@ -288,6 +314,15 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler[ConsumptionIn
     [1]
     """
 
+    def __new__(cls, sampler: object = None, **rules: Any) -> Any:
+        """Of a sampler that follows rules itself: that one, with these beside its own."""
+        kind = sampler if isinstance(sampler, type) else type(sampler)
+        if not issubclass(kind, RuledSampler) or issubclass(kind, FilteredSampler):
+            return super().__new__(cls)
+        inner = sampler() if isinstance(sampler, type) else sampler
+        cast("RuledSampler[Any]", inner).follow("FilteredSampler", **rules)
+        return inner
+
     def __init__(
         self,
         sampler: Sampler | type[Sampler],
@@ -309,8 +344,10 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler[ConsumptionIn
                 f"{name}: sampler: expected a sampler of rows that uses none up, or a slice sampler with replacement, got {inner!r:.80}. "
                 "Put expanders around this one; a PromptGroupSampler has such rules itself."
             )
-        uses = None if max_uses is None else check_count(f"{name}: max_uses", max_uses, most=MAX_USES - 1)
-        self._follow(name, GroupRules(max_uses=uses), ready, max_staleness, policy_version, index)
+        if isinstance(given, StalenessAwareSampler) and max_staleness == -1:
+            max_staleness, policy_version = given.max_staleness, given.version_key
+        self.follow(name, ready, max_uses, max_staleness, policy_version, index)
+        uses = self.max_uses
         over_batch = isinstance(given, PrioritizedSampler) and given.normalize == "batch"
         if not (self._rules.exclude or uses) or (uses and windows) or over_batch:
             raise ValueError(
@@ -353,19 +390,10 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler[ConsumptionIn
     def bind(self, storage: SampledStorage) -> None:
         self._source.bind(storage)
         CountingSampler.bind(self, storage)
-        if self._rules.version is not None:
-            self._consumer.bind(storage)
 
     def moved(self) -> None:
         self._source.moved()
         super().moved()
-
-    def _attached(self) -> ConsumptionIndex | None:
-        """The index, as the version of the consumer now is."""
-        index = super()._attached()
-        if index is not None and self._rules.version is not None:
-            index.core.set_floor(self._floor())
-        return index
 
     def observe(self, write: Write | None, data: object) -> None:
         self._source.observe(write, data)
@@ -440,16 +468,10 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler[ConsumptionIn
     ) -> NativeBatch:
         return self._source.sample_natively(storage, key, n, numbered=numbered, shown=shown)
 
-    def _starved(self, index: ConsumptionIndex | None) -> NoSampleable:
-        """The error of a draw that found too few rows."""
-        if index is None:
-            return NoSampleable(EMPTY)
-        index.core.count_starved()
-        there = f"{index.core.drawable} of them, which {MAX_DRAWS} draws of {self.sampler!r:.80} did not find"
-        return NoSampleable(
-            f"sample: expected rows that can be drawn, got {there if index.core.drawable else 'none'}: "
-            f"{self._passed_over()}. Add data before sampling."
-        )
+    def _starved(self, index: ConsumptionIndex | None, found: str = "none") -> NoSampleable:
+        if index is not None and index.core.drawable:
+            found = f"{index.core.drawable} of them, which {MAX_DRAWS} draws of {self.sampler!r:.80} did not find"
+        return super()._starved(index, found)
 
     def drawable(self, storage: SampledStorage) -> int:
         return len(storage) if self.max_uses is None else CountingSampler.drawable(self, storage)

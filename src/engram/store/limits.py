@@ -109,13 +109,14 @@ class Rules(NamedTuple):
             found.append(MaxInFlight(self.in_flight))
         return tuple(found)
 
-    def check(self, capacity: int, draws_of_a_row: int | None, call: str) -> None:
+    def check(self, capacity: int, draws_of_a_row: int | None, call: str, *, consumes: bool) -> None:
         """Refuse what would stop inserts and samples for ever.
 
         Args:
             capacity: rows of the storage.
             draws_of_a_row: after how many draws the sampler uses a row up; None: never.
             call: what to call it in errors.
+            consumes: whether the store counts its rows that are not used up, one by one.
 
         Raises:
             ValueError: it would.
@@ -125,10 +126,17 @@ class Rules(NamedTuple):
                 f"{call}: expected a storage of at least {self.min_size} rows, which samples would wait for, got one of {capacity}. "
                 "Take a smaller min_size."
             )
-        if self.in_flight and draws_of_a_row is None:
+        if self.in_flight and not consumes:
+            groups = draws_of_a_row is not None
             raise ValueError(
-                f"{call}: MaxInFlight({self.in_flight}): expected a sampler that uses rows up, such as a ConsumingSampler: with others "
-                "inserts would wait for ever. SamplesPerInsert limits inserts for every sampler."
+                f"{call}: MaxInFlight({self.in_flight}): expected a sampler that uses rows up"
+                f"{' one by one' if groups else ''}, such as a ConsumingSampler or a FilteredSampler with max_uses: "
+                + (
+                    "rows of groups that are never complete would hold inserts up for ever. Make a storage of as many rows as may "
+                    "wait: the oldest make way, and rb.stats() counts them as evicted_rows."
+                    if groups
+                    else "with others inserts would wait for ever. SamplesPerInsert limits inserts for every sampler."
+                )
             )
         if self.in_flight and self.in_flight < self.min_size:
             raise ValueError(
