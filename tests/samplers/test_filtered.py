@@ -418,11 +418,14 @@ def test_what_it_refuses():
         SliceSamplerWithoutReplacement(slice_len=2),
         StreamingSliceSampler(slice_len=2),
         FilteredSampler(RandomSampler, max_uses=1),
+        PromptGroupSampler(num_groups=1),
         NStep(RandomSampler(), 2, 0.9),
         3,
     ):
         with pytest.raises((TypeError, ValueError), match="FilteredSampler: "):
             FilteredSampler(refused, ready=("reward",))
+    with pytest.raises(ValueError, match="another than a ConsumingSampler has"):
+        FilteredSampler(ConsumingSampler(2), ready=("reward",), max_uses=1)
     with pytest.raises(ValueError, match="which share rows"):
         FilteredSampler(SliceSampler(slice_len=2), max_uses=1)
     with pytest.raises(ValueError, match="normalize"):

@@ -15,7 +15,6 @@ from engram._support.tensordicts import add_fields
 from engram._support.words import warn
 from engram.around.expander import Expander, TrajectoryArguments
 from engram.store import Store, dlpack_specs
-from engram.store.ragged_rows import items_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -335,11 +334,9 @@ class Goals:
         if self._steps is not None:
             values = values.repeat_interleave(self._steps, 0)
         n = len(values)
-        ragged = {at: items[:n] for at, column in enumerate(columns) if (items := items_in(column)) is not None}
-        first = _native.put_goals(
-            [values if at in ragged else it for at, it in enumerate(columns)], relabelling.fields, values, n
-        )
-        first = [cast("Tensor", ragged.get(at, column)) for at, column in enumerate(first)]
+        fixed = [it if isinstance(it, Tensor) else values for it in columns]  # of ragged fields the items
+        first = _native.put_goals(fixed, relabelling.fields, values, n)
+        first = [part if isinstance(it, Tensor) else it[:n] for part, it in zip(first, columns, strict=True)]
         batch: object = cast("TensorStorage", storage).batch(first, (n,))  # expanders take no other
         if computed:
             made = cast("dict[Entry, Tensor]", info)

@@ -346,18 +346,14 @@ class Expansion:
 
 def _ragged_ahead(columns: Sequence[Column], reading: Reading, who: str) -> dict[int, list[int]]:
     """The ragged fields, by how many steps ahead they are read. Raises ``TypeError``: one is stacked, summed, relabelled or followed."""
-    found: dict[int, list[int]] = {}
     ragged = {number for number, field in enumerate(reading.fields) if field.ragged is not None}
-    others = set() if reading.relabelling is None else ragged & reading.relabelling.reads
-    wrong = [it.field for it in columns if it.field in ragged and (it.kind in ("frames", "sum") or it.following)]
-    for number in (*wrong, *others):
+    changed = {column.field for column in columns if column.kind in ("frames", "sum") or column.following}
+    for number in ragged & (changed if reading.relabelling is None else changed | reading.relabelling.reads):
         raise TypeError(
             f"{who}: field {reading.fields[number].name}: expected rows of one size, got those of a ragged field, which are read as they "
             "are stored. Name another field."
         )
-    for number in sorted(ragged):
-        found.setdefault(columns[number].ahead, []).append(number)
-    return found
+    return {at: [n for n in sorted(ragged) if columns[n].ahead == at] for at in {columns[n].ahead for n in ragged}}
 
 
 def _patch(tensors: list[Tensor], places: Tensor, fresh: list[Tensor], moved: list[int], still: list[int]) -> list[int]:

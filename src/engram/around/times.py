@@ -143,13 +143,14 @@ class _Fields(NamedTuple):
             raise RuntimeError('sample: Window: expected rows on the CPU, got an accelerator. Use device="cpu".')
         Expansion.check_rows(memory, "Window")
         fields, numbers = memory.schema.fields, numbers_by_path(memory)
-        of_keys = [[number for path, number in numbers.items() if path[: len(key)] == key] for key in unit.deltas]
+        fixed = {path: number for path, number in numbers.items() if fields[number].ragged is None}
+        of_keys = [[number for path, number in fixed.items() if path[: len(key)] == key] for key in unit.deltas]
         missing = [public(key) for key, found in zip(unit.deltas, of_keys, strict=True) if not found]
-        time = numbers.get(unit.time_key)
+        time = fixed.get(unit.time_key)
         if time is None or missing:
             what = f"deltas: {missing}" if missing else f"time_key: {public(unit.time_key)!r}"
             raise KeyError(
-                f"sample: Window: {what}: expected a stored field, one of {[public(path) for path in numbers]}."
+                f"sample: Window: {what}: expected a stored field of one size, one of {[public(path) for path in fixed]}."
             )
         form = fields[time]
         if math.prod(form.shape) != 1 or not form.dtype.startswith(("float", "int", "uint")):
@@ -157,11 +158,6 @@ class _Fields(NamedTuple):
                 f"sample: Window: time_key: expected one real number per row, got {form.dtype} {list(form.shape)} in {form.name}."
             )
         taken = {number for found in of_keys for number in found}
-        if ragged := [fields[number].name for number in taken if fields[number].ragged is not None]:
-            raise TypeError(
-                f"sample: Window: deltas: expected fields whose rows have one size, got ragged ones: {', '.join(sorted(ragged))}. "
-                "Leave them out, and the batch has those of the drawn row; or draw flat windows with a SliceSampler."
-            )
         return cls(
             memory, memory.schema, time, of_keys, [number for number in range(len(fields)) if number not in taken]
         )

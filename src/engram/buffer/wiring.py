@@ -418,7 +418,7 @@ def consuming_sampler(given: object, draws: int, call: str) -> Sampler:
     if source.traits.draws_uniformly:
         return samplers.ConsumingSampler(draws)
     if isinstance(source, samplers.PromptGroupSampler) and source.max_uses is None:
-        source.follow(what, max_uses=draws)
+        source.use_up(draws, what)
     if source.draws_of_a_row != draws:
         raise ValueError(
             f"{what}: expected the default sampler, a ConsumingSampler(max_sample_count={draws}), or another one that uses rows up after "

@@ -57,6 +57,9 @@ class OfflineToOnlineReplayBuffer(Generic[Batch]):
         TypeError: the dataset has no ``sample``, such as the name of one. ValueError: not exactly one of ``online_storage`` and
             ``online_capacity``; a share or size out of range.
 
+    Ragged fields are joined, too, and laid out as by the dataset, a :class:`ReplayBuffer` then: both buffers draw rows that are as they
+    were read, without transforms and expanders.
+
     ``offline_buffer`` and ``online_buffer`` are the two. Priorities are theirs: draw from each by itself to update some, as a batch
     here does not say which rows it holds.
 
@@ -194,17 +197,16 @@ class OfflineToOnlineReplayBuffer(Generic[Batch]):
             dataset = self.offline_buffer
             if not isinstance(dataset, ReplayBuffer) or not dataset.storage.is_ragged:
                 raise TypeError(
-                    "sample: expected a ReplayBuffer with ragged fields as offline_dataset, as the online buffer has some, got a "
-                    f"{type(dataset).__name__}. Copy its rows into such a one: prefill_replay_buffer."
+                    f"sample: expected a ReplayBuffer with ragged fields as offline_dataset, as online, got a {type(dataset).__name__}."
                 )
-            members = Member(0, dataset), Member(1, self.online_buffer)
-            batch = _anonymous(cast("Batch", concatenated([(members[0], offline), (members[1], size - offline)])))
+            both = (Member(0, dataset), offline), (Member(1, self.online_buffer), size - offline)
+            batch = cast("Batch", concatenated(both))
         else:
-            both = (
+            batches = (
                 _anonymous(self.offline_buffer.sample(offline)),
                 _anonymous(self.online_buffer.sample(size - offline)),
             )
-            batch = join(both, ("of the dataset", "of the online buffer"), torch.cat)
+            batch = join(batches, ("of the dataset", "of the online buffer"), torch.cat)
         return batch if self._transform is None else self._transform(batch)
 
     def __len__(self) -> int:

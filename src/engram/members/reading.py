@@ -14,13 +14,13 @@ from engram.buffer.window_marks import attach
 from engram.errors import NoSampleable
 from engram.members.components import SamplerEnsemble, naming
 from engram.remote.fleet import plans
-from engram.samplers._base import check_drawable
+from engram.samplers._base import check_drawable, key_for
 from engram.storages import items
-from engram.store import Key, ragged_rows
+from engram.store import ragged_rows
 from engram.store.limits import WAIT_S, LimitWait
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
     from tensordict import TensorDict
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from engram.buffer.saving import Saving
     from engram.buffer.wiring import Wiring
     from engram.format.schema import Schema
-    from engram.store import Store
+    from engram.store import Key, Store
     from engram.types import Entry, Shown
 
 #: What stands in a batch's info where a member says nothing.
@@ -142,12 +142,6 @@ class Member:
                 raise NoSampleable(
                     f"sample: expected {rows} rows for a batch, got {left} that are left to draw. Add data before sampling, or draw fewer."
                 )
-
-    def next_key(self) -> int:
-        """64 random bits of its own generator, for a draw."""
-        key = Key()
-        self._reading.draw_key(key)
-        return key.value
 
     def draw(self, key: int, rows: int, timeout: float) -> Drawn:
         """So many rows. Where its sampler comes to the end of an epoch it goes on with the next one.
@@ -299,11 +293,6 @@ class _Parts(NamedTuple):
         """Whether the rows of all parts are in one dimension: those of ragged fields have no others."""
         return bool(self.parts[0].member.wiring.storage.is_ragged)
 
-    @property
-    def batch(self) -> tuple[int, ...]:
-        """The dimensions of the batch."""
-        return (self.total * self.shape[0], *self.shape[1:]) if self.flat else (self.total, *self.shape)
-
     def joined(self, values: Sequence[Tensor]) -> Tensor:
         """Tensors of each part, ``[*batch, ...]``."""
         joined = plans.joined(values, self.order, self.total)
@@ -392,7 +381,8 @@ class EnsembleReadPath(ReadPath):
         data: object
         if wiring.collate_fn is None and self._are_alike(parts):
             data = self._gathered(batch)
-            _add_computed(data, info, computed)
+            if computed:
+                add_fields(data, {key: info[key].squeeze(-1) if flat else info[key] for key, flat in computed.items()})
         else:
             data = self._collated(parts, rows)
             computed = {key: flat for part in parts for key, flat in part.member.wiring.source.computed_keys.items()}
@@ -423,8 +413,9 @@ class EnsembleReadPath(ReadPath):
     def _gathered(self, batch: _Parts) -> object:
         # A field may have been added between two parts.
         fields = zip(*[part.drawn.columns for part in batch.parts], strict=False)
-        columns = [batch.joined(field) for field in fields]
-        return batch.parts[0].member.wiring.storage.batch(columns, batch.batch)
+        columns, (rows, *others) = [batch.joined(field) for field in fields], batch.shape
+        shape = (batch.total * rows, *others) if batch.flat else (batch.total, *batch.shape)
+        return batch.parts[0].member.wiring.storage.batch(columns, shape)
 
     def _collated(self, parts: Sequence[_Part], ids: Tensor) -> object:
         made: dict[int, object] = {}
@@ -461,33 +452,20 @@ class EnsembleReadPath(ReadPath):
 
 
 def concatenated(parts: Sequence[tuple[Member, int]]) -> object:
-    """Rows of two members, so many of each, as one batch of one dimension. Ragged fields are laid out as in the first one.
+    """Rows of members, so many of each, as one batch of one dimension. Ragged fields are laid out as in the first one.
 
-    Raises as :func:`check_alike`. RuntimeError: a member changes what it has read. What drawing raises.
+    Raises as :func:`check_alike`. RuntimeError: a member adds to what it has read, or changes it. What drawing raises.
     """
-    members, storage = [member for member, _ in parts], parts[0][0].wiring.storage
-    drawn = [member.draw(member.next_key(), n, WAIT_S) for member, n in parts]
-    check_alike(members)
-    computed = [member.wiring.source.computed_keys for member in members]
-    if not all(member.is_plain for member in members) or computed[0] != computed[1]:
+    keys = [key_for(it.wiring.storage, generator=it.wiring.generator) for it, _ in parts]
+    drawn = [member.draw(key.value, n, WAIT_S) for key, (member, n) in zip(keys, parts, strict=True)]
+    check_alike([member for member, _ in parts])
+    if not all(member.is_plain and not member.wiring.source.computed_keys for member, _ in parts):
         raise RuntimeError(
-            "sample: expected buffers whose batches are what was read, to join ragged fields, got one with transforms or functions of its "
-            "own. Give them to the buffer that joins: transform=."
+            "sample: expected buffers whose batches are what was read, to join ragged fields, got one with transforms, expanders or "
+            "functions of its own. Give transforms to the buffer that joins: transform=."
         )
     columns = [ragged_rows.joined(column) for column in zip(*(part.columns for part in drawn), strict=False)]
-    info = {name: torch.cat([part.info[name] for part in drawn]) for name in drawn[0].info if name in drawn[1].info}
-    shape = (sum(len(part.rows) for part in drawn),)
-    data = storage.batch(columns, shape)
-    _add_computed(data, info, computed[0])
-    if is_tensor_collection(data):
-        attach(data, shape, {name: value for name, value in info.items() if name not in computed[0]})
-    return data
-
-
-def _add_computed(data: object, info: Mapping[Entry, Tensor], computed: Mapping[Entry, bool]) -> None:
-    """Add the entries that expanders have computed to a batch."""
-    if computed:
-        add_fields(data, {key: info[key].squeeze(-1) if flat else info[key] for key, flat in computed.items()})
+    return parts[0][0].wiring.storage.batch(columns, (sum(len(part.rows) for part in drawn),))
 
 
 def collated(chunks: Sequence[object], members: Sequence[Member]) -> object:

@@ -110,7 +110,8 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
     """Draws batches from several buffers, the members, and divides rows among them.
 
     A batch has ``num_buffer_sampled`` parts of ``batch_size / num_buffer_sampled`` rows: ``[parts, rows, ...]``. Each part is of one
-    member: it was drawn by its sampler, collated by it and went through its transforms. ``len`` is the number of members.
+    member: it was drawn by its sampler, collated by it and went through its transforms. Rows with ragged fields have one dimension,
+    ``[batch_size]``, one part after another; their members have no transforms. ``len`` is the number of members.
 
     Args:
         *rbs: the members. They stay buffers: write to them, and sample from them, as before. Change their components before, or by

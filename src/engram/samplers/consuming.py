@@ -13,9 +13,9 @@ from engram._support.state import Change, Loads, check_keys, integer, typed
 from engram.errors import EMPTY, IncompatibleCheckpoint, NoSampleable
 from engram.samplers._base import MAX_DRAWS, NativeSampler, SamplerAround, declared
 from engram.samplers.prioritized import PrioritizedSampler, rows_of
-from engram.samplers.staleness import RuledSampler, StalenessAwareSampler, VersionedSampler, checked_uses
-from engram.store import Key, Masses
-from engram.store.row_indexes import MAX_USES, ConsumptionIndex
+from engram.samplers.staleness import IndexedSampler, RuledSampler, VersionedSampler, checked_uses
+from engram.store import Key, Masses, check_index_name
+from engram.store.row_indexes import MAX_USES, ConsumptionIndex, GroupRules
 from engram.types import Commit, Draw, Extent, NativeBatch, Sampler, Shown, Traits, Write
 
 if TYPE_CHECKING:
@@ -30,12 +30,8 @@ _MAX_OFFERED = 1 << 16
 _FEW = 8
 
 
-class CountingSampler(RuledSampler[ConsumptionIndex]):
-    """Draws rows of which an index counts the draws, and knows which follow rules."""
-
-    @property
-    def draws_of_a_row(self) -> int | None:  # type: ignore[override]
-        return self._rules.max_uses
+class CountingSampler(IndexedSampler[ConsumptionIndex]):
+    """Draws rows of which an index counts the draws."""
 
     def bind(self, storage: SampledStorage) -> None:
         """Meet the storage whose rows are drawn. Raises as the class says.
@@ -49,27 +45,9 @@ class CountingSampler(RuledSampler[ConsumptionIndex]):
             self._storage, self._index = storage, None
         if not (self._rules.exclude and storage.traits.has_fields):  # its fields may be named later
             self._attached()
-        if self._rules.version is not None:
-            self._consumer.bind(storage)
 
     def _index_of(self, storage: SampledStorage) -> ConsumptionIndex | None:
         return storage.consumption(self.index_name, self._rules.max_uses or 0, self._rules)
-
-    def _attached(self) -> ConsumptionIndex | None:
-        """The index, as the version of the consumer now is."""
-        index = super()._attached()
-        if index is not None and self._rules.version is not None:
-            index.core.set_floor(self._floor())
-        return index
-
-    def _starved(self, index: ConsumptionIndex | None, found: str = "none") -> NoSampleable:
-        """The error of a draw that found too few rows."""
-        if index is None:
-            return NoSampleable(EMPTY)
-        index.core.count_starved()
-        return NoSampleable(
-            f"sample: expected rows that can be drawn, got {found}: {self._passed_over()}. Add data before sampling."
-        )
 
     def observe(self, write: Write | None, data: object) -> None:
         """Look for new data again: the buffer was emptied or filled.
@@ -186,25 +164,14 @@ class ConsumingSampler(CountingSampler):
     [1]
     """
 
-    noted, _uses_name = ("max_sample_count",), "max_sample_count"
+    traits = NativeSampler.traits._replace(has_epochs=True, consumes=True)
+    noted = ("max_sample_count",)
     _index_kind = ConsumptionIndex.kind
 
-    def __init__(
-        self,
-        max_sample_count: int = 1,
-        *,
-        ready: Sequence[str | FieldPath] = (),
-        max_staleness: int = -1,
-        policy_version: str | FieldPath = "policy_version",
-        index: str = "main",
-    ) -> None:
+    def __init__(self, max_sample_count: int = 1, *, index: str = "main") -> None:
+        check_index_name(index, "ConsumingSampler: index")
         self.max_sample_count = check_count("ConsumingSampler: max_sample_count", max_sample_count, most=MAX_USES - 1)
-        self.follow("ConsumingSampler", ready, self.max_sample_count, max_staleness, policy_version, index)
-
-    @property
-    def traits(self) -> Traits:  # type: ignore[override]
-        """With rules, rows that are there may not be drawable yet."""
-        return NativeSampler.traits._replace(has_epochs=True, consumes=True, awaits_rows=self._rules.exclude)
+        self.index_name, self._rules = index, GroupRules(max_uses=self.max_sample_count)
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
@@ -213,7 +180,12 @@ class ConsumingSampler(CountingSampler):
         rows, tickets = _NOTHING if index is None else index.claim(key, batch_size)
         self.ran_out = index is None or index.core.drawable == 0
         if not len(rows):
-            raise self._starved(index)
+            if index is not None:
+                index.core.count_starved()
+            raise NoSampleable(
+                f"sample: no row is left that was drawn fewer than max_sample_count={self.max_sample_count} times. Add data before "
+                "sampling."
+            )
         return Draw(rows, tickets)
 
     def masses(self, storage: SampledStorage) -> Masses:
@@ -232,13 +204,11 @@ class ConsumingSampler(CountingSampler):
         >>> rb.sampler.state_dict()["counts"].tolist()
         [1, 1, 1, 1]
         """
-        said = RuledSampler.state_dict(self)
-        return {"max_sample_count": self.max_sample_count, "counts": said.pop("uses"), "ran_out": self.ran_out, **said}
+        return {"max_sample_count": self.max_sample_count, "counts": self._uses(), "ran_out": self.ran_out}
 
     def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
         where = "ConsumingSampler"
-        dated = () if self._rules.version is None else ("consumer_version",)
-        check_keys(state_dict, ("max_sample_count", "counts", "ran_out", *dated), where)
+        check_keys(state_dict, ("max_sample_count", "counts", "ran_out"), where)
         most = integer(state_dict, "max_sample_count", 1, MAX_USES, where)
         if most != self.max_sample_count:
             raise IncompatibleCheckpoint(
@@ -246,19 +216,21 @@ class ConsumingSampler(CountingSampler):
             )
         index = self._attached()
         rows = capacity or (0 if index is None else index.core.rows)
-        uses, ran_out = checked_uses(state_dict, "counts", most, rows, where), typed(state_dict, "ran_out", bool, where)
-        return Change(self._go_on, ran_out, uses, self._version_in(state_dict, where))
+        counts = checked_uses(state_dict, "counts", most, rows, where)
+        return Change(self._take, counts, typed(state_dict, "ran_out", bool, where))
 
-    def _go_on(self, ran_out: bool, uses: Tensor, version: int | None) -> None:
-        self._take(uses, version)
+    def _take(self, counts: Tensor, ran_out: bool) -> None:
+        self._restore_uses(counts)
         self.ran_out = ran_out
 
     def config(self) -> dict[str, object]:
-        rules = {name: value for name, value in self._rules_config().items() if name != "max_uses"}
-        return {**super().config(), **rules, "index": self.index_name}
+        return {**super().config(), "index": self.index_name}
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_storage": None, "_index": None}
 
 
-class FilteredSampler(SamplerAround, CountingSampler):
+class FilteredSampler(SamplerAround, CountingSampler, RuledSampler[ConsumptionIndex]):
     """Draws as another sampler does, but only rows that are ready, fresh and not used up.
 
     A draw of the other sampler that may not be used is repeated. So the distribution is that of the other sampler among the rows that may
@@ -273,12 +245,15 @@ class FilteredSampler(SamplerAround, CountingSampler):
     that could be drawn when it was opened.
 
     Everything else is that of :attr:`sampler`: priorities, weights, marks, and attributes such as ``rb.sampler.beta``.
-    ``rb.sample(timeout=)`` waits for rows. ``rb.stats()`` has ``drawable_rows``, ``starved_draws``, which found too few,
-    ``expired_rows``, which became too old, and with ``max_uses`` beside other rules ``used_rows`` and ``evicted_rows``, which were
-    overwritten before they were used up. Which rows are too old is counted when the next batch is drawn.
+    ``rb.sample(timeout=)`` waits for rows. ``rb.stats()`` has ``drawable_rows``, ``starved_draws``, which found too few, ``expired_rows``,
+    which became too old, and with ``max_uses`` ``used_rows``, ``evicted_rows``, which were overwritten before they were used up, and
+    ``dropped_rows``, which were removed or lost with their writer before that. Which rows are too old is counted when the next batch is
+    drawn.
 
     Args:
-        sampler: a sampler of rows, or a slice sampler with replacement, or a class of one. Expanders go around this one.
+        sampler: a sampler of rows, or a slice sampler with replacement, or a class of one. Expanders go around this one. A
+            :class:`ConsumingSampler` says ``max_uses``, and draws each row once in a batch at most; the ``max_staleness`` of a
+            :class:`StalenessAwareSampler` is a rule here.
         ready: fields of floating numbers, 16 at most: a row is not drawn while one of them holds a NaN in it.
         max_uses: draws of a row; None: any number. Not with slice samplers, whose windows share rows.
         max_staleness: how far a row's version may be behind ``consumer_version``; -1: rows need no version.
@@ -286,11 +261,11 @@ class FilteredSampler(SamplerAround, CountingSampler):
         index: samplers with other rules need other names. The consumer's version has the same name.
 
     Raises:
-        TypeError: no such sampler, or one that uses rows up itself, or no ints; when a buffer takes it: a list, but for ``max_uses``
-            alone. When drawing: versions that are no real numbers, a field of ``ready`` with integers, of which none is NaN, or rows on
-            an accelerator.
-        ValueError: no rule, a number out of range, ``max_uses`` with a slice sampler, or ``normalize="batch"`` of a
-            :class:`PrioritizedSampler`; when a buffer takes it: a list without a bound.
+        TypeError: no such sampler, a :class:`PromptGroupSampler`, which takes these rules itself, or no ints; when a buffer takes it: a
+            list, but for ``max_uses`` alone. When drawing: versions that are no real numbers, a field of ``ready`` with integers, of which
+            none is NaN, or rows on an accelerator.
+        ValueError: no rule, a number out of range, ``max_uses`` with a slice sampler or another one than a ConsumingSampler has, or
+            ``normalize="batch"`` of a :class:`PrioritizedSampler`; when a buffer takes it: a list without a bound.
         KeyError (when drawing): no such field.
         IncompatibleStore (when drawing): the storage's index of that name has other rules.
         NoSampleable (when drawing): no row can be drawn, or 1,000 draws in a row found none that can (a ``RuntimeError``).
@@ -314,15 +289,6 @@ class FilteredSampler(SamplerAround, CountingSampler):
     [1]
     """
 
-    def __new__(cls, sampler: object = None, **rules: Any) -> Any:
-        """Of a sampler that follows rules itself: that one, with these beside its own."""
-        kind = sampler if isinstance(sampler, type) else type(sampler)
-        if not issubclass(kind, RuledSampler) or issubclass(kind, FilteredSampler):
-            return super().__new__(cls)
-        inner = sampler() if isinstance(sampler, type) else sampler
-        cast("RuledSampler[Any]", inner).follow("FilteredSampler", **rules)
-        return inner
-
     def __init__(
         self,
         sampler: Sampler | type[Sampler],
@@ -338,21 +304,23 @@ class FilteredSampler(SamplerAround, CountingSampler):
         inner = cast("Any", given)
         of = declared(inner).traits if isinstance(given, Sampler) else Traits()
         windows = of.reads_windows and not (of.has_epochs or inner.streaming or inner.settings.online)
-        around = isinstance(given, SamplerAround) or of.consumes or of.awaits_rows
+        counted = given.max_sample_count if isinstance(given, ConsumingSampler) else None
+        around = isinstance(given, SamplerAround) or (of.consumes and not counted) or of.awaits_rows
         if not isinstance(given, Sampler) or around or of.draws_windows != windows:
             raise TypeError(
-                f"{name}: sampler: expected a sampler of rows that uses none up, or a slice sampler with replacement, got {inner!r:.80}. "
-                "Put expanders around this one; a PromptGroupSampler has such rules itself."
+                f"{name}: sampler: expected a sampler of rows, or a slice sampler with replacement, got {inner!r:.80}. Put expanders and a "
+                "LengthBucketSampler around this one; a PromptGroupSampler follows such rules itself: give them to it."
             )
-        if isinstance(given, StalenessAwareSampler) and max_staleness == -1:
-            max_staleness, policy_version = given.max_staleness, given.version_key
-        self.follow(name, ready, max_uses, max_staleness, policy_version, index)
-        uses = self.max_uses
+        if isinstance(given, VersionedSampler) and max_staleness == -1:
+            max_staleness, policy_version = inner.max_staleness, inner.version_key
+        max_uses = counted if max_uses is None else max_uses
+        uses = None if max_uses is None else check_count(f"{name}: max_uses", max_uses, most=MAX_USES - 1)
+        self._follow(name, GroupRules(max_uses=uses), ready, max_staleness, policy_version, index)
         over_batch = isinstance(given, PrioritizedSampler) and given.normalize == "batch"
-        if not (self._rules.exclude or uses) or (uses and windows) or over_batch:
+        if not (self._rules.exclude or uses) or (uses and windows) or over_batch or (counted and counted != uses):
             raise ValueError(
-                f"{name}: expected one of ready, max_uses and max_staleness, no max_uses with windows, which share rows, and weights that "
-                f'are not those of normalize="batch", got max_uses={uses} and {inner!r:.80}.'
+                f"{name}: expected one of ready, max_uses and max_staleness, no max_uses with windows, which share rows, or another than a "
+                f'ConsumingSampler has, and weights that are not those of normalize="batch", got max_uses={uses} and {inner!r:.80}.'
             )
         #: Rows that were drawn since the epoch of a sampler without replacement began; -1: its last batch said that it is over.
         self._seen = 0
@@ -365,6 +333,8 @@ class FilteredSampler(SamplerAround, CountingSampler):
             cast("Any", inner).admits = self._admits
         if self._rules.version is None and isinstance(inner, VersionedSampler):
             self._consumer = inner._consumer  # noqa: SLF001 - the only one that counts
+        if isinstance(inner, ConsumingSampler):
+            inner._rules, inner.index_name = self._rules, self.index_name  # noqa: SLF001 - one index counts
         self.sampler = inner
 
     @property
@@ -390,10 +360,19 @@ class FilteredSampler(SamplerAround, CountingSampler):
     def bind(self, storage: SampledStorage) -> None:
         self._source.bind(storage)
         CountingSampler.bind(self, storage)
+        if self._rules.version is not None:
+            self._consumer.bind(storage)
 
     def moved(self) -> None:
         self._source.moved()
         super().moved()
+
+    def _attached(self) -> ConsumptionIndex | None:
+        """The index, as the version of the consumer now is."""
+        index = super()._attached()
+        if index is not None and self._rules.version is not None:
+            index.core.set_floor(self._floor())
+        return index
 
     def observe(self, write: Write | None, data: object) -> None:
         self._source.observe(write, data)
@@ -416,7 +395,9 @@ class FilteredSampler(SamplerAround, CountingSampler):
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
         source, parts, need, tries = self._source, list[tuple[Draw, Tensor]](), batch_size, Retries()
-        if source.traits.draws_windows:
+        if source.traits.consumes and not ((index := self._attached()) and index.core.drawable):
+            raise self._starved(index)
+        if source.traits.draws_windows or source.traits.consumes:
             return source.draw(extent, batch_size, key)
         once, ended, self.ran_out = source.traits.draws_once, False, False
         while need and tries.count < MAX_DRAWS:
@@ -459,6 +440,8 @@ class FilteredSampler(SamplerAround, CountingSampler):
         if drawn is None:
             independent = left and (of.draws_uniformly or of.prioritized)
             most = min(n * extent.size // left, _MAX_OFFERED) if independent else n
+            if tries.count >= _FEW and not of.draws_once:  # most of what is drawn is refused
+                most = min(extent.size, _MAX_OFFERED)
             drawn = self._source.draw(extent, max(n, most), tries.key_of(key))
         assert self._storage is not None  # it has rows
         return drawn if drawn.tickets is not None else drawn._replace(tickets=self._storage.tickets_of(drawn.rows))
@@ -468,10 +451,16 @@ class FilteredSampler(SamplerAround, CountingSampler):
     ) -> NativeBatch:
         return self._source.sample_natively(storage, key, n, numbered=numbered, shown=shown)
 
-    def _starved(self, index: ConsumptionIndex | None, found: str = "none") -> NoSampleable:
-        if index is not None and index.core.drawable:
-            found = f"{index.core.drawable} of them, which {MAX_DRAWS} draws of {self.sampler!r:.80} did not find"
-        return super()._starved(index, found)
+    def _starved(self, index: ConsumptionIndex | None) -> NoSampleable:
+        """The error of a draw that found too few rows."""
+        if index is None:
+            return NoSampleable(EMPTY)
+        index.core.count_starved()
+        there = f"{index.core.drawable} of them, which {MAX_DRAWS} draws of {self.sampler!r:.80} did not find"
+        return NoSampleable(
+            f"sample: expected rows that can be drawn, got {there if index.core.drawable else 'none'}: "
+            f"{self._passed_over()}. Add data before sampling."
+        )
 
     def drawable(self, storage: SampledStorage) -> int:
         return len(storage) if self.max_uses is None else CountingSampler.drawable(self, storage)

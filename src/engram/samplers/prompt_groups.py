@@ -13,7 +13,7 @@ from engram._support.words import warn
 from engram.errors import EMPTY, NoSampleable
 from engram.samplers._base import NativeSampler, check_drawable
 from engram.samplers.staleness import RuledSampler
-from engram.store.row_indexes import GroupDraw, GroupRules, Groups
+from engram.store.row_indexes import MAX_USES, GroupDraw, GroupRules, Groups
 from engram.types import Draw, Extent
 
 if TYPE_CHECKING:
@@ -158,8 +158,9 @@ class PromptGroupSampler(RuledSampler[Groups]):
         self._reward = checked_path(reward_key, f"{name}: reward_key")
         self.cache_groups = cache_groups
         self.complete = complete
-        self._rules = self._in_order()
-        self.follow(name, ready, max_uses, max_staleness, policy_version, index)
+        self._follow(name, self._in_order(), ready, max_staleness, policy_version, index)
+        if max_uses is not None:
+            self.use_up(max_uses, f"{name}: max_uses")
 
     def _in_order(self) -> GroupRules:
         """The rules of groups that are kept in order, if they are. Raises ``ValueError``: they are not complete, or not of one size."""
@@ -203,17 +204,22 @@ class PromptGroupSampler(RuledSampler[Groups]):
         groups = self._attached()
         return 0 if groups is None else groups.of_size(least, self._floor())
 
-    def _check_uses(self, who: str) -> None:
+    def use_up(self, max_uses: int, call: str) -> None:
+        """Set ``max_uses``, before a buffer takes it. ``call``: for messages. Raises ``ValueError``: groups may not be complete.
+
+        >>> from engram import PromptGroupSampler
+        >>> sampler = PromptGroupSampler(samples_per_group=8)
+        >>> sampler.use_up(1, "ReplayBuffer")
+        >>> sampler
+        PromptGroupSampler(samples_per_group=8, max_uses=1)
+        """
+        uses = check_count(call, max_uses, most=MAX_USES - 1)
         if not self.whole:
             raise ValueError(
-                f"{who}: max_uses: expected complete groups, as a row that comes twice in a batch is used more often, got a sampler of "
-                "others. Give it complete=True."
+                f"{call}: expected complete groups, as a row that comes twice in a batch is used more often, got a sampler of others. Give "
+                "it complete=True."
             )
-
-    @property
-    def draws_of_a_row(self) -> int | None:  # type: ignore[override]
-        """After so many draws its group is used up; None: never."""
-        return self.max_uses
+        self._rules = self._rules._replace(max_uses=uses)
 
     # ---- where the groups are ------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,15 +17,7 @@ from engram.errors import IncompatibleCheckpoint, NoSampleable
 from engram.samplers._base import DeclaredSampler, NativeSampler, check_drawable
 from engram.store import Masses, Store, check_index_name
 from engram.store.ragged_rows import items_in
-from engram.store.row_indexes import (
-    ALL_ROWS,
-    MAX_READY,
-    MAX_USES,
-    ConsumerVersionIndex,
-    ConsumptionIndex,
-    GroupRules,
-    Groups,
-)
+from engram.store.row_indexes import MAX_READY, MAX_USES, ConsumerVersionIndex, ConsumptionIndex, GroupRules, Groups
 from engram.types import Commit, Draw, Extent
 
 if TYPE_CHECKING:
@@ -114,7 +106,7 @@ class VersionedSampler(DeclaredSampler):
         return {**own, "_storage": None, "_index": None, "_table": None, "version": self.consumer_version}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        version = cast("int", state.pop("version", 0))  # earlier versions pickled none of some samplers
+        version = cast("int", state.pop("version"))
         self.__dict__.update({"_storage": None, "_table": None, **state})
         self._consumer = ConsumerVersion(self.index_name)
         self._consumer.now = version
@@ -226,21 +218,6 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
             )
         rows, tickets, of_rows = drawn
         return Draw(rows, tickets, {"staleness": (consumer - of_rows).float()})
-
-    def draw_among(self, rows: Tensor, n: int, key: int) -> Draw | None:
-        storage, consumer = cast("SampledStorage", self._storage), self.consumer_version
-        tickets = storage.tickets_of(rows)
-        versions, moved = self._read(storage, rows, tickets)
-        there = ~versions.isnan()
-        there[moved] = False
-        rows, tickets, versions = rows[there], tickets[there], versions[there]
-        distinct, of = torch.unique(versions, return_inverse=True)
-        ends, points = self._weights(consumer - distinct)[of].cumsum(0), native.empty_rows(n)
-        if not len(ends) or not ends[-1] > 0:
-            return None
-        native.uniform(key, 1 << 53, points)
-        places = torch.searchsorted(ends, points * (float(ends[-1]) / (1 << 53)), right=True)
-        return Draw(rows[places], tickets[places], {"staleness": (consumer - versions[places]).float()})
 
     def masses(self, storage: SampledStorage) -> Masses:
         size, total = len(storage), 0.0
@@ -366,6 +343,11 @@ class IndexedSampler(NativeSampler, Generic[_Index]):
     _storage: SampledStorage | None = None
     _index: _Index | None = None
 
+    @property
+    def draws_of_a_row(self) -> int | None:  # type: ignore[override]
+        """After so many draws a row, or its group, is used up; None: never."""
+        return self._rules.max_uses
+
     def _index_of(self, storage: SampledStorage) -> _Index | None:
         """The index of a storage; None while nothing was ever written there."""
         raise NotImplementedError
@@ -394,47 +376,17 @@ class IndexedSampler(NativeSampler, Generic[_Index]):
 class RuledSampler(VersionedSampler, IndexedSampler[_Index]):
     """Draws rows that are ready, fresh and not used up."""
 
-    _rules = GroupRules()
-    _uses_name = "max_uses"
-
-    def follow(
-        self,
-        who: str,
-        ready: Sequence[str | FieldPath] = (),
-        max_uses: int | None = None,
-        max_staleness: int = -1,
-        policy_version: str | FieldPath = "policy_version",
-        index: str | None = None,
+    def _follow(
+        self, who: str, rules: GroupRules, ready: object, max_staleness: int, version: str | FieldPath, index: str
     ) -> None:
-        """Draw by these rules, too, before a buffer takes it. ``who``: for messages.
-
-        Raises ``TypeError``, ``ValueError``: they are no rules, it follows some of them already, or it has drawn.
-
-        >>> from engram import PromptGroupSampler
-        >>> sampler = PromptGroupSampler(samples_per_group=8, ready=("reward",))
-        >>> sampler.follow("example", max_uses=1)
-        >>> sampler
-        PromptGroupSampler(samples_per_group=8, ready=['reward'], max_uses=1)
-        """
-        path, fields = checked_path(policy_version, f"{who}: policy_version"), _ready_fields(ready, f"{who}: ready")
+        """Draw by these rules, and only rows that are ready and fresh. Raises ``TypeError``, ``ValueError``: arguments say no rules."""
+        check_index_name(index, f"{who}: index")
+        path = checked_path(version, f"{who}: policy_version")
         staleness = check_count(f"{who}: max_staleness", max_staleness, least=-1, most=VERSION_LIMIT - 1)
-        given: dict[str, Any] = {"ready": fields} if fields else {}
-        if max_uses is not None:
-            self._check_uses(who)
-            given["max_uses"] = check_count(f"{who}: max_uses", max_uses, most=MAX_USES - 1)
+        self._rules = rules._replace(ready=_ready_fields(ready, f"{who}: ready"))
         if staleness >= 0:
-            given |= {"version": path, "max_staleness": staleness}
-        if self._storage is not None or any(getattr(self._rules, name) != getattr(ALL_ROWS, name) for name in given):
-            raise ValueError(
-                f"{who}: expected each rule once, before a buffer has the sampler, got {sorted(given)} for {self!r:.80}."
-            )
-        self._rules = self._rules._replace(**given)
-        if index is not None:
-            check_index_name(index, f"{who}: index")
-            self.index_name, self._consumer = index, ConsumerVersion(index)
-
-    def _check_uses(self, who: str) -> None:
-        """Raise ``ValueError``: what is drawn cannot be used up."""
+            self._rules = self._rules._replace(version=path, max_staleness=staleness)
+        self.index_name, self._consumer = index, ConsumerVersion(index)
 
     def moved(self) -> None:
         super().moved()
@@ -467,7 +419,7 @@ class RuledSampler(VersionedSampler, IndexedSampler[_Index]):
         if self.ready:
             said.append(f"those that are not ready={self.ready!r}")
         if self.max_uses is not None:
-            said.append(f"those that were used {self._uses_name}={self.max_uses} times")
+            said.append(f"those that were used max_uses={self.max_uses} times")
         if self._rules.version is not None:
             said.append(f"those whose {public(self._rules.version)!r} is below {self._floor():g}")
         return f"rows do not count: {' or '.join(said)}"
@@ -494,17 +446,13 @@ class RuledSampler(VersionedSampler, IndexedSampler[_Index]):
         where, rules = type(self).__name__, self._rules
         told = {"uses": rules.max_uses, "consumer_version": rules.version}
         check_keys(state_dict, [name for name, rule in told.items() if rule is not None], where)
-        uses = None
+        uses = version = None
         if rules.max_uses is not None:
             rows = capacity or (0 if self._storage is None else self._storage.max_size)
             uses = checked_uses(state_dict, "uses", MAX_USES - 1, rows, where)
-        return Change(self._take, uses, self._version_in(state_dict, where))
-
-    def _version_in(self, state: dict[str, object], where: str) -> int | None:
-        """The consumer's version in a state, where rows have versions. Raises ``TypeError``, ``ValueError``: it is none."""
-        if self._rules.version is None:
-            return None
-        return integer(state, "consumer_version", -VERSION_LIMIT + 1, VERSION_LIMIT, where)
+        if rules.version is not None:
+            version = integer(state_dict, "consumer_version", -VERSION_LIMIT + 1, VERSION_LIMIT, where)
+        return Change(self._take, uses, version)
 
     def _take(self, uses: Tensor | None, version: int | None) -> None:
         if uses is not None:

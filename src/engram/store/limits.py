@@ -72,8 +72,9 @@ class MinSize:
 class MaxInFlight:
     """Inserts wait while so many rows are inserted that no sampler has used up: a queue. Raises as :class:`SamplesPerInsert`.
 
-    For a sampler that uses rows up, after a number of draws. A row that is removed, evicted, overwritten, or lost with its writer is in
-    flight no longer, and one that may be drawn again (``mark_update``) is in flight again.
+    For a sampler that uses rows up one by one, after a number of draws: not for groups, which may never be complete. A row that is
+    removed, evicted, overwritten, or lost with its writer is in flight no longer, and one that may be drawn again (``mark_update``) is in
+    flight again.
 
     >>> from engram import MaxInFlight
     >>> MaxInFlight(5_000)
@@ -127,16 +128,10 @@ class Rules(NamedTuple):
                 "Take a smaller min_size."
             )
         if self.in_flight and not consumes:
-            groups = draws_of_a_row is not None
             raise ValueError(
-                f"{call}: MaxInFlight({self.in_flight}): expected a sampler that uses rows up"
-                f"{' one by one' if groups else ''}, such as a ConsumingSampler or a FilteredSampler with max_uses: "
-                + (
-                    "rows of groups that are never complete would hold inserts up for ever. Make a storage of as many rows as may "
-                    "wait: the oldest make way, and rb.stats() counts them as evicted_rows."
-                    if groups
-                    else "with others inserts would wait for ever. SamplesPerInsert limits inserts for every sampler."
-                )
+                f"{call}: MaxInFlight({self.in_flight}): expected a sampler that uses rows up one by one, such as a ConsumingSampler or a "
+                "FilteredSampler with max_uses: with others inserts would wait for ever, as they would for groups that are never complete. "
+                "SamplesPerInsert limits inserts for every sampler; a storage of as many rows lets the oldest make way, and counts them."
             )
         if self.in_flight and self.in_flight < self.min_size:
             raise ValueError(
