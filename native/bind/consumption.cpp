@@ -70,9 +70,8 @@ nb::dict totals(const BoundConsumption& self) {
   const Consumption::Totals of = self.totals();
   nb::dict said;
   said["drawable_rows"] = self.drawable();
-  if (!self.rules().any()) return said;
   said["starved_draws"] = of.starved;
-  if (self.most() > 0) said["used_rows"] = of.used, said["evicted_rows"] = of.evicted;
+  if (self.most() > 0) said["used_rows"] = of.used, said["evicted_rows"] = of.evicted, said["dropped_rows"] = of.dropped;
   if (self.rules().dated) said["expired_rows"] = of.expired;
   return said;
 }

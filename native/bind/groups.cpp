@@ -217,7 +217,7 @@ void bind_groups(nb::module_& m) {
             const Groups::Counts counts = self.counted();
             nb::dict said;
             said["groups"] = counts.groups, said["starved_draws"] = counts.starved;
-            if (self.policy().most > 0) said["used_rows"] = counts.used, said["evicted_rows"] = counts.evicted;
+            if (self.policy().most > 0) said["used_rows"] = counts.used, said["evicted_rows"] = counts.evicted, said["dropped_rows"] = counts.dropped;
             if (self.policy().dated) said["expired_rows"] = counts.expired;
             return said;
           },

@@ -146,10 +146,8 @@ bool Consumption::is_of(std::uint64_t row, std::int64_t drawn) const {
   return numbers_[row] != 0 && numbers_[row] <= number && (numbers_[row] == number || is_known(row, word_of(row)));
 }
 
-// Whether a live row is not used up, where the rules say that rows are.
-bool Consumption::is_waited_for(std::uint64_t row) const {
-  return rules_.any() && numbers_[row] != 0 && most_ > 0 && has_draws_left(row);
-}
+// Whether a live row is not used up, where rows are.
+bool Consumption::is_waited_for(std::uint64_t row) const { return numbers_[row] != 0 && most_ > 0 && has_draws_left(row); }
 
 // Before its number changes.
 void Consumption::count_evicted(std::uint64_t row, std::uint64_t number) {
@@ -276,7 +274,7 @@ void Consumption::count(std::uint64_t row) {
   if (most_ == 0) return;
   ++counts_[row];
   if ((counts_[row] & kReaders) != kReaders) counts_[row] += kReader;
-  if (rules_.any() && count_of(row) >= most_) header_->used_up.fetch_add(1, std::memory_order_relaxed);
+  if (count_of(row) >= most_) header_->used_up.fetch_add(1, std::memory_order_relaxed);
 }
 
 std::uint64_t Consumption::admit(const std::int64_t* rows, const std::int64_t* numbers, std::uint64_t n, std::uint64_t most,
@@ -326,9 +324,8 @@ void Consumption::set_floor(double floor) {
 }
 
 Consumption::Totals Consumption::totals() const {
-  if (!rules_.any()) return {};
   const auto of = [](const Word& word) { return word.load(std::memory_order_relaxed); };
-  return {of(header_->used_up), of(header_->expired), of(header_->evicted), of(header_->starved)};
+  return {of(header_->used_up), of(header_->expired), of(header_->evicted), of(header_->dropped), of(header_->starved)};
 }
 
 void Consumption::were_read(const std::int64_t* rows, const std::int64_t* numbers, std::uint64_t n) {
@@ -354,7 +351,7 @@ void Consumption::take_back(const std::int64_t* rows, const std::int64_t* number
     const auto row = static_cast<std::uint64_t>(rows[i]);
     if (!is_of(row, copied(numbers[i])) || count_of(row) == 0) continue;
     no_longer_read(row);
-    if (rules_.any() && !has_draws_left(row)) header_->used_up.fetch_sub(1, std::memory_order_relaxed);
+    if (!has_draws_left(row)) header_->used_up.fetch_sub(1, std::memory_order_relaxed);
     --counts_[row];
     if ((counts_[row] & kReaders) != 0) counts_[row] -= kReader;
     place(row);
@@ -489,10 +486,10 @@ void Consumption::edited(const std::int64_t* rows, std::uint64_t n, std::uint64_
   change.done();
 }
 
-void Consumption::lost(const std::int64_t* rows, std::uint64_t n) { forget(rows, n, false); }
-void Consumption::evicted(const std::int64_t* rows, std::uint64_t n) { forget(rows, n, true); }
+void Consumption::lost(const std::int64_t* rows, std::uint64_t n) { forget(rows, n, header_->dropped); }
+void Consumption::evicted(const std::int64_t* rows, std::uint64_t n) { forget(rows, n, header_->evicted); }
 
-void Consumption::forget(const std::int64_t* rows, std::uint64_t n, bool counted) {
+void Consumption::forget(const std::int64_t* rows, std::uint64_t n, Word& counter) {
   const OwnRows own(rows, n, rows_);
   const RedoLock guard = lock(1);
   Change change(*this);
@@ -500,7 +497,7 @@ void Consumption::forget(const std::int64_t* rows, std::uint64_t n, bool counted
     const auto row = static_cast<std::uint64_t>(rows[i]);
     const std::uint64_t word = word_of(row);
     if (tickets_ != nullptr && (is_committed(word) || state_of(word) == State::writing)) continue;
-    if (counted && is_waited_for(row)) header_->evicted.fetch_add(1, std::memory_order_relaxed);
+    if (is_waited_for(row)) counter.fetch_add(1, std::memory_order_relaxed);
     note(row, 0, 0);
   }
   change.done();

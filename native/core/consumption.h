@@ -30,7 +30,7 @@
 namespace engram {
 
 struct ConsumptionHeader {
-  char magic[8];  // "engcons\1"; where there are rules, \2: else the words behind `deaths` are not there
+  char magic[8];  // "engcons\1"; where there are rules, \2
   std::uint64_t rows;
   std::uint64_t most;    // draws of a row; 0, where there are rules: any number, and none is counted
   Word drawable, used;   // sizes of the sets, for looks without the mutex
@@ -45,6 +45,7 @@ struct ConsumptionHeader {
   std::uint64_t following;        // rows in the heap
   Word used_up, expired, evicted, starved;  // rows that were used up, that became too old, and that were overwritten before either; and
                                             // draws that found none
+  Word dropped;                             // rows that were removed, or lost with their writer, before they were used up
 };
 static_assert(sizeof(ConsumptionHeader) <= kPage);
 
@@ -76,10 +77,10 @@ class Consumption : public Index {
   /// Rows of versions below `floor` cannot be drawn from now on. O(log rows) for each; a lower floor than before: O(rows).
   void set_floor(double floor);
 
-  /// What was counted since there are these rules, without the mutex: rows that were used up, that became too old, and that were
-  /// overwritten before either; and draws that found none.
+  /// What was counted since there is this index, without the mutex: rows that were used up, that became too old, that were overwritten
+  /// before either, and that were removed or lost; and draws that found none.
   struct Totals {
-    std::uint64_t used, expired, evicted, starved;
+    std::uint64_t used, expired, evicted, dropped, starved;
   };
   Totals totals() const;
   void count_starved() { header_->starved.fetch_add(1, std::memory_order_relaxed); }
@@ -151,7 +152,7 @@ class Consumption : public Index {
   void judge(std::uint64_t row);
   bool is_waited_for(std::uint64_t row) const;
   void count_evicted(std::uint64_t row, std::uint64_t number);
-  void forget(const std::int64_t* rows, std::uint64_t n, bool counted);
+  void forget(const std::int64_t* rows, std::uint64_t n, Word& counter);
   std::uint32_t count_of(std::uint64_t row) const { return counts_[row] & kCount; }
   void note(std::uint64_t row, std::uint64_t number, std::uint32_t count);
   void place(std::uint64_t row);

@@ -470,6 +470,23 @@ bool Groups::look_at(std::uint64_t row) {
   }
 }
 
+void Groups::lost(const std::int64_t* rows, std::uint64_t n) { leave(rows, n, header_->dropped); }
+void Groups::evicted(const std::int64_t* rows, std::uint64_t n) { leave(rows, n, header_->evicted); }
+
+// Rows that hold nothing any more. What is written to them next has no uses, and they are counted once.
+void Groups::leave(const std::int64_t* rows, std::uint64_t n, Word& counter) {
+  const OwnRows own(rows, n, rows_);
+  const RedoLock guard = lock(1);
+  look_at_these({rows}, n);
+  for (std::uint64_t i = 0; counts() && i < n; ++i) {
+    const auto row = static_cast<std::uint64_t>(rows[i]);
+    const std::uint64_t word = tickets_.word(row).load(std::memory_order_acquire);
+    if (writes_[row] == 0 || is_committed(word) || state_of(word) == State::writing) continue;
+    if ((uses_[row] & kUses) < policy_.most) counter.fetch_add(1, std::memory_order_relaxed);
+    writes_[row] = 0;
+  }
+}
+
 void Groups::forget_all() {
   if (counts()) end_counting();
   std::fill_n(numbers_, rows_, 0);
@@ -495,8 +512,8 @@ std::uint64_t Groups::groups(std::uint64_t least, double floor) {
 
 Groups::Counts Groups::counted() const {
   const auto of = [](const Word& word) { return word.load(std::memory_order_relaxed); };
-  if (complete_.empty()) return {.groups = roots_.size(), .used = 0, .expired = 0, .evicted = 0, .starved = 0};
-  return {roots_.size(), of(header_->used), of(header_->expired), of(header_->evicted), of(header_->starved)};
+  if (complete_.empty()) return {.groups = roots_.size(), .used = 0, .expired = 0, .evicted = 0, .dropped = 0, .starved = 0};
+  return {roots_.size(), of(header_->used), of(header_->expired), of(header_->evicted), of(header_->dropped), of(header_->starved)};
 }
 
 // ---- uses ------------------------------------------------------------------------------------------------------------

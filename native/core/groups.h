@@ -71,6 +71,7 @@ struct GroupsHeader {
   std::uint64_t order, least;   // GroupsOrder of the groups of so many rows
   GroupsField reward;           // that the order is by
   std::uint64_t first;          // root of the tree of groups in order
+  Word dropped;                 // rows that were removed, or lost with their writer, before they were used up
 };
 static_assert(sizeof(GroupsHeader) <= kPage);
 
@@ -121,7 +122,7 @@ class Groups : public ContentIndex {
   struct Counts {
     std::uint64_t groups;                  // as of now
     std::uint64_t used, expired, evicted;  // rows that were used up, became too old, or were overwritten before they were used up
-    std::uint64_t starved;                 // draws that found too few complete groups
+    std::uint64_t dropped, starved;        // rows that were removed or lost before that; draws that found too few complete groups
   };
   Counts counted() const;
 
@@ -158,6 +159,9 @@ class Groups : public ContentIndex {
   void copy_uses(std::int32_t* out, std::uint64_t n);
   /// Rows [0, n) were used so often, and others not yet. O(rows).
   void restore_uses(const std::int32_t* uses, std::uint64_t n);
+
+  void lost(const std::int64_t* rows, std::uint64_t n) override;
+  void evicted(const std::int64_t* rows, std::uint64_t n) override;
 
  private:
   using Id = std::uint32_t;  // of a row or a group: its number + 1; 0 is none
@@ -217,6 +221,7 @@ class Groups : public ContentIndex {
   bool look_at(std::uint64_t row) override;
   void forget_all() override;
   void forget(std::uint64_t row);
+  void leave(const std::int64_t* rows, std::uint64_t n, Word& counter);
 
   void expire(double floor);
 

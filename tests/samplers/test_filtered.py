@@ -415,7 +415,6 @@ def test_an_index_has_one_set_of_rules():
 
 def test_what_it_refuses():
     for refused in (
-        ConsumingSampler(),
         SliceSamplerWithoutReplacement(slice_len=2),
         StreamingSliceSampler(slice_len=2),
         FilteredSampler(RandomSampler, max_uses=1),
@@ -425,6 +424,8 @@ def test_what_it_refuses():
     ):
         with pytest.raises((TypeError, ValueError), match="FilteredSampler: "):
             FilteredSampler(refused, ready=("reward",))
+    with pytest.raises(ValueError, match="another than a ConsumingSampler has"):
+        FilteredSampler(ConsumingSampler(2), ready=("reward",), max_uses=1)
     with pytest.raises(ValueError, match="which share rows"):
         FilteredSampler(SliceSampler(slice_len=2), max_uses=1)
     with pytest.raises(ValueError, match="normalize"):

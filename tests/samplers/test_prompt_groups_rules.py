@@ -177,7 +177,7 @@ def test_a_buffer_that_uses_rows_up_uses_groups_up():
     assert sorted(drawn(rb.sample(), 2) + drawn(rb.sample(), 2), key=str)
     assert not rb.can_sample()
     for sampler, error in (
-        (PromptGroupSampler(samples_per_group=2, max_uses=1), "max_uses=2, got PromptGroupSampler"),
+        (PromptGroupSampler(samples_per_group=2, max_uses=1), "as many draws, got PromptGroupSampler"),
         (PromptGroupSampler(num_groups=2), "complete=True"),
     ):
         with pytest.raises(ValueError, match=error):

@@ -27,7 +27,6 @@ from engram.samplers._base import DeclaredSampler, SamplerAround
 from engram.samplers.redraw import Redraw
 from engram.store import DTYPE_OF, Masses, Store, as_rows, dlpack_specs
 from engram.store import Key as DrawKey
-from engram.store.memory import refuse_ragged
 from engram.types import Draw, Entry, Extent, Info, NativeBatch, Sampler, Shown, Traits
 
 if TYPE_CHECKING:
@@ -193,6 +192,9 @@ class Expansion:
             reading.following.check(memory)
             columns += reading.following.columns(columns)
             names += reading.following.names
+        #: Ragged fields by how many steps ahead they are read. Their items are read apart, after the spans and the steps to their rows.
+        self._ragged = _ragged_ahead(columns, reading, f"sample: {who}")
+        columns += [Column("steps", ahead=ahead) for ahead in self._ragged if ahead]
         #: The native read. It returns one tensor per column, then tickets.
         self.native = _native.Expansion(*self._episodes.ends())
         for column in columns:
@@ -227,7 +229,6 @@ class Expansion:
     @staticmethod
     def check_rows(memory: Store, who: str) -> None:
         """Raise ``RuntimeError`` unless each row is one step whose fields have keys."""
-        refuse_ragged(memory.schema, f"sample: {who}", "Draw the rows themselves, or flat windows with a SliceSampler")
         kind, batch = memory.schema.structure.kind, memory.schema.structure.batch
         if kind not in NAMED:
             raise RuntimeError(f"sample: {who}: expected rows whose fields have keys, got a {kind}.")
@@ -247,11 +248,31 @@ class Expansion:
         except IndexError as error:
             raise RowError(f"sample: {error}.") from error
         waiting = False
+        if self._ragged:
+            moved = self._read_items(rows, tensors, moved)
         if self._following is not None:
             moved, waiting = self._following.complete(self.memory, rows, tensors, moved)
         if self._oldest and (old := self._old(rows)):
             moved, waiting = sorted({*moved, *old}), waiting or not moved
         return tensors, moved, waiting
+
+    def _read_items(self, rows: Tensor, tensors: list[Tensor], moved: list[int]) -> list[int]:
+        """Put the items of ragged fields in the place of their spans: all places that moved. ``tensors``: steps are removed."""
+        memory, tickets, length = self.memory, tensors.pop(), self.memory.lane_length
+        steps = {ahead: tensors.pop().reshape(-1).to(torch.int64) - 1 for ahead in reversed(self._ragged) if ahead}
+        tensors.append(tickets)
+        for ahead, which in self._ragged.items():
+            later, expected = rows, tickets
+            if ahead:
+                later = rows - rows % length + (rows % length + steps[ahead].clamp(0, ahead)) % length
+                expected = memory.tickets_of(later)
+            items, changed = memory.read(later, expected=expected, which=which)
+            for number, column in zip(which, items, strict=True):
+                tensors[number] = column
+            moved = sorted({*moved, *changed})
+        if steps:  # rows after one that is still there are those that followed it
+            moved = sorted({*moved, *(memory.tickets_of(rows) != tickets).nonzero().flatten().tolist()})
+        return moved
 
     def _old(self, rows: Tensor) -> list[int]:
         """The places of rows that are among the oldest of a full lane: as it is after the read, which a writer may have overtaken."""
@@ -322,6 +343,18 @@ class Expansion:
         """The stored fields of a batch; the entries that are not stored go to ``info``."""
         info.update(zip(self.computed, tensors[self._count :], strict=True))
         return tensors[: self._count]
+
+
+def _ragged_ahead(columns: Sequence[Column], reading: Reading, who: str) -> dict[int, list[int]]:
+    """The ragged fields, by how many steps ahead they are read. Raises ``TypeError``: one is stacked, summed, relabelled or followed."""
+    ragged = {number for number, field in enumerate(reading.fields) if field.ragged is not None}
+    changed = {column.field for column in columns if column.kind in ("frames", "sum") or column.following}
+    for number in ragged & (changed if reading.relabelling is None else changed | reading.relabelling.reads):
+        raise TypeError(
+            f"{who}: field {reading.fields[number].name}: expected rows of one size, got those of a ragged field, which are read as they "
+            "are stored. Name another field."
+        )
+    return {at: [n for n in sorted(ragged) if columns[n].ahead == at] for at in {columns[n].ahead for n in ragged}}
 
 
 def _patch(tensors: list[Tensor], places: Tensor, fresh: list[Tensor], moved: list[int], still: list[int]) -> list[int]:

@@ -227,7 +227,7 @@ class Relabelling:
                 "sample: Hindsight: end_fn: expected a stored end flag that it can set, such as ('next', 'terminated'), got "
                 f"{[*map(public, reading.numbers)]}. Store one, or name it with end_keys=."
             )
-        source, self._achieved, self.reward = reading.fields[achieved], achieved, reward
+        source, self.reward = reading.fields[achieved], reward
         self.fields = [goal, *reading.nexts_of(reading.fields[goal].key)]
         for field in (reading.fields[number] for number in self.fields):
             for kind, wrong, got, expected in (
@@ -239,6 +239,8 @@ class Relabelling:
                         f"sample: Hindsight: field {field.name}: expected goals of the {kind} {expected} of {source.name}, got {got}. "
                         f"Store both in one {kind}."
                     )
+        #: The fields that goals are put into, or follow from.
+        self.reads = {*self.fields, achieved, reward, *self.ends.values()}
         strategy = [*HindsightStrategy].index(hindsight.strategy)  # as the native core numbers them
         self.native = _native.Goals(strategy, achieved, dlpack_specs([source])[0])
 
@@ -250,7 +252,7 @@ class Relabelling:
                 "sample: Hindsight: expected no NStep or RewardToGo around or inside: the rewards that they add up are those of the "
                 "stored goals. Relabel single steps."
             )
-        for number in (*self.fields, self._achieved, self.reward, *self.ends.values()):
+        for number in self.reads:
             if reading.columns[number].kind != "row":
                 raise TypeError(
                     f"sample: Hindsight: expected {public(reading.fields[number].key)!r} as it is stored, but another expander changes it."
@@ -331,7 +333,9 @@ class Goals:
         if self._steps is not None:
             values = values.repeat_interleave(self._steps, 0)
         n = len(values)
-        first = _native.put_goals(columns, relabelling.fields, values, n)
+        fixed = [it if isinstance(it, Tensor) else values for it in columns]  # of ragged fields the items
+        first = _native.put_goals(fixed, relabelling.fields, values, n)
+        first = [part if isinstance(it, Tensor) else it[:n] for part, it in zip(first, columns, strict=True)]
         batch: object = cast("TensorStorage", storage).batch(first, (n,))  # expanders take no other
         if computed:
             made = cast("dict[Entry, Tensor]", info)

@@ -22,6 +22,7 @@ from engram.samplers.redraw import Redraw
 from engram.saved.parts import Noted
 from engram.storages import Storage, TensorStorage, coordinates
 from engram.store import Key, Store, as_rows
+from engram.store.ragged_rows import items_in
 from engram.types import Draw, Entry, Info, NativeBatch, Shown
 
 if TYPE_CHECKING:
@@ -426,12 +427,13 @@ class WindowReader(UnitReader):
         total, changing = self._unit.total, windows.told[_ANCHORS:]  # which window a record is of stays
         while moved:
             places, fresh = redraw.again(moved)
+            records = (places.unsqueeze(1) * total + torch.arange(total, device="cpu")).flatten()
             told, numbered = bool(windows.told), len(windows.told) > _ANCHOR_TICKETS
             found, read, still = table.read(fresh.rows, fresh.tickets, told=told, numbered=numbered)
             mine = (*windows[:3], *changing, *columns)
             theirs = (*found[:3], *found.told[_ANCHORS:], *read)
             for to, of in zip(mine, theirs, strict=False):  # a field may have been added between both reads
-                _by_window(to, total)[places.to(to.device)] = _by_window(of, total)
+                to[records if items_in(to) is not None else records.to(to.device)] = of
             again = places.tolist()
             moved = [again[i] for i in still]
 
@@ -803,8 +805,3 @@ def _count(memory: Store, windows: Windows) -> None:
         memory.count_sampled(windows.rows[windows.valid])
     else:
         memory.core.count_all_sampled(windows.steps)
-
-
-def _by_window(records: Tensor, total: int) -> Tensor:
-    """``[n * total, ...]`` as ``[n, total, ...]``: a view."""
-    return records.view(-1, total, *records.shape[1:])

@@ -143,12 +143,15 @@ class _Fields(NamedTuple):
             raise RuntimeError('sample: Window: expected rows on the CPU, got an accelerator. Use device="cpu".')
         Expansion.check_rows(memory, "Window")
         fields, numbers = memory.schema.fields, numbers_by_path(memory)
-        of_keys = [[number for path, number in numbers.items() if path[: len(key)] == key] for key in unit.deltas]
+        fixed = {path: number for path, number in numbers.items() if fields[number].ragged is None}
+        of_keys = [[number for path, number in fixed.items() if path[: len(key)] == key] for key in unit.deltas]
         missing = [public(key) for key, found in zip(unit.deltas, of_keys, strict=True) if not found]
-        time = numbers.get(unit.time_key)
+        time = fixed.get(unit.time_key)
         if time is None or missing:
             what = f"deltas: {missing}" if missing else f"time_key: {public(unit.time_key)!r}"
-            raise KeyError(f"sample: Window: {what}: expected a stored field, one of {[*map(public, numbers)]}.")
+            raise KeyError(
+                f"sample: Window: {what}: expected a stored field of one size, one of {[*map(public, fixed)]}."
+            )
         form = fields[time]
         if math.prod(form.shape) != 1 or not form.dtype.startswith(("float", "int", "uint")):
             raise TypeError(

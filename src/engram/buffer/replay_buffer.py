@@ -1522,11 +1522,11 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
         """A flat dict of numbers: ``size, write_count, prefetch_queue_size, initialized, lanes, bytes``, when bounded ``capacity``
         and ``utilization``, and the store's ``void_rows, lapped_rows, redraws``, ``priority_updates_dropped``, ``field_updates`` and
         ``field_updates_dropped``; ``priority_mass``, ``drawable_rows`` and ``consumer_version`` of samplers that have them; of a
-        :class:`PromptGroupSampler`, ``groups`` and ``starved_draws``, those that found too few complete groups, and since the storage
-        has its groups, of rows, ``used_rows``, ``evicted_rows``, those that were overwritten before they were used up, and
-        ``expired_rows``; of a :class:`NextFromFollowing`,
-        ``final_observations_lost``, rows that it passes over as they were overwritten; the limits,
-        as docs/flow-control.md says; of a buffer that follows checkpoints, ``followed_step``, ``followed_age`` in seconds and
+        :class:`PromptGroupSampler` ``groups``; of one that uses rows up or follows rules ``starved_draws``, those that found too few, and
+        since the storage has its counts, of rows, ``used_rows``, ``evicted_rows``, those that were overwritten before they were used up,
+        ``dropped_rows``, those that were removed or lost with their writer before that, and ``expired_rows``; of a
+        :class:`NextFromFollowing`, ``final_observations_lost``, rows that it passes over as they were overwritten; the limits, as
+        docs/flow-control.md says; of a buffer that follows checkpoints, ``followed_step``, ``followed_age`` in seconds and
         ``followed_damaged``, those that were passed over.
 
         Of tensor storages also what all processes of the store have counted: ``sample_count``, rows sampled, and ``replay_ratio``, those

@@ -237,7 +237,7 @@ class Wiring:
         """Limit how fast rows come and go. Raises as ``ReplayBuffer.limit``."""
         rules, storage = rules_of(limits), self.storage
         source = self.bound_sampler()
-        rules.check(storage.max_size, source.draws_of_a_row, "limit")
+        rules.check(storage.max_size, source.draws_of_a_row, "limit", consumes=source.traits.consumes)
         storage.limit(rules, source.drawable(storage) if rules.in_flight else 0)
 
     @property
@@ -252,7 +252,8 @@ class Wiring:
     def checked_sampler(self, given: object) -> Sampler:
         """The sampler to draw with from now on. Raises ``TypeError``: none. ``ValueError``: inserts would wait for ever with it."""
         sampler: Sampler = component(given, Sampler, "sampler", None)
-        self._rules().check(self.storage.max_size, samplers.declared(sampler).draws_of_a_row, "set_sampler")
+        of, most = samplers.declared(sampler), self.storage.max_size
+        self._rules().check(most, of.draws_of_a_row, "set_sampler", consumes=of.traits.consumes)
         return sampler
 
     def can_sample(self, rows: int) -> bool:
@@ -416,15 +417,12 @@ def consuming_sampler(given: object, draws: int, call: str) -> Sampler:
     draws, source = check_count(what, draws), samplers.declared(sampler)
     if source.traits.draws_uniformly:
         return samplers.ConsumingSampler(draws)
-    uses = source.draws_of_a_row
-    if isinstance(source, samplers.PromptGroupSampler):
-        if source.max_uses is None:
-            source.use_up(draws, what)
-        uses = source.max_uses
-    if uses != draws:
+    if isinstance(source, samplers.PromptGroupSampler) and source.max_uses is None:
+        source.use_up(draws, what)
+    if source.draws_of_a_row != draws:
         raise ValueError(
-            f"{what}: expected the default sampler, a ConsumingSampler(max_sample_count={draws}), or a PromptGroupSampler with "
-            f"max_uses={draws}, got {sampler!r}. Leave one of them out."
+            f"{what}: expected the default sampler, a ConsumingSampler(max_sample_count={draws}), or another one that uses rows up after "
+            f"as many draws, got {sampler!r}. Leave it out, or pass FilteredSampler(…, max_uses={draws})."
         )
     return sampler
 

@@ -101,8 +101,8 @@ METRICS = (
     _counter("starved_draws", "Draws that found too few complete groups, or too few rows.", "starved_draws"),
     _counter(
         "gone_rows",
-        "Rows that are in no group any more: used up, too old, or overwritten before they were used up.",
-        {"used": "used_rows", "expired": "expired_rows", "evicted": "evicted_rows"},
+        "Rows that are drawn no more: used up, too old, or overwritten, removed or lost before they were used up.",
+        {"used": "used_rows", "expired": "expired_rows", "evicted": "evicted_rows", "dropped": "dropped_rows"},
         "of",
     ),
     _gauge("priority_mass", "Sum of what rows are drawn by: priority ** alpha.", "priority_mass"),

@@ -186,8 +186,8 @@ class Scan:
         if usage is not None and name is None:
             often: Ints = usage.counts(self.rows).numpy()
             return often, int(often.max(initial=0))
-        if name is not None and isinstance(sampler, DeclaredSampler) and sampler.draws_of_a_row is not None:
-            most = sampler.draws_of_a_row
+        if name is not None and isinstance(sampler, DeclaredSampler) and sampler.traits.consumes:
+            most = sampler.draws_of_a_row or 0
             index = self._storage.consumption(name, most)
         if index is None:
             raise RuntimeError(

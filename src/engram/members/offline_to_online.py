@@ -11,6 +11,7 @@ from engram._support.checks import check_callable, check_count, check_number
 from engram._support.tensordicts import is_tensor_collection
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.buffer.tensordict import TensorDictReplayBuffer
+from engram.members.reading import Member, concatenated
 from engram.storages import LazyTensorStorage
 from engram.storages.items import join
 
@@ -55,6 +56,9 @@ class OfflineToOnlineReplayBuffer(Generic[Batch]):
     Raises:
         TypeError: the dataset has no ``sample``, such as the name of one. ValueError: not exactly one of ``online_storage`` and
             ``online_capacity``; a share or size out of range.
+
+    Ragged fields are joined, too, and laid out as by the dataset, a :class:`ReplayBuffer` then: both buffers draw rows that are as they
+    were read, without transforms and expanders.
 
     ``offline_buffer`` and ``online_buffer`` are the two. Priorities are theirs: draw from each by itself to update some, as a batch
     here does not say which rows it holds.
@@ -189,12 +193,20 @@ class OfflineToOnlineReplayBuffer(Generic[Batch]):
             batch = _anonymous(self.offline_buffer.sample(size))
         elif offline == 0:
             batch = _anonymous(self.online_buffer.sample(size))
+        elif self.online_buffer.storage.is_ragged:
+            dataset = self.offline_buffer
+            if not isinstance(dataset, ReplayBuffer) or not dataset.storage.is_ragged:
+                raise TypeError(
+                    f"sample: expected a ReplayBuffer with ragged fields as offline_dataset, as online, got a {type(dataset).__name__}."
+                )
+            both = (Member(0, dataset), offline), (Member(1, self.online_buffer), size - offline)
+            batch = cast("Batch", concatenated(both))
         else:
-            both = (
+            batches = (
                 _anonymous(self.offline_buffer.sample(offline)),
                 _anonymous(self.online_buffer.sample(size - offline)),
             )
-            batch = join(both, ("of the dataset", "of the online buffer"), torch.cat)
+            batch = join(batches, ("of the dataset", "of the online buffer"), torch.cat)
         return batch if self._transform is None else self._transform(batch)
 
     def __len__(self) -> int:

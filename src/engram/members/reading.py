@@ -15,10 +15,10 @@ from engram.buffer.window_marks import attach
 from engram.errors import NoSampleable
 from engram.members.components import SamplerEnsemble, naming
 from engram.remote.fleet import plans
-from engram.samplers._base import check_drawable
+from engram.samplers._base import check_drawable, key_for
 from engram.storages import items
+from engram.store import ragged_rows
 from engram.store.limits import WAIT_S, LimitWait
-from engram.store.memory import refuse_ragged
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -189,7 +189,7 @@ class Member:
         if not storage.traits.has_fields:
             return Drawn([item for part in parts for item in part.columns], rows, info)
         # A field may have been added between two parts.
-        columns = [torch.cat(column) for column in zip(*(part.columns for part in parts), strict=False)]
+        columns = [ragged_rows.joined(column) for column in zip(*(part.columns for part in parts), strict=False)]
         return Drawn(columns, rows, info)
 
     def cut(self, drawn: Drawn, parts: int) -> list[Drawn]:
@@ -234,7 +234,6 @@ def check_alike(members: Sequence[Member]) -> None:
     first = members[0]
     assert first.memory is not None  # its rows were drawn
     own = first.memory.schema
-    refuse_ragged(own, "sample: an ensemble", "Sample its members")
     for other in members[1:]:
         assert other.memory is not None
         other_schema = other.memory.schema
@@ -290,9 +289,15 @@ class _Parts(NamedTuple):
         in_order = order == list(range(len(places)))
         return cls(parts, len(places), shapes[0], None if in_order else torch.tensor(order, device="cpu"))
 
+    @property
+    def flat(self) -> bool:
+        """Whether the rows of all parts are in one dimension: those of ragged fields have no others."""
+        return bool(self.parts[0].member.wiring.storage.is_ragged)
+
     def joined(self, values: Sequence[Tensor]) -> Tensor:
-        """Tensors of each part, ``[parts, rows, ...]``."""
-        return plans.joined(values, self.order, self.total)
+        """Tensors of each part, ``[*batch, ...]``."""
+        joined = plans.joined(values, self.order, self.total)
+        return joined if not self.flat or ragged_rows.items_in(joined) is not None else joined.flatten(0, 1)
 
 
 #: Parts of a batch, their members ``[parts]``, and what the batch is said to be.
@@ -393,6 +398,8 @@ class EnsembleReadPath(ReadPath):
             member = part.member
             if not member.is_plain or member.wiring.source.computed_keys != keys:
                 return False
+        if member.wiring.storage.is_ragged and not all(one.is_plain for one in self._members):
+            return False  # whichever are drawn
         schemas = tuple([None if member.memory is None else member.memory.schema for member in self._members])
         if schemas != self._alike:
             check_alike([member for member in self._members if member.is_plain and member.memory is not None])
@@ -402,8 +409,9 @@ class EnsembleReadPath(ReadPath):
     def _gathered(self, batch: _Parts) -> object:
         # A field may have been added between two parts.
         fields = zip(*[part.drawn.columns for part in batch.parts], strict=False)
-        columns = [batch.joined(field) for field in fields]
-        return batch.parts[0].member.wiring.storage.batch(columns, (batch.total, *batch.shape))
+        columns, (rows, *others) = [batch.joined(field) for field in fields], batch.shape
+        shape = (batch.total * rows, *others) if batch.flat else (batch.total, *batch.shape)
+        return batch.parts[0].member.wiring.storage.batch(columns, shape)
 
     def _collated(self, parts: Sequence[_Part], ids: Tensor) -> object:
         made: dict[int, object] = {}
@@ -412,7 +420,7 @@ class EnsembleReadPath(ReadPath):
                 made[place] = part.member.finished(drawn)
         chunks = [made[place] for place in range(len(ids))]
         how = self._wiring.collate_fn
-        return collated(chunks, ids.tolist()) if how is None else how(chunks)
+        return collated(chunks, [self._members[number] for number in ids.tolist()]) if how is None else how(chunks)
 
     def _attached(self, data: TensorDict, info: dict[Entry, Tensor], ids: Tensor) -> object:
         lead, named = self._named(info, ids)
@@ -424,7 +432,8 @@ class EnsembleReadPath(ReadPath):
     def _named(self, info: dict[Entry, Tensor], ids: Tensor) -> tuple[torch.Size, Tensor]:
         """The batch dimensions, and the member of each row."""
         lead = _lead(info[_INDEX], self._members)
-        return lead, ids.reshape(-1, *(1,) * (len(lead) - 1)).expand(lead)
+        each = ids.repeat_interleave(lead[0] // len(ids))  # 1, unless the rows of all parts are in one dimension
+        return lead, each.reshape(-1, *(1,) * (len(lead) - 1)).expand(lead)
 
     def info(self, rows: Tensor, info: dict[Entry, Tensor]) -> TensorDict:  # type: ignore[override]
         """A TensorDict ``[parts, rows]``."""
@@ -435,13 +444,35 @@ class EnsembleReadPath(ReadPath):
         return made
 
 
-def collated(chunks: Sequence[object], ids: Sequence[int]) -> object:
+def concatenated(parts: Sequence[tuple[Member, int]]) -> object:
+    """Rows of members, so many of each, as one batch of one dimension. Ragged fields are laid out as in the first one.
+
+    Raises as :func:`check_alike`. RuntimeError: a member adds to what it has read, or changes it. What drawing raises.
+    """
+    keys = [key_for(it.wiring.storage, generator=it.wiring.generator) for it, _ in parts]
+    drawn = [member.draw(key.value, n, WAIT_S) for key, (member, n) in zip(keys, parts, strict=True)]
+    check_alike([member for member, _ in parts])
+    if not all(member.is_plain and not member.wiring.source.computed_keys for member, _ in parts):
+        raise RuntimeError(
+            "sample: expected buffers whose batches are what was read, to join ragged fields, got one with transforms, expanders or "
+            "functions of its own. Give transforms to the buffer that joins: transform=."
+        )
+    columns = [ragged_rows.joined(column) for column in zip(*(part.columns for part in drawn), strict=False)]
+    return parts[0][0].wiring.storage.batch(columns, (sum(len(part.rows) for part in drawn),))
+
+
+def collated(chunks: Sequence[object], members: Sequence[Member]) -> object:
     """Parts of a batch on top of each other: ``[parts, ...]``. Of TensorDicts whose shapes differ a lazy stack.
 
     Raises:
-        KeyError: other fields. RuntimeError: other dtypes, or other shapes of tensors. TypeError: they are no tensors.
+        KeyError: other fields. RuntimeError: other dtypes, or other shapes of tensors; ragged fields. TypeError: they are no tensors.
     """
-    owners = [f"of member {member}" for member in ids]
+    if any(member.wiring.storage.is_ragged for member in members):
+        raise RuntimeError(
+            "sample: an ensemble: expected parts of one shape, which can be stacked, got ragged fields. Give transforms and functions of "
+            "members to the ensemble, which joins what members read, or pass it a collate_fn. Read rows of one member: rb[i, rows]."
+        )
+    owners = [f"of member {member.number}" for member in members]
     if all(map(is_tensor_collection, chunks)):
         items.join(chunks, owners, lambda leaves: leaves[0])  # checks them
         return items.stack(list(chunks))

@@ -110,7 +110,8 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
     """Draws batches from several buffers, the members, and divides rows among them.
 
     A batch has ``num_buffer_sampled`` parts of ``batch_size / num_buffer_sampled`` rows: ``[parts, rows, ...]``. Each part is of one
-    member: it was drawn by its sampler, collated by it and went through its transforms. ``len`` is the number of members.
+    member: it was drawn by its sampler, collated by it and went through its transforms. Rows with ragged fields have one dimension,
+    ``[batch_size]``, one part after another; their members have no transforms. ``len`` is the number of members.
 
     Args:
         *rbs: the members. They stay buffers: write to them, and sample from them, as before. Change their components before, or by
@@ -578,7 +579,7 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
         if rows is not None:
             how = self._wiring.collate_fn
             parts = [self._rows(member, rows) for member in named]
-            return collated(parts, named) if how is None else how(parts)
+            return collated(parts, [self._members[number] for number in named]) if how is None else how(parts)
         if named == list(range(len(self._rbs))):
             return self
         wiring, settings, some = self._wiring, self._settings, self._wiring.sampler.some(named)

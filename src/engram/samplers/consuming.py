@@ -33,10 +33,6 @@ _FEW = 8
 class CountingSampler(IndexedSampler[ConsumptionIndex]):
     """Draws rows of which an index counts the draws."""
 
-    @property
-    def draws_of_a_row(self) -> int | None:  # type: ignore[override]
-        return self._rules.max_uses
-
     def bind(self, storage: SampledStorage) -> None:
         """Meet the storage whose rows are drawn. Raises as the class says.
 
@@ -184,6 +180,8 @@ class ConsumingSampler(CountingSampler):
         rows, tickets = _NOTHING if index is None else index.claim(key, batch_size)
         self.ran_out = index is None or index.core.drawable == 0
         if not len(rows):
+            if index is not None:
+                index.core.count_starved()
             raise NoSampleable(
                 f"sample: no row is left that was drawn fewer than max_sample_count={self.max_sample_count} times. Add data before "
                 "sampling."
@@ -247,12 +245,15 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler[ConsumptionIn
     that could be drawn when it was opened.
 
     Everything else is that of :attr:`sampler`: priorities, weights, marks, and attributes such as ``rb.sampler.beta``.
-    ``rb.sample(timeout=)`` waits for rows. ``rb.stats()`` has ``drawable_rows``, ``starved_draws``, which found too few,
-    ``expired_rows``, which became too old, and with ``max_uses`` beside other rules ``used_rows`` and ``evicted_rows``, which were
-    overwritten before they were used up. Which rows are too old is counted when the next batch is drawn.
+    ``rb.sample(timeout=)`` waits for rows. ``rb.stats()`` has ``drawable_rows``, ``starved_draws``, which found too few, ``expired_rows``,
+    which became too old, and with ``max_uses`` ``used_rows``, ``evicted_rows``, which were overwritten before they were used up, and
+    ``dropped_rows``, which were removed or lost with their writer before that. Which rows are too old is counted when the next batch is
+    drawn.
 
     Args:
-        sampler: a sampler of rows, or a slice sampler with replacement, or a class of one. Expanders go around this one.
+        sampler: a sampler of rows, or a slice sampler with replacement, or a class of one. Expanders go around this one. A
+            :class:`ConsumingSampler` says ``max_uses``, and draws each row once in a batch at most; the ``max_staleness`` of a
+            :class:`StalenessAwareSampler` is a rule here.
         ready: fields of floating numbers, 16 at most: a row is not drawn while one of them holds a NaN in it.
         max_uses: draws of a row; None: any number. Not with slice samplers, whose windows share rows.
         max_staleness: how far a row's version may be behind ``consumer_version``; -1: rows need no version.
@@ -260,11 +261,11 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler[ConsumptionIn
         index: samplers with other rules need other names. The consumer's version has the same name.
 
     Raises:
-        TypeError: no such sampler, or one that uses rows up itself, or no ints; when a buffer takes it: a list, but for ``max_uses``
-            alone. When drawing: versions that are no real numbers, a field of ``ready`` with integers, of which none is NaN, or rows on
-            an accelerator.
-        ValueError: no rule, a number out of range, ``max_uses`` with a slice sampler, or ``normalize="batch"`` of a
-            :class:`PrioritizedSampler`; when a buffer takes it: a list without a bound.
+        TypeError: no such sampler, a :class:`PromptGroupSampler`, which takes these rules itself, or no ints; when a buffer takes it: a
+            list, but for ``max_uses`` alone. When drawing: versions that are no real numbers, a field of ``ready`` with integers, of which
+            none is NaN, or rows on an accelerator.
+        ValueError: no rule, a number out of range, ``max_uses`` with a slice sampler or another one than a ConsumingSampler has, or
+            ``normalize="batch"`` of a :class:`PrioritizedSampler`; when a buffer takes it: a list without a bound.
         KeyError (when drawing): no such field.
         IncompatibleStore (when drawing): the storage's index of that name has other rules.
         NoSampleable (when drawing): no row can be drawn, or 1,000 draws in a row found none that can (a ``RuntimeError``).
@@ -303,19 +304,23 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler[ConsumptionIn
         inner = cast("Any", given)
         of = declared(inner).traits if isinstance(given, Sampler) else Traits()
         windows = of.reads_windows and not (of.has_epochs or inner.streaming or inner.settings.online)
-        around = isinstance(given, SamplerAround) or of.consumes or of.awaits_rows
+        counted = given.max_sample_count if isinstance(given, ConsumingSampler) else None
+        around = isinstance(given, SamplerAround) or (of.consumes and not counted) or of.awaits_rows
         if not isinstance(given, Sampler) or around or of.draws_windows != windows:
             raise TypeError(
-                f"{name}: sampler: expected a sampler of rows that uses none up, or a slice sampler with replacement, got {inner!r:.80}. "
-                "Put expanders around this one; a PromptGroupSampler has such rules itself."
+                f"{name}: sampler: expected a sampler of rows, or a slice sampler with replacement, got {inner!r:.80}. Put expanders and a "
+                "LengthBucketSampler around this one; a PromptGroupSampler follows such rules itself: give them to it."
             )
+        if isinstance(given, VersionedSampler) and max_staleness == -1:
+            max_staleness, policy_version = inner.max_staleness, inner.version_key
+        max_uses = counted if max_uses is None else max_uses
         uses = None if max_uses is None else check_count(f"{name}: max_uses", max_uses, most=MAX_USES - 1)
         self._follow(name, GroupRules(max_uses=uses), ready, max_staleness, policy_version, index)
         over_batch = isinstance(given, PrioritizedSampler) and given.normalize == "batch"
-        if not (self._rules.exclude or uses) or (uses and windows) or over_batch:
+        if not (self._rules.exclude or uses) or (uses and windows) or over_batch or (counted and counted != uses):
             raise ValueError(
-                f"{name}: expected one of ready, max_uses and max_staleness, no max_uses with windows, which share rows, and weights that "
-                f'are not those of normalize="batch", got max_uses={uses} and {inner!r:.80}.'
+                f"{name}: expected one of ready, max_uses and max_staleness, no max_uses with windows, which share rows, or another than a "
+                f'ConsumingSampler has, and weights that are not those of normalize="batch", got max_uses={uses} and {inner!r:.80}.'
             )
         #: Rows that were drawn since the epoch of a sampler without replacement began; -1: its last batch said that it is over.
         self._seen = 0
@@ -328,6 +333,8 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler[ConsumptionIn
             cast("Any", inner).admits = self._admits
         if self._rules.version is None and isinstance(inner, VersionedSampler):
             self._consumer = inner._consumer  # noqa: SLF001 - the only one that counts
+        if isinstance(inner, ConsumingSampler):
+            inner._rules, inner.index_name = self._rules, self.index_name  # noqa: SLF001 - one index counts
         self.sampler = inner
 
     @property
@@ -388,7 +395,9 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler[ConsumptionIn
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
         source, parts, need, tries = self._source, list[tuple[Draw, Tensor]](), batch_size, Retries()
-        if source.traits.draws_windows:
+        if source.traits.consumes and not ((index := self._attached()) and index.core.drawable):
+            raise self._starved(index)
+        if source.traits.draws_windows or source.traits.consumes:
             return source.draw(extent, batch_size, key)
         once, ended, self.ran_out = source.traits.draws_once, False, False
         while need and tries.count < MAX_DRAWS:
@@ -431,6 +440,8 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler[ConsumptionIn
         if drawn is None:
             independent = left and (of.draws_uniformly or of.prioritized)
             most = min(n * extent.size // left, _MAX_OFFERED) if independent else n
+            if tries.count >= _FEW and not of.draws_once:  # most of what is drawn is refused
+                most = min(extent.size, _MAX_OFFERED)
             drawn = self._source.draw(extent, max(n, most), tries.key_of(key))
         assert self._storage is not None  # it has rows
         return drawn if drawn.tickets is not None else drawn._replace(tickets=self._storage.tickets_of(drawn.rows))

@@ -70,8 +70,7 @@ class LengthBucketSampler(SamplerAround):
             raise TypeError(
                 f"{name}: sampler: expected a sampler of single rows without epochs, such as RandomSampler(), got {inner!r:.80}."
             )
-        chooser = inner.sampler if isinstance(inner, FilteredSampler) else inner
-        if isinstance(chooser, PrioritizedSampler) and chooser.normalize == "batch":
+        if isinstance(inner, PrioritizedSampler) and inner.normalize == "batch":
             raise ValueError(
                 f'{name}: sampler: expected weights that are not those of normalize="batch", got {inner!r:.80}.'
             )

@@ -343,6 +343,11 @@ class IndexedSampler(NativeSampler, Generic[_Index]):
     _storage: SampledStorage | None = None
     _index: _Index | None = None
 
+    @property
+    def draws_of_a_row(self) -> int | None:  # type: ignore[override]
+        """After so many draws a row, or its group, is used up; None: never."""
+        return self._rules.max_uses
+
     def _index_of(self, storage: SampledStorage) -> _Index | None:
         """The index of a storage; None while nothing was ever written there."""
         raise NotImplementedError

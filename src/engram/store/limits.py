@@ -72,8 +72,9 @@ class MinSize:
 class MaxInFlight:
     """Inserts wait while so many rows are inserted that no sampler has used up: a queue. Raises as :class:`SamplesPerInsert`.
 
-    For a sampler that uses rows up, after a number of draws. A row that is removed, evicted, overwritten, or lost with its writer is in
-    flight no longer, and one that may be drawn again (``mark_update``) is in flight again.
+    For a sampler that uses rows up one by one, after a number of draws: not for groups, which may never be complete. A row that is
+    removed, evicted, overwritten, or lost with its writer is in flight no longer, and one that may be drawn again (``mark_update``) is in
+    flight again.
 
     >>> from engram import MaxInFlight
     >>> MaxInFlight(5_000)
@@ -109,13 +110,14 @@ class Rules(NamedTuple):
             found.append(MaxInFlight(self.in_flight))
         return tuple(found)
 
-    def check(self, capacity: int, draws_of_a_row: int | None, call: str) -> None:
+    def check(self, capacity: int, draws_of_a_row: int | None, call: str, *, consumes: bool) -> None:
         """Refuse what would stop inserts and samples for ever.
 
         Args:
             capacity: rows of the storage.
             draws_of_a_row: after how many draws the sampler uses a row up; None: never.
             call: what to call it in errors.
+            consumes: whether the store counts its rows that are not used up, one by one.
 
         Raises:
             ValueError: it would.
@@ -125,10 +127,11 @@ class Rules(NamedTuple):
                 f"{call}: expected a storage of at least {self.min_size} rows, which samples would wait for, got one of {capacity}. "
                 "Take a smaller min_size."
             )
-        if self.in_flight and draws_of_a_row is None:
+        if self.in_flight and not consumes:
             raise ValueError(
-                f"{call}: MaxInFlight({self.in_flight}): expected a sampler that uses rows up, such as a ConsumingSampler: with others "
-                "inserts would wait for ever. SamplesPerInsert limits inserts for every sampler."
+                f"{call}: MaxInFlight({self.in_flight}): expected a sampler that uses rows up one by one, such as a ConsumingSampler or a "
+                "FilteredSampler with max_uses: with others inserts would wait for ever, as they would for groups that are never complete. "
+                "SamplesPerInsert limits inserts for every sampler; a storage of as many rows lets the oldest make way, and counts them."
             )
         if self.in_flight and self.in_flight < self.min_size:
             raise ValueError(
