@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 FOLDER = ".engram"
 #: Key of the only field of rows that are tensors.
 SINGLE = "_-single-tensor-_"
-#: What TensorDict's files say of a TensorDict.
-TENSORDICT = "<class 'tensordict._td.TensorDict'>"
 STORE = "store.json"
 CONTROL = "control"
 TICKETS = "tickets"
@@ -244,5 +242,5 @@ def _levels(folder: Path, level: Mapping[str, object], shape: list[int]) -> Iter
         if isinstance(value, dict) and not isinstance(value, Described):
             meta[key] = {"type": "TensorDict"}
             yield from _levels(folder / encode_key(key), value, shape)
-    meta |= {"shape": shape, "device": "cpu", "_type": TENSORDICT}
+    meta |= {"shape": shape, "device": "cpu", "_type": "<class 'tensordict._td.TensorDict'>"}
     yield folder / "meta.json", json.dumps(meta, ensure_ascii=False).encode()
