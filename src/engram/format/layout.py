@@ -34,12 +34,11 @@ from engram._support.field_paths import nested
 from engram.format.schema import DTYPES, Column, Field, Schema
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 FOLDER = ".engram"
 #: Key of the only field of rows that are tensors.
 SINGLE = "_-single-tensor-_"
-TENSORDICT = "<class 'tensordict._td.TensorDict'>"
 STORE = "store.json"
 CONTROL = "control"
 TICKETS = "tickets"
@@ -234,16 +233,14 @@ class Described(dict[str, object]):
 
 def metas(directory: Path, entries: Mapping[tuple[str, ...], Described], shape: list[int]) -> dict[Path, bytes]:
     """TensorDict's ``meta.json`` of every level above entries, whose batch has that shape."""
-    files: dict[Path, bytes] = {}
-    _add_level(directory, nested(entries), shape, files)
-    return files
+    return dict(_levels(directory, nested(entries), shape))
 
 
-def _add_level(folder: Path, level: Mapping[str, object], shape: list[int], files: dict[Path, bytes]) -> None:
+def _levels(folder: Path, level: Mapping[str, object], shape: list[int]) -> Iterator[tuple[Path, bytes]]:
     meta = dict(level)
     for key, value in level.items():
         if isinstance(value, dict) and not isinstance(value, Described):
             meta[key] = {"type": "TensorDict"}
-            _add_level(folder / encode_key(key), value, shape, files)
-    meta |= {"shape": shape, "device": "cpu", "_type": TENSORDICT}
-    files[folder / "meta.json"] = json.dumps(meta, ensure_ascii=False).encode()
+            yield from _levels(folder / encode_key(key), value, shape)
+    meta |= {"shape": shape, "device": "cpu", "_type": "<class 'tensordict._td.TensorDict'>"}
+    yield folder / "meta.json", json.dumps(meta, ensure_ascii=False).encode()

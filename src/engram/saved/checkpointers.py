@@ -349,9 +349,12 @@ def check_hook(hook: SaveHook | LoadHook, kind: str, who: str) -> None:
         ) from error
 
 
-def applied(hook: Callable[..., object], data: TensorDict, call: str, **keyword: object) -> TensorDict:
-    """What a hook makes of rows. Raises what it raises, with a note that names it; ``TypeError``: no TensorDict."""
-    with raised_by_the_user(f"Raised by the hook {hook!r:.80} of {call}."):
+def applied(kind: str, hook: Callable[..., object], data: TensorDict, call: str, **keyword: object) -> TensorDict:
+    """What a hook to ``save`` or to ``load`` makes of rows.
+
+    Raises what it raises, with a note that names it; ``TypeError``: no TensorDict.
+    """
+    with raised_by_the_user(f"Raised by the {kind} hook {hook!r:.80}, in {call}."):
         found = hook(data, **keyword)
         if not isinstance(found, tensordict_type()):
             raise TypeError(
@@ -455,7 +458,7 @@ class HookedSnapshot(SlotsSnapshot):
         for hook in self._hooks:
             if isinstance(hook, _Timed):
                 hook.shift, hook.is_full = ring.shift, ring.full
-            data = applied(hook, data, f"{self._who}: dumps", path=folder)
+            data = applied("save", hook, data, f"{self._who}: dumps", path=folder)
         if holds and not _has_elements(data):
             names = ", ".join(f"{hook!r:.80}" for hook in self._hooks)
             raise ValueError(
@@ -520,7 +523,7 @@ def prepare_hooked(
         raise CorruptCheckpoint(f"{folder / METADATA}: expected the number of rows, got {length!r:.40}.")
     data = tensordict_type().load_memmap(folder)
     for hook in hooks:
-        data = applied(hook, data, f"{folder}: load", out=None)
+        data = applied("load", hook, data, f"{folder}: load", out=None)
     return prepare_rows_of(storage, data, length, str(folder), state, without)
 
 

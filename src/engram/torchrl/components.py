@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from engram.format.layout import SINGLE, TENSORDICT, encode_key
+from engram.format.layout import SINGLE, encode_key
 from engram.format.schema import DTYPES, MAX_DEPTH, MAX_FIELDS, Field, Node
 from engram.saved.checkpointers import DumpedPriorities
 from engram.saved.folder import Folder, convert
@@ -124,7 +124,7 @@ class DumpedStorage:
         name = self.folder.name((*parts, "meta.json"))
         meta = self.folder.json((*parts, "meta.json"))
         kind = convert(meta.get("_type"), str, name)
-        if kind == TENSORDICT:
+        if kind == layouts.TENSORDICT:
             return self._tensordict(meta, parts, key)
         match = _CLASS.fullmatch(kind)
         if match is None or not self.folder.is_folder((*parts, "_tensordict")):
@@ -136,7 +136,7 @@ class DumpedStorage:
             self.left_out.append(f"{'/'.join(parts)}: what is no tensor in {match[1]} ({', '.join(others)})")
         inside = (*parts, "_tensordict")
         meta = self.folder.json((*inside, "meta.json"))
-        if meta.get("_type") != TENSORDICT:
+        if meta.get("_type") != layouts.TENSORDICT:
             raise CorruptCheckpoint(f"{self.folder.name((*inside, 'meta.json'))}: expected a TensorDict.")
         inner = self._tensordict(meta, inside, key)
         return Node("tensorclass", children=inner.children, type=_class_name(match[1]), batch=inner.batch)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from engram.types import RowsTarget
 
 #: What TensorDict's files say of a TensorDict.
+TENSORDICT = "<class 'tensordict._td.TensorDict'>"
 MAX_ROWS = 1 << 58
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_ROWS)]

@@ -177,7 +177,7 @@ class FolderLeaves:
     def _read_node(self, parts: tuple[str, ...], key: Key) -> None:
         name = self._folder.name((*parts, "meta.json"))
         meta = self._folder.json((*parts, "meta.json"))
-        if meta.get("_type") != layout.TENSORDICT:
+        if meta.get("_type") != layouts.TENSORDICT:
             raise IncompatibleCheckpoint(f"{name}: expected a TensorDict, got {meta.get('_type')!s:.100}.")
         for entry, value in meta.items():
             if not isinstance(value, dict) or (not key and entry in self._reserved):
