@@ -439,7 +439,7 @@ def test_a_killed_export_leaves_no_data_set(tmp_path):
     from_lerobot(tmp_path / "in", tmp_path / "data").close()
     code = """
 import os, signal
-from engram.datasets import lerobot, to_lerobot
+from engram.datasets import libraries as lerobot, to_lerobot
 encoded, done = lerobot._encoded, 0
 def dying(*args):
     global done

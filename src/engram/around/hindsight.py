@@ -333,11 +333,8 @@ class Goals:
         n = len(values)
         first = _native.put_goals(columns, relabelling.fields, values, n)
         batch: object = cast("TensorStorage", storage).batch(first, (n,))  # expanders take no other
-        if computed:
-            made = cast("dict[Entry, Tensor]", info)
-            add_fields(
-                batch, {key: made[key][:n].squeeze(-1) if flat else made[key][:n] for key, flat in computed.items()}
-            )
+        made = {key: cast("Tensor", info[key])[:n] for key in computed}
+        add_fields(batch, {key: made[key].squeeze(-1) if flat else made[key] for key, flat in computed.items()})
         stored, reward = first[relabelling.reward], relabelling.reward_fn(batch)
         if not isinstance(reward, Tensor) or reward.shape != stored.shape or reward.dtype is not stored.dtype:
             reward = _as_stored(reward, stored)
