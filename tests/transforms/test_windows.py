@@ -215,7 +215,7 @@ def test_batches_that_do_not_fit():
         batch = {"obs": torch.zeros(1, 4, 1), "action": torch.zeros(1, 4, 1), "next": {"done": torch.zeros(*flags) > 0}}
         for transform in (CatFrames(2, -1, ["obs"]), ActionChunkTransform(2)):
             with pytest.raises(
-                ValueError, match=rf"expected entries of \[{flags[0]}, {flags[1]}\] steps.*got shape \[1, 4, 1\]"
+                ValueError, match=rf"expected \[{flags[0]}, {flags[1]}\] steps.*got shape \[1, 4, 1\]"
             ):
                 transform(batch)
     with pytest.raises(KeyError, match="expected the key 'action'"):
