@@ -214,9 +214,7 @@ def test_batches_that_do_not_fit():
     for flags in ((1, 3), (1, 6), (2, 4)):
         batch = {"obs": torch.zeros(1, 4, 1), "action": torch.zeros(1, 4, 1), "next": {"done": torch.zeros(*flags) > 0}}
         for transform in (CatFrames(2, -1, ["obs"]), ActionChunkTransform(2)):
-            with pytest.raises(
-                ValueError, match=rf"expected \[{flags[0]}, {flags[1]}\] steps.*got shape \[1, 4, 1\]"
-            ):
+            with pytest.raises(ValueError, match=rf"expected \[{flags[0]}, {flags[1]}\] steps.*got shape \[1, 4, 1\]"):
                 transform(batch)
     with pytest.raises(KeyError, match="expected the key 'action'"):
         ActionChunkTransform(2)(td)
