@@ -176,7 +176,7 @@ def test_a_pickle_leaves_the_environment_out():
         copy.sample(10)
     copy.set_env(env)
     assert copy.sample(10).rewards.shape == (10, 1)
-    with pytest.raises(ValueError, match="set_env: expected a buffer without"):
+    with pytest.raises(ValueError, match="set_env: expected no environment yet"):
         copy.set_env(env)
 
 
