@@ -176,7 +176,7 @@ def test_a_pickle_leaves_the_environment_out():
         copy.sample(10)
     copy.set_env(env)
     assert copy.sample(10).rewards.shape == (10, 1)
-    with pytest.raises(ValueError, match="set_env: expected a buffer without"):
+    with pytest.raises(ValueError, match="set_env: expected no environment yet"):
         copy.set_env(env)
 
 
@@ -212,7 +212,7 @@ def test_save_and_load_by_the_algorithm(tmp_path):
     [
         ({"observation_space": spaces.Dict({"observation": BOX})}, TypeError, "'achieved_goal', 'desired_goal'"),
         ({"observation_space": BOX}, TypeError, "expected a Dict"),
-        ({"goal_selection_strategy": "past"}, ValueError, "goal_selection_strategy: expected one of.*'past'"),
+        ({"goal_selection_strategy": "past"}, ValueError, "goal_selection_strategy: expected .*'past'"),
         ({"n_steps": 3}, ValueError, "n_steps=1"),
         ({"optimize_memory_usage": True}, ValueError, "optimize_memory_usage=False"),
         ({"copy_info_dict": True, "scratch_dir": "anywhere"}, ValueError, "copy_info_dict: expected no scratch_dir"),

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from engram import ReplayBuffer, record_robot
 from engram.cli import main
-from engram.datasets import from_lerobot, from_numpy, importing, lerobot, tables, to_lerobot
+from engram.datasets import from_lerobot, from_numpy, importing, libraries, tables, to_lerobot
 from engram.errors import DatasetError, IncompatibleStore
 from tests import fresh
 from tests.datasets import lerobot_data as data
@@ -342,7 +342,7 @@ def test_files_are_of_lerobots_size(tmp_path, monkeypatch):
     from_numpy(rows, tmp_path / "data").close()
     limits = {"DATA_MB": 0.016, "VIDEO_MB": 0.25}
     for name, value in (limits | {"CHUNK_FILES": 2}).items():
-        monkeypatch.setattr(lerobot, name, value)
+        monkeypatch.setattr(libraries, name, value)
     to_lerobot(tmp_path / "data", tmp_path / "out", fps=10)
     _, episodes, _ = data.read(tmp_path / "out")
     for kind, suffix, limit in (("data", "parquet", limits["DATA_MB"]), ("videos/camera", "mp4", limits["VIDEO_MB"])):
@@ -439,15 +439,15 @@ def test_a_killed_export_leaves_no_data_set(tmp_path):
     from_lerobot(tmp_path / "in", tmp_path / "data").close()
     code = """
 import os, signal
-from engram.datasets import lerobot, to_lerobot
-encoded, done = lerobot._encoded, 0
+from engram.datasets import libraries, to_lerobot
+encoded, done = libraries._encoded, 0
 def dying(*args):
     global done
     done += 1
     if done == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     return encoded(*args)
-lerobot._encoded = dying
+libraries._encoded = dying
 to_lerobot(source, out)
 """
     program = fresh.start(code, source=str(tmp_path / "data"), out=str(tmp_path / "out"))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engram.store.device.registry import Registry
+from engram.store.device.accelerator import Registry
 from tests.device.imitation import Imitation
 
 

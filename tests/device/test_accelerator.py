@@ -16,8 +16,7 @@ import torch
 
 from engram import DeviceLoader, LazyTensorStorage, ReplayBuffer
 from engram.store.device import accelerator
-from engram.store.device.accelerator import ALREADY_REGISTERED, Accelerator, DriverError
-from engram.store.device.registry import Registry
+from engram.store.device.accelerator import ALREADY_REGISTERED, Accelerator, DriverError, Registry
 from tests import fresh
 
 #: Addresses and sizes that need all 64 bits.
@@ -192,7 +191,7 @@ def test_importing_loads_neither_triton_nor_the_driver():
         """
         import os, sys
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        import engram, engram.device.loader, engram.store.device.accelerator, engram.store.device.registry
+        import engram, engram.device.loader, engram.store.device.accelerator, engram.store.device.accelerator
         from engram import DeviceLoader
         from pathlib import Path
         print("triton" in sys.modules, "libcuda" in Path("/proc/self/maps").read_text())

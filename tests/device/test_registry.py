@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from engram import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
-from engram.store.device import registry as module
-from engram.store.device.registry import NotRegistered, Registry, _Span
+from engram.store.device import accelerator as module
+from engram.store.device.accelerator import NotRegistered, Registry, _Span
 from engram.store.memory import private_block
 from tests import fresh
 from tests.device.imitation import Fault, Imitation
@@ -272,7 +272,7 @@ def test_the_end_of_a_program_unregisters_after_the_work():
         """
         import sys, weakref
         sys.path.insert(0, root)
-        from engram.store.device.registry import REGISTRY
+        from engram.store.device.accelerator import REGISTRY
         from tests.device.imitation import Imitation
         from tests.device.memory import block, read_later
 

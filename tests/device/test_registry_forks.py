@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from engram import ForkedHandle
-from engram.store.device.accelerator import DriverError
-from engram.store.device.registry import NotRegistered
+from engram.store.device.accelerator import DriverError, NotRegistered
 from tests.device.imitation import Fault, Imitation
 from tests.device.memory import PAGE, block, read_later
 

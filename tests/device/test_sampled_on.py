@@ -14,7 +14,7 @@ from engram import (
     TensorDictPrioritizedReplayBuffer,
 )
 from engram.buffer import replay_buffer
-from engram.store.device.registry import NotRegistered, Registered
+from engram.store.device.accelerator import NotRegistered, Registered
 from tests.device import test_direct
 from tests.device.test_direct import by_priority, pair, same
 

@@ -331,7 +331,7 @@ def test_a_note_to_nobody():
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [
-        ({"store": {"a": "text"}}, TypeError, "record: store: 'a': expected an example, numbers"),
+        ({"store": {"a": "text"}}, TypeError, "record: store: 'a': expected an example: numbers"),
         ({"store": ["a"]}, TypeError, "record: store: expected a dict of examples by name, got list"),
         ({"info_keys": ["action_mask"]}, TypeError, "record: info_keys: expected a dict of examples by name"),
         ({"store": {"action": 0.0}}, ValueError, "collide"),

@@ -272,7 +272,7 @@ def test_updates_of_wrong_places():
     cases = [
         ({"index": batch["index", "index"]}, TypeError, "buffer_ids"),
         ({"index": {"buffer_ids": torch.tensor([7]), "index": torch.tensor([0])}}, ValueError, "got 7"),
-        ({"index": {"buffer_ids": torch.tensor([0]), "index": torch.tensor([0, 1])}}, ValueError, "begins with"),
+        ({"index": {"buffer_ids": torch.tensor([0]), "index": torch.tensor([0, 1])}}, ValueError, "beginning with"),
         ({"generation": torch.zeros(3, dtype=torch.int64)}, ValueError, "one generation per row"),
         ({"patch": 3}, TypeError, "patch"),
         ({"patch": {"y": torch.zeros(2, 2)}}, KeyError, "y"),

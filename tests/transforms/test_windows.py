@@ -209,18 +209,16 @@ def test_batches_that_do_not_fit():
         CatFrames(2, -2, ["obs"])(td)
     with pytest.raises(ValueError, match="whose last dimension is time"):
         CatFrames(2, -1, ["obs"])(td[0])
-    with pytest.raises(ValueError, match=r"expected 2 dimensions of the batch, got \[6\]"):
+    with pytest.raises(ValueError, match=r"expected 2 dimensions of a batch, got \[6\]"):
         CatFrames(2, -1, ["obs"])({"obs": torch.zeros(6, 3, 1), "next": {"done": torch.zeros(6)}})
     for flags in ((1, 3), (1, 6), (2, 4)):
         batch = {"obs": torch.zeros(1, 4, 1), "action": torch.zeros(1, 4, 1), "next": {"done": torch.zeros(*flags) > 0}}
         for transform in (CatFrames(2, -1, ["obs"]), ActionChunkTransform(2)):
-            with pytest.raises(
-                ValueError, match=rf"expected entries of \[{flags[0]}, {flags[1]}\] steps.*got shape \[1, 4, 1\]"
-            ):
+            with pytest.raises(ValueError, match=rf"expected \[{flags[0]}, {flags[1]}\] steps.*got shape \[1, 4, 1\]"):
                 transform(batch)
     with pytest.raises(KeyError, match="expected the key 'action'"):
         ActionChunkTransform(2)(td)
-    with pytest.raises(ValueError, match="time_dim: expected one of .*, got -2"):
+    with pytest.raises(ValueError, match="time_dim=-2: got actions"):
         ActionChunkTransform(2)({"action": torch.zeros(3)})
     with pytest.raises(NotImplementedError, match="SliceSampler"):
         CatFrames(2, -1, ["obs"], future=True).make_rb_transform_and_sampler(4)

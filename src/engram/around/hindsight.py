@@ -337,11 +337,8 @@ class Goals:
         first = _native.put_goals(fixed, relabelling.fields, values, n)
         first = [part if isinstance(it, Tensor) else it[:n] for part, it in zip(first, columns, strict=True)]
         batch: object = cast("TensorStorage", storage).batch(first, (n,))  # expanders take no other
-        if computed:
-            made = cast("dict[Entry, Tensor]", info)
-            add_fields(
-                batch, {key: made[key][:n].squeeze(-1) if flat else made[key][:n] for key, flat in computed.items()}
-            )
+        made = {key: cast("Tensor", info[key])[:n] for key in computed}
+        add_fields(batch, {key: made[key].squeeze(-1) if flat else made[key] for key, flat in computed.items()})
         stored, reward = first[relabelling.reward], relabelling.reward_fn(batch)
         if not isinstance(reward, Tensor) or reward.shape != stored.shape or reward.dtype is not stored.dtype:
             reward = _as_stored(reward, stored)

@@ -417,9 +417,7 @@ def _check_fragmented(name: str, settings: WindowSettings, compiled: object, *, 
     others = {"anchors": anchored, "online": settings.online, "uniform_over='anchors'": by_anchor}
     for argument, given in others.items():
         if given:
-            raise ValueError(
-                f"{name}: fragmented=True: expected no {argument}: runs are drawn uniformly. Leave it out."
-            )
+            raise ValueError(f"{name}: fragmented=True: expected no {argument}: runs are drawn alike. Leave it out.")
     if settings.step_key is None:
         raise ValueError(f"{name}: fragmented=True: expected a step_key, the field of a step's number, got None.")
 

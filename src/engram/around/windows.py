@@ -39,10 +39,13 @@ if TYPE_CHECKING:
 LAST_STEPS = "engram.ends"
 #: Retries, 5 ms apart, before ``NoSampleable`` is raised although a trajectory is long enough.
 _TRIES = 100
+#: What windows leave out, as :meth:`WindowSampler.sample_apart` takes it; None: nothing.
+Finished: TypeAlias = tuple[int, int] | None
 #: A draw that reads no field.
 _NO_FIELDS = _native.Layout([])
-#: What may be shown of a batch.
-_SHOWN: tuple[Shown | Literal["apart"], ...] = ("nothing", "beside", "within", "apart")
+#: What may be shown of a batch; apart: the marks alone, as the caller reads the fields.
+Way: TypeAlias = Shown | Literal["apart"]
+_SHOWN: tuple[Way, ...] = ("nothing", "beside", "within", "apart")
 
 
 class _Bound(NamedTuple):
@@ -56,7 +59,7 @@ class _Bound(NamedTuple):
     layout: _native.Layout
     table: Table
     static: StaticTable | None
-    ways: dict[tuple[Shown | Literal["apart"], bool], tuple[EndMarks, _native.Batched]]
+    ways: dict[tuple[Way, bool], tuple[EndMarks, _native.Batched]]
     """Marks and how windows are laid out: by what is shown of a batch, with tickets or without. "apart": all is shown, but the native core
     does not read the columns."""
     id_key: FieldPath | None
@@ -183,7 +186,7 @@ class WindowSampler(NativeSampler):
         schema = memory.schema
         table, static, id_key = self._table_of(memory, length if settings.window is None else settings.window.reach)
         taken = None if isinstance(table, _native.Fragments) else self._taken_of(table)
-        ways: dict[tuple[Shown | Literal["apart"], bool], tuple[EndMarks, _native.Batched]] = {}
+        ways: dict[tuple[Way, bool], tuple[EndMarks, _native.Batched]] = {}
         for shown in _SHOWN:
             apart, rows = shown == "apart", shown != "nothing"
             marks = EndMarks.of(memory, settings, shown, weighted=self.anchors is not None) if rows else _NO_MARKS
@@ -230,17 +233,9 @@ class WindowSampler(NativeSampler):
         raise NotImplementedError
 
     def _draw(
-        self,
-        storage: SampledStorage,
-        layout: _native.Layout | None,
-        key: DrawKey,
-        n: int,
-        *,
-        numbered: bool,
-        shown: Shown | Literal["apart"],
-        finished: tuple[int, int] | None = None,
+        self, storage: SampledStorage, key: DrawKey, n: int, *, numbered: bool, shown: Way, finished: Finished = None
     ) -> tuple[EndMarks, list[Tensor]]:
-        """Draw windows in one native call: all fields, or those of a layout, rows and marks as shown, tickets if numbered.
+        """Draw windows in one native call: all fields, but none apart, rows and marks as shown, tickets if numbered.
 
         A window with a row that moves meanwhile is replaced by another one. ``finished``: as in :meth:`sample_apart`.
         """
@@ -258,7 +253,8 @@ class WindowSampler(NativeSampler):
         if bound.id_key is None and bound.table.mixed():  # type: ignore[union-attr] # fragments have an id
             warn_of_mixed(type(self).__name__)
         marks, batched = bound.ways[shown, numbered]
-        arguments = (store.core, layout or bound.layout, key.address, count, spec, batched, marks.wanted)
+        layout = _NO_FIELDS if shown == "apart" else bound.layout
+        arguments = (store.core, layout, key.address, count, spec, batched, marks.wanted)
         if bound.static is None:
             tensors = self._choose(bound.table, arguments)
         else:
@@ -278,7 +274,7 @@ class WindowSampler(NativeSampler):
         return marks, tensors
 
     def _draw_admitted(
-        self, storage: SampledStorage, key: DrawKey, n: int, finished: tuple[int, int] | None = None
+        self, storage: SampledStorage, key: DrawKey, n: int, finished: Finished = None
     ) -> tuple[EndMarks, list[Tensor]]:
         """Draw windows all of whose rows are admitted, without their fields: rows ``[B * T]``, marks and tickets.
 
@@ -288,7 +284,7 @@ class WindowSampler(NativeSampler):
         count, tries = self.settings.split(n)[0], Retries()
         while tries.count < MAX_DRAWS:
             bits = key if tries.count == 0 else DrawKey.of(tries.key_of(key.value))
-            marks, tensors = self._draw(storage, _NO_FIELDS, bits, n, numbered=True, shown="apart", finished=finished)
+            marks, tensors = self._draw(storage, bits, n, numbered=True, shown="apart", finished=finished)
             if self.admits is None:
                 return marks, tensors
             ends = cast("Tensor", self._ends(marks, tensors, n)[LAST_STEPS])
@@ -337,8 +333,8 @@ class WindowSampler(NativeSampler):
             numbered = True
             shown = "beside" if shown == "nothing" else shown  # as its weights are drawn anyway
         elif shown == "nothing":
-            return self._draw(storage, None, key, n, numbered=False, shown=shown)[1], None, {}
-        marks, tensors = self._draw(storage, None, key, n, numbered=numbered, shown=shown)
+            return self._draw(storage, key, n, numbered=False, shown=shown)[1], None, {}
+        marks, tensors = self._draw(storage, key, n, numbered=numbered, shown=shown)
         fields = marks.fields
         return tensors[:fields], tensors[fields], marks.info(tensors, numbered=numbered, flat=self.settings.flat)
 
@@ -362,7 +358,7 @@ class WindowSampler(NativeSampler):
         read: ReadDraw,
         *,
         numbered: bool = False,
-        finished: tuple[int, int] | None = None,
+        finished: Finished = None,
         ended: bool = False,
     ) -> ReadBatch:
         """As :meth:`sample_natively`, but the caller reads the columns, and the batch is flat: :meth:`laid_out` shapes it.
@@ -450,7 +446,7 @@ class WindowSampler(NativeSampler):
             return 0, 0
         return length, length if settings.flat else 1
 
-    def can_sample(self, storage: SampledStorage, batch_size: int, *, finished: tuple[int, int] | None = None) -> bool:
+    def can_sample(self, storage: SampledStorage, batch_size: int, *, finished: Finished = None) -> bool:
         """Whether a long enough trajectory is there; False, too, if boundaries or batch size do not fit.
 
         ``finished``: as in :meth:`sample_apart`.
@@ -520,7 +516,7 @@ class EndMarks(NamedTuple):
     """Columns of the batch."""
 
     @classmethod
-    def of(cls, store: Store, settings: WindowSettings, shown: Shown | Literal["apart"], *, weighted: bool) -> EndMarks:
+    def of(cls, store: Store, settings: WindowSettings, shown: Way, *, weighted: bool) -> EndMarks:
         """The marks for the flags that a store holds.
 
         Under ``truncated_key`` and its siblings ``done`` and ``terminated`` they are bool ``[B, 1]``. Under ``init_key``, if it is

@@ -18,7 +18,7 @@ from engram.buffer.replay_buffer import ReplayBuffer
 from engram.cli.doctor import SHARED, Finding, noted
 from engram.device.loader import DeviceLoader
 from engram.storages import LazyTensorStorage
-from engram.store.device.registry import NotRegistered, Registry
+from engram.store.device.accelerator import NotRegistered, Registry
 from engram.store.memory import file_block, private_block
 
 if TYPE_CHECKING:

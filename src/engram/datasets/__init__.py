@@ -4,8 +4,7 @@ Every ``from_…`` writes whole episodes, notes in the directory how many there 
 buffer over the finished store, opened read-only. Every ``to_…`` reads a store and writes a file or folder that appears when it is whole.
 """
 
-from engram.datasets.lerobot import from_lerobot, to_lerobot
-from engram.datasets.libraries import from_minari, from_torchrl, to_minari, to_torchrl
+from engram.datasets.libraries import from_lerobot, from_minari, from_torchrl, to_lerobot, to_minari, to_torchrl
 from engram.datasets.tables import from_hdf5, from_numpy, from_parquet, from_sb3, to_hdf5, to_parquet
 
 __all__ = [

@@ -1,19 +1,25 @@
-"""Data sets of Minari, and dumps of TorchRL."""
+"""Data sets of Minari, dumps of TorchRL, and data sets of LeRobot, format v3.0: tables in Parquet files, frames in videos, and what
+``meta/`` says of them.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Protocol, TypeAlias, Unpack, cast
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
-from engram._support.checks import check_path
-from engram._support.field_paths import nested, public
+from engram._support.checks import check_number, check_path
+from engram._support.field_paths import FieldPath, nested, public
 from engram.datasets import importing as of
-from engram.datasets.tables import Stored, check_dtypes, stored, written_whole
+from engram.datasets.tables import ParquetRows, Stored, arrow_table, check_dtypes, distinct, stored, written_whole
+from engram.env.robot import RobotRecorder, record_robot
 from engram.errors import DatasetError
 from engram.store.memory import torch_dtype
 from engram.torchrl.dumps import read
@@ -21,8 +27,6 @@ from engram.torchrl.items import TorchRLDump
 from engram.types import StrPath
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from gymnasium import Space
     from minari import MinariDataset
 
@@ -295,3 +299,373 @@ def to_torchrl(directory: StrPath, path: StrPath, *, final: str = "refuse") -> N
             "writer/metadata.json": {"cursor": 0, "write_count": store.rows},
         }.items():
             (partial / name).write_text(json.dumps(entries))
+
+
+#: Columns by name; and what ``meta/`` says of an episode.
+Named: TypeAlias = dict[str, of.Array]
+Row: TypeAlias = dict[str, object]
+_VERSION, _INFO, _EPISODES, _TASKS = "v3.0", "meta/info.json", "meta/episodes", "meta/tasks.parquet"
+_LEFT_OUT = (of.TRAJECTORY, of.RETURN, ("next", "observation"))
+_CHUNK = "chunk-{chunk_index:03d}/file-{file_index:03d}"
+#: Columns that say where a row belongs.
+_PLACE = ("episode_index", "frame_index", "timestamp")
+#: Megabytes of a file, and files of a chunk, after which LeRobot begins the next one.
+DATA_MB, VIDEO_MB, CHUNK_FILES = 100, 200, 1000
+
+
+class _Frames:
+    """The frames of an episode, ``[T, H, W, 3]``: a column that is read once, in order, and never in memory as a whole."""
+
+    dtype, ndim = np.dtype(np.uint8), 4
+
+    def __init__(self, shape: tuple[int, ...], frames: Iterator[of.Array]) -> None:
+        self.shape, self.nbytes, self._frames = shape, int(np.prod(shape)), frames
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: slice) -> of.Array:
+        return np.stack([*islice(self._frames, len(range(*rows.indices(len(self)))))])
+
+
+class _LeRobot(ParquetRows):
+    """The episodes of a data set, in the order of their numbers. A number is no place: there may be gaps."""
+
+    def __init__(self, call: str, path: Path, arguments: of.ImportArguments) -> None:
+        of.Source.__init__(self, call, path)
+        self._folder, table = path, of.required("pyarrow.parquet", "datasets", call).read_table
+        try:
+            info, sides = json.loads((path / _INFO).read_bytes()), ("from", "to")
+            if info["codebase_version"] != _VERSION:
+                raise LookupError(f"codebase_version is {info['codebase_version']!r}")
+            features, self._half = info["features"], 0.5 / check_number("fps", info["fps"], least=0.001)
+            self._shapes = {key: tuple(one["shape"]) for key, one in features.items() if one["dtype"] == "video"}
+            if bad := [one for one in self._shapes.items() if _unsafe(*one)]:
+                raise LookupError(f"videos: expected names without '/' and three positive ints each, got {bad}")
+            kinds = ["data", *map("videos/{}".format, self._shapes)]
+            wanted = [f"{kind}/{part}_index" for kind in kinds for part in ("chunk", "file")]
+            wanted += ["episode_index", "length", *(f"{kind}/{side}_timestamp" for kind in kinds[1:] for side in sides)]
+            listed: list[dict[str, float]] = table(path / _EPISODES, columns=wanted).to_pylist()
+            tasks = table(path / _TASKS).sort_by("task_index").to_pydict()
+            totals = [info["total_episodes"], info["total_frames"]]
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise self.refuse(f"meta/: expected whole files of format {_VERSION}: {error}.") from error
+        self._listed = sorted(listed, key=lambda one: one["episode_index"])
+        files = {kind: dict.fromkeys(_file(path, kind, one) for one in self._listed) for kind in kinds}
+        super().__init__(call, path, [*files.pop("data")], arguments)
+        self.ends = ()  # the number alone tells episodes apart
+        numbers, rows = {one["episode_index"] for one in listed}, sum(one["length"] for one in listed)
+        got = [len(numbers), len(listed), rows, self.rows]
+        self._expect(got, [totals[0], *totals, totals[1]], f"{_EPISODES}: numbers, episodes, rows; and rows in data/")
+        lacking = {*_PLACE} - {".".join(path) for path, new in self.names.items() if new is not None}
+        self._expect(lacking, set(), "missing columns in data/, or columns that were left out")
+        self.files = [*self.files, path / _INFO, path / _TASKS, *(one for each in files.values() for one in each)]
+        [one.stat() for one in self.files]  # raises FileNotFoundError, which names it
+        texts: list[str] = next((tasks[key] for key in tasks if key != "task_index"), [])
+        axes = {key: feature.get("names") for key, feature in features.items()}
+        self.about = {"fps": info["fps"], "tasks": texts, "names": axes}
+
+    def _expect(self, got: object, expected: object, what: str) -> None:
+        if got != expected:
+            raise self.refuse(f"{what}: expected {expected}, got {got}.")
+
+    def named(self, found: Iterable[FieldPath], arguments: of.ImportArguments, usual: of.Usual = of.USUAL) -> None:
+        super().named([*found, *(tuple(key.split(".")) for key in self._shapes)], arguments, {**usual, "index": None})
+
+    def blocks(self, row: int, episode: int) -> Iterator[of.Block]:
+        for block in super().blocks(row, episode):
+            pairs = zip(islice(self._listed, episode, None), block.episodes(), strict=False)
+            whole = [columns | self._checked(listed, columns) for listed, columns in pairs]
+            lengths = [np.array([length]) for length in block.lengths]
+            yield from map(of.Block, whole, lengths, [{}] * len(whole)) if self._shapes else [block]
+            episode += len(whole)
+
+    def _checked(self, listed: Mapping[str, float], columns: of.Columns) -> of.Columns:
+        """The frames of an episode. Raises ``DatasetError``: it is not the one that follows in ``meta/``."""
+        numbers, frame, time = (columns[cast("FieldPath", self.names[key,])].reshape(-1) for key in _PLACE)
+        place = listed["episode_index"], listed["length"]
+        self._expect((int(numbers[0]), len(frame)), place, "the next episode, and its rows")
+        if (frame != np.arange(len(frame))).any() or (np.diff(time) <= 0).any():
+            raise self.refuse(f"episode {numbers[0]}: expected frame_index from 0 on, and timestamps that grow.")
+        found = of.Columns()
+        for key, shape in self._shapes.items():
+            if (new := self.names[tuple(key.split("."))]) is not None:
+                begin, end = (listed[f"videos/{key}/{side}_timestamp"] for side in ("from", "to"))
+                file = _file(self._folder, f"videos/{key}", listed)
+                frames = self._frames(file, shape, time.astype(np.float64) + begin, end)
+                found[new] = cast("of.Array", _Frames((len(time), *shape), frames))
+        return found
+
+    def _frames(self, path: Path, shape: tuple[int, ...], times: of.Array, end: float) -> Iterator[of.Array]:
+        """The frames of a video at times, which grow and lie before its end."""
+        half, name = self._half, path.relative_to(self._folder)
+        try:
+            found, at = of.required("engram.env.video", "robot", self.call).timed(path, times[0]), -np.inf
+            for time in times:
+                while at < time - half:
+                    at, frame = next(found, (np.inf, times))
+                if max(at, time) > min(time + half, end):
+                    raise self.refuse(f"{name}: expected a frame at {time:.3f} s: it has fewer than there are rows.")
+                self._expect(frame.shape, shape, f"{name}: the shape of its frames")
+                yield frame
+        except OSError as error:
+            raise self.refuse(f"{name}: expected a whole video ({error}).") from error
+
+
+def _unsafe(name: str, shape: tuple[object, ...] = (1, 1, 1)) -> bool:
+    """Whether the name of a feature cannot be that of a folder, as files would lie elsewhere, or a shape not that of frames."""
+    leads_astray = not name.strip(".") or not {*"/\0"}.isdisjoint(name)
+    return leads_astray or [isinstance(n, int) and n > 0 for n in shape] != [True] * 3
+
+
+def _file(root: Path, kind: str, listed: Mapping[str, object]) -> Path:
+    """Where the data, or a video, of an episode lies."""
+    at = {f"{part}_index": listed[f"{kind}/{part}_index"] for part in ("chunk", "file")}
+    return root / kind / (_CHUNK.format(**at) + (".mp4" if kind.startswith("videos") else ".parquet"))
+
+
+def from_lerobot(path: StrPath, directory: StrPath, **more: Unpack[of.ImportArguments]) -> of.DataSet:
+    """Write a data set of LeRobot's, format v3.0, to a store in a directory, and open it read-only.
+
+    A feature ``observation.state`` is the field ``("observation", "state")``, ``episode_index`` is ``("collector", "traj_ids")``, and
+    ``index`` is left out. Videos are decoded: a camera is a field of uint8 frames ``[H, W, 3]``, a few of which are in memory at a time.
+    ``import.json`` in the directory keeps the texts of tasks, which ``task_index`` numbers: ``["about"]["tasks"]``.
+
+    Args:
+        path: the folder of the data set on this machine; nothing is downloaded.
+        directory, rename, batch_size, progress, show: as for :func:`from_numpy`.
+            ``rename={("observation", "images", "top"): None}`` leaves a camera out, and its video is not decoded.
+
+    Raises:
+        DatasetError: the data set is of another version; a file is damaged; an episode is missing, has another number of rows than
+            ``meta/`` says, timestamps that do not grow, or fewer frames than rows; a feature is of text, or of images in tables.
+        FileNotFoundError: there is no such data set, or a file is missing.
+        ModuleNotFoundError: pyarrow or PyAV is missing, which ``engram-replay[datasets,robot]`` brings. Others as :func:`from_numpy`.
+
+    >>> import tempfile
+    >>> import numpy as np
+    >>> from engram.datasets import from_lerobot, from_numpy, to_lerobot
+    >>> folder = tempfile.mkdtemp()
+    >>> from_numpy({"action": np.arange(4.0), "episode": [0, 0, 1, 1]}, folder + "/data").close()
+    >>> to_lerobot(folder + "/data", folder + "/dataset", fps=10)
+    >>> rb = from_lerobot(folder + "/dataset", folder + "/again")
+    >>> rb["action"].tolist(), rb["collector", "traj_ids"].tolist()
+    ([0.0, 1.0, 2.0, 3.0], [0, 0, 1, 1])
+    """
+    source = _LeRobot("from_lerobot", check_path("from_lerobot: path", path), more)
+    return of.import_source(source, directory, more)
+
+
+# ---- out ----------------------------------------------------------------------------------------------------------------
+
+
+class _Writer(Protocol):
+    def write(self, part: object) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _Files:
+    """Files of one kind, one after the other, each of the size that LeRobot gives them."""
+
+    def __init__(self, root: Path, kind: str) -> None:
+        self._root, self._kind, self._limit = root, kind, (DATA_MB if kind == "data" else VIDEO_MB) * 2**20
+        self._number, self._frames, self._path = 0, 0, root
+        self._writer: _Writer | None = None
+
+    def take(self, frames: int, make: Callable[[Path], _Writer], row: Row) -> tuple[_Writer, int]:
+        """What writes the next frames, and how many its file had before. ``row``, of ``meta/``, gets the numbers of the file."""
+        if self._writer is not None and self._path.stat().st_size * (1 + frames / self._frames) >= self._limit:
+            self.close()
+            self._number += 1
+        row[f"{self._kind}/chunk_index"], row[f"{self._kind}/file_index"] = divmod(self._number, CHUNK_FILES)
+        if self._writer is None:
+            self._path, self._frames = _file(self._root, self._kind, row), 0
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._writer = make(self._path)
+        self._frames += frames
+        return self._writer, self._frames - frames
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None
+
+
+_QUANTILES = {"min": 0.0, "max": 1.0, "q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
+
+
+def _stats(values: of.Array, steps: int, shape: tuple[int, ...]) -> Named:
+    """What LeRobot normalizes by, from values ``[N, *]`` of an episode."""
+    values = values.astype(np.float64)
+    quantiles = zip(_QUANTILES, np.quantile(values, [*_QUANTILES.values()], axis=0), strict=True)
+    found = {"mean": values.mean(0), "std": values.std(0), **dict(quantiles)}
+    return {key: value.reshape(shape) for key, value in found.items()} | {"count": np.array([steps])}
+
+
+def _together(episodes: list[Named]) -> dict[str, object]:
+    """The statistics of several episodes. Quantiles are means of theirs, as LeRobot's are."""
+    one = {key: np.stack([found[key] for found in episodes]) for key in episodes[0]}
+    count = one.pop("count")
+    mean = {key: np.average(value, 0, weights=count[:, 0]) for key, value in one.items()}
+    spread = np.average(one["std"] ** 2 + (one["mean"] - mean["mean"]) ** 2, 0, weights=count[:, 0])
+    exact = {"min": one["min"].min(0), "max": one["max"].max(0), "std": np.sqrt(spread), "count": count.sum(0)}
+    return {key: value.tolist() for key, value in (mean | exact).items()}
+
+
+def _encoded(frames: of.Array, encoder: _Writer) -> of.Array:
+    """Write frames to a video. Returns pixels ``[N, 3]`` of some: at most 100 frames, of about 150 x 150."""
+    samples, found = {*np.linspace(0, len(frames) - 1, 100).round().astype(int).tolist()}, []
+    step = max(1, max(frames.shape[1:]) // 150)
+    for number in range(len(frames)):
+        encoder.write(frame := frames[number : number + 1][0])
+        if number in samples:
+            found.append(frame[::step, ::step].reshape(-1, 3) / 255)
+    return np.concatenate(found)
+
+
+def _write(root: Path, episodes: Iterator[Named], fps: float, tasks: list[str], names: Mapping[str, object]) -> None:
+    """Write episodes as a data set: columns, of which those of cameras are ``[T, H, W, 3]``."""
+    parquet = of.required("pyarrow.parquet", "datasets", "to_lerobot")
+    meta, features, total = list[Row](), dict[str, object](), 0
+    stats, files = dict[str, list[Named]](), dict[str, _Files]()
+    for number, columns in enumerate(episodes):
+        rows, steps = of.Columns(), np.arange(len(next(iter(columns.values()))))
+        n, task = len(steps), columns.get("task_index", steps * 0) * (len(tasks) > 1 or tasks == [""])
+        if bad := [name for name in columns if _unsafe(name)]:
+            raise DatasetError(f"to_lerobot: features {bad}: expected names without '/'. Store them by others.")
+        if task.dtype.kind not in "iu" or task.shape != (n,) or not 0 <= task.min() <= task.max() < len(tasks):
+            raise DatasetError(f"to_lerobot: task_index: expected {n} ints < {len(tasks)}, got {task.dtype} {task}.")
+        columns |= {"task_index": task, "timestamp": (steps / fps).astype(np.float32), "frame_index": steps}
+        columns |= {"episode_index": steps * 0 + number, "index": steps + total}
+        row: Row = {"episode_index": number, "length": n, "dataset_from_index": total}
+        row |= {"dataset_to_index": (total := total + n), "tasks": [tasks[one] for one in {*task.tolist()}]}
+        for name, column in columns.items():
+            shape, dtype, kind = column.shape[1:] or (1,), str(column.dtype), f"videos/{name}"
+            if dtype == "uint8" and column.ndim == 4 and shape[2] == 3:
+                make = partial(of.required("engram.env.video", "robot", "to_lerobot").Encoder, fps=fps, keys=2)
+                encoder, before = files.setdefault(kind, _Files(root, kind)).take(n, make, row)
+                row |= {f"{kind}/from_timestamp": before / fps, f"{kind}/to_timestamp": (before + n) / fps}
+                found, dtype = _stats(_encoded(column, encoder), n, (3, 1, 1)), "video"
+            else:
+                rows[name,] = column = column.reshape(n) if shape == (1,) else column
+                found = _stats(column.reshape(-1, shape[-1]), n, (shape[-1],))
+            row |= {f"stats/{name}/{key}": value.tolist() for key, value in found.items()}
+            stats.setdefault(name, []).append(found)
+            features[name] = {"dtype": dtype, "shape": shape, "names": names.get(name)}
+        table = arrow_table(rows, "to_lerobot")
+        make = partial(parquet.ParquetWriter, schema=table.schema)
+        files.setdefault("data", _Files(root, "data")).take(n, make, row)[0].write(table)
+        meta.append(row | {f"{_EPISODES}/chunk_index": 0, f"{_EPISODES}/file_index": 0})
+    for one in files.values():
+        one.close()
+    info: Row = {"fps": int(fps) if fps == int(fps) else fps, "features": features, "total_frames": total}
+    info |= {"video_path": f"videos/{{video_key}}/{_CHUNK}.mp4" if len(files) > 1 else None}
+    _describe(root, meta, info, tasks, {name: _together(found) for name, found in stats.items()})
+
+
+def _describe(root: Path, meta: list[Row], info: Row, tasks: list[str], stats: object) -> None:
+    """Write ``meta/``. Raises ``DatasetError``: there is no episode."""
+    arrow, parquet = (of.required(module, "datasets", "to_lerobot") for module in ("pyarrow", "pyarrow.parquet"))
+    if not meta:
+        raise DatasetError(f"to_lerobot: expected an episode that was ended, at a rate of fps={info['fps']}, got none.")
+    path = _file(root, _EPISODES, meta[0])
+    path.parent.mkdir(parents=True)
+    parquet.write_table(arrow.Table.from_pylist(meta), path)
+    task = {"name": "task", "field_name": "task", "pandas_type": "unicode", "numpy_type": "object", "metadata": None}
+    pandas = {"index_columns": ["task"], "columns": [task], "column_indexes": [], "pandas_version": "2.0.0"}
+    table = arrow.table({"task_index": np.arange(len(tasks)), "task": tasks})
+    parquet.write_table(table.replace_schema_metadata({"pandas": json.dumps(pandas)}), root / _TASKS)
+    info |= {"codebase_version": _VERSION, "total_episodes": len(meta), "total_tasks": len(tasks), "robot_type": None}
+    info |= {"chunks_size": CHUNK_FILES, "data_files_size_in_mb": DATA_MB, "video_files_size_in_mb": VIDEO_MB}
+    info |= {"data_path": f"data/{_CHUNK}.parquet", "splits": {"train": f"0:{len(meta)}"}}
+    (root / _INFO).write_text(json.dumps(info, indent=4))
+    (root / "meta/stats.json").write_text(json.dumps(stats, indent=4))
+
+
+def _steps(store: Stored, fps: float) -> Iterator[Named]:
+    """The episodes of a store. What LeRobot takes from the next row, and what an import has added, is left out."""
+    for found in (one for block in store.blocks(0, 0) for one in block.episodes()):
+        kept = {path: one for path, one in found.items() if path[:2] not in _LEFT_OUT}
+        columns = dict(zip(distinct([*map(".".join, kept)], store.call), kept.values(), strict=True))
+        for name, unit in (("timestamp", 1 / fps), ("frame_index", 1), ("index", 1)):
+            at = columns.get(name, np.zeros(1)).reshape(-1) * 1.0
+            off = abs(at - at[0] - np.arange(len(at)) * unit).max()
+            if not off <= unit / 2:
+                raise store.refuse(f"{name}: expected rows {unit:g} apart, one is {off:.3f} off. Give fps, or rename.")
+        yield columns
+
+
+def _recorded(recorder: RobotRecorder, fps: float, tolerance: float) -> Iterator[Named]:
+    """The episodes of a robot that were ended: a row for each one of the sensors of a rate, or else of a camera."""
+    streams = sorted(recorder.streams, key=lambda one: (one.spec.fps != fps, one.spec.is_video))
+    for episode in recorder.episodes() if streams[0].spec.fps == fps else ():
+        rows, columns = episode.timestamps(next(iter(streams[0].spec.features))), Named()
+        for stream in streams if episode.complete else ():
+            times = episode.timestamps(next(iter(stream.spec.features)))
+            near = np.searchsorted((times[1:] + times[:-1]) / 2, rows)
+            far = abs(times[near] - rows).max() if len(times) and len(rows) else np.inf
+            if far > tolerance:
+                said = f"episode {episode.number}: expected {[*stream.spec.features]} within {tolerance:g} s of a row"
+                raise DatasetError(f"to_lerobot: {recorder.directory}: {said}, got one {far:.3f} s away.")
+            for name, leaf in stream.spec.features.items():
+                if stream.spec.is_video:
+                    pairs = zip(episode.frames(name), np.bincount(near, minlength=len(times)).tolist(), strict=True)
+                    frames = (frame for frame, often in pairs for _ in range(often))
+                    columns[name] = cast("of.Array", _Frames((len(rows), *leaf.shape), frames))
+                else:
+                    columns[name] = episode.read(name)[near]
+        if columns:
+            yield columns
+
+
+def to_lerobot(
+    directory: StrPath, path: StrPath, *, fps: float | None = None, task: str | None = None, tolerance: float = 0.1
+) -> None:
+    """Write the episodes of a store, or of a robot's recording, as a data set of LeRobot's, format v3.0.
+
+    A field ``("observation", "state")`` is the feature ``observation.state``. Fields of uint8 ``[H, W, 3]`` become videos, of which
+    every second frame is a key frame; others are columns, as they are. Timestamps, numbers of episodes and statistics are computed.
+    Next observations are left out, since LeRobot reads them from the next row.
+
+    Of what :func:`record_robot` has recorded, the episodes that were ended are written. Every row of the sensors whose rate is ``fps``,
+    or of a camera if there are none, is a row; of the other streams it has what was recorded nearest to its timestamp.
+
+    Args:
+        directory: of the store, which is only read, or of the recording, which is not recorded to meanwhile.
+        path: the folder. It must not exist, and appears when it is whole.
+        fps: the rows of a second. Default: that of the data set which was imported, or of the recording.
+        task: the text of the task of all episodes. Default: those of the data set which was imported, or none.
+        tolerance: how many seconds from a row what it gets of other streams may lie.
+
+    Raises:
+        DatasetError: there is no episode; stored timestamps are not ``1 / fps`` apart; ``index`` or ``frame_index`` does not count rows,
+            or ``task_index`` numbers no text; the name of a field has a ``/``; of a stream nothing is near enough to a row, or
+            none has the rate ``fps``; a field is of a dtype that Arrow lacks. FileExistsError: the folder is there.
+        TypeError, ValueError: ``fps`` is not known, or no number. StoreInUse: the robot is recorded.
+        ModuleNotFoundError: pyarrow, or PyAV for frames, is missing; ``engram-replay[datasets,robot]`` brings both.
+
+    Cost: the longest episode of a store is in memory; of a recording, the sensors of the longest one and a few frames.
+
+    >>> import json, pathlib, tempfile
+    >>> import numpy as np
+    >>> from engram.datasets import from_numpy, to_lerobot
+    >>> folder = tempfile.mkdtemp()
+    >>> from_numpy({"action": np.arange(4.0), "episode": [0, 0, 1, 1]}, folder + "/data").close()
+    >>> to_lerobot(folder + "/data", folder + "/dataset", fps=10, task="push")
+    >>> json.loads(pathlib.Path(folder, "dataset/meta/info.json").read_text())["total_episodes"]
+    2
+    """
+    call = "to_lerobot"
+    folder = check_path(f"{call}: directory", directory)
+    robot, note = folder / "robot.json", folder / of.NOTE
+    known = json.loads(next((one.read_bytes() for one in (robot, note) if one.is_file()), b"{}"))
+    about = {"fps": None, "tasks": None, **known, **known.get("about", {})}
+    rate = check_number(f"{call}: fps", about["fps"] if fps is None else fps, least=0.001)
+    tasks = (about["tasks"] or [""]) if task is None else [task]
+    names = about.get("names") or {key: one.get("names") for key, one in about.get("features", {}).items()}
+    opened = record_robot(folder, encode=False) if robot.is_file() else stored(folder, call)
+    with opened as source, written_whole(path, call) as whole:
+        whole.mkdir()
+        episodes = _steps(source, rate) if isinstance(source, Stored) else _recorded(source, rate, tolerance)
+        _write(whole, episodes, rate, tasks, names)

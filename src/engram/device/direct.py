@@ -20,9 +20,8 @@ from engram._support.words import warn
 from engram.device.pinning import Block, Blocks
 from engram.errors import NoSampleable, PriorityError, WriterStalled
 from engram.format.files import FIXED_BYTES
-from engram.store.device.accelerator import Accelerator
+from engram.store.device.accelerator import REGISTRY, Accelerator, NotRegistered, Registry
 from engram.store.device.chain import Batch, Chain, Kind, NoRoom, ResidentRows, UpdateRing, columns_of, signed
-from engram.store.device.registry import REGISTRY, NotRegistered, Registry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -187,9 +187,7 @@ class Leaf(NamedTuple):
         """As an example is. Raises ``TypeError``: it holds no numbers."""
         array = as_array(example)
         if array.dtype.kind not in _NUMBERS:
-            raise TypeError(
-                f"{what}: expected an example, numbers as one environment has, got {type(example).__name__}."
-            )
+            raise TypeError(f"{what}: expected an example: numbers of one environment, got {type(example).__name__}.")
         narrow = array.dtype == np.float64 and isinstance(example, float | list | tuple)  # of Python
         return cls(np.dtype(np.float32) if narrow else array.dtype, array.shape)
 

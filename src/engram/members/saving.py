@@ -157,9 +157,7 @@ class EnsembleSaving:
                 check_keys(state, ("members", *(name.removeprefix("_") for name in _OWN)), self._kind)
                 saved = integer(state, "members", 1, 1 << 31, self._kind)
                 if saved != len(self._members):
-                    raise IncompatibleCheckpoint(
-                        f"{path}: expected {len(self._members)} members, as here, got {saved}."
-                    )
+                    raise IncompatibleCheckpoint(f"{path}: expected {len(self._members)} members, got {saved}.")
                 own = self._prepare_own({name: state[name.removeprefix("_")] for name in _OWN}, default_rng=default_rng)
             loads: list[Commit] = []
             for member in self._members:

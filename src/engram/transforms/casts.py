@@ -135,10 +135,9 @@ class DeviceCastTransform(_base.KeyedTransform):
         out_keys_inv: Keys = None,
     ) -> None:
         super().__init__(in_keys, out_keys, in_keys_inv, out_keys_inv)
-        self.device = existing_device(device, "DeviceCastTransform: device")
-        self.orig_device = (
-            None if orig_device is None else existing_device(orig_device, "DeviceCastTransform: orig_device")
-        )
+        who = "DeviceCastTransform"
+        self.device = existing_device(device, f"{who}: device")
+        self.orig_device = None if orig_device is None else existing_device(orig_device, f"{who}: orig_device")
         self._all = not self.in_keys and not self.in_keys_inv
         self.reads = self._all or bool(self.in_keys)
         self.writes = self.orig_device is not None and (self._all or bool(self.in_keys_inv))

@@ -69,9 +69,7 @@ def ends_of(data: object, key: Key | None, dims: int, name: str) -> Tensor | Non
         return ends
     flags = torch.as_tensor(found).to(torch.bool)
     if flags.ndim < dims:
-        raise ValueError(
-            f"{name}: ('next', {key!r}): expected {dims} dimensions of the batch, got {list(flags.shape)}."
-        )
+        raise ValueError(f"{name}: ('next', {key!r}): expected {dims} dimensions of a batch, got {list(flags.shape)}.")
     flags = flags.reshape(*flags.shape[:dims], -1).any(-1)
     return flags if ends is None or ends.shape != flags.shape else flags | ends.to(flags.device)
 
@@ -137,9 +135,7 @@ class ActionChunkTransform(Transform):
         actions = torch.as_tensor(entry(data, self.action_key, "ActionChunkTransform"))
         dims = actions.ndim + self.time_dim + 1
         if dims < 1:
-            raise ValueError(
-                f"ActionChunkTransform: time_dim: expected one of {list(actions.shape)}, got {self.time_dim}."
-            )
+            raise ValueError(f"ActionChunkTransform: time_dim={self.time_dim}: got actions {list(actions.shape)}.")
         ends = ends_of(data, self.done_key, dims, "ActionChunkTransform")
         if ends is None:
             ends = torch.zeros(actions.shape[:dims], dtype=torch.bool, device=actions.device)
