@@ -15,6 +15,7 @@ from engram._support.tensordicts import add_fields
 from engram._support.words import warn
 from engram.around.expander import Expander, TrajectoryArguments
 from engram.store import Store, dlpack_specs
+from engram.store.ragged_rows import items_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -334,9 +335,9 @@ class Goals:
         if self._steps is not None:
             values = values.repeat_interleave(self._steps, 0)
         n = len(values)
-        fixed = [it if isinstance(it, Tensor) else values for it in columns]  # of ragged fields the items
+        fixed = [it if items_in(it) is None else values for it in columns]  # ragged fields are never goals
         first = _native.put_goals(fixed, relabelling.fields, values, n)
-        first = [part if isinstance(it, Tensor) else it[:n] for part, it in zip(first, columns, strict=True)]
+        first = [part if items_in(it) is None else it[:n] for part, it in zip(first, columns, strict=True)]
         batch: object = cast("TensorStorage", storage).batch(first, (n,))  # expanders take no other
         if computed:
             made = cast("dict[Entry, Tensor]", info)
