@@ -15,7 +15,6 @@ from engram._support.tensordicts import add_fields
 from engram._support.words import warn
 from engram.around.expander import Expander, TrajectoryArguments
 from engram.store import Store, dlpack_specs
-from engram.store.ragged_rows import items_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -335,9 +334,12 @@ class Goals:
         if self._steps is not None:
             values = values.repeat_interleave(self._steps, 0)
         n = len(values)
-        fixed = [it if items_in(it) is None else values for it in columns]  # ragged fields are never goals
+        given = cast("list[object]", columns)  # items of ragged fields, too, which are never goals
+        fixed = [it if isinstance(it, Tensor) else values for it in given]
         first = _native.put_goals(fixed, relabelling.fields, values, n)
-        first = [part if items_in(it) is None else it[:n] for part, it in zip(first, columns, strict=True)]
+        first = [
+            part if isinstance(it, Tensor) else cast("Tensor", it)[:n] for part, it in zip(first, given, strict=True)
+        ]
         batch: object = cast("TensorStorage", storage).batch(first, (n,))  # expanders take no other
         if computed:
             made = cast("dict[Entry, Tensor]", info)
