@@ -333,9 +333,12 @@ class Goals:
         if self._steps is not None:
             values = values.repeat_interleave(self._steps, 0)
         n = len(values)
-        fixed = [it if isinstance(it, Tensor) else values for it in columns]  # of ragged fields the items
+        given = cast("list[object]", columns)  # items of ragged fields, too, which are never goals
+        fixed = [it if isinstance(it, Tensor) else values for it in given]
         first = _native.put_goals(fixed, relabelling.fields, values, n)
-        first = [part if isinstance(it, Tensor) else it[:n] for part, it in zip(first, columns, strict=True)]
+        first = [
+            part if isinstance(it, Tensor) else cast("Tensor", it)[:n] for part, it in zip(first, given, strict=True)
+        ]
         batch: object = cast("TensorStorage", storage).batch(first, (n,))  # expanders take no other
         made = {key: cast("Tensor", info[key])[:n] for key in computed}
         add_fields(batch, {key: made[key].squeeze(-1) if flat else made[key] for key, flat in computed.items()})

@@ -150,7 +150,7 @@ class _Fields(NamedTuple):
         if time is None or missing:
             what = f"deltas: {missing}" if missing else f"time_key: {public(unit.time_key)!r}"
             raise KeyError(
-                f"sample: Window: {what}: expected a stored field of one size, one of {[*map(public, fixed)]}."
+                f"sample: Window: {what}: expected a stored field, one of {[public(path) for path in fixed]}, of rows of one size."
             )
         form = fields[time]
         if math.prod(form.shape) != 1 or not form.dtype.startswith(("float", "int", "uint")):

@@ -237,7 +237,8 @@ class Wiring:
         """Limit how fast rows come and go. Raises as ``ReplayBuffer.limit``."""
         rules, storage = rules_of(limits), self.storage
         source = self.bound_sampler()
-        rules.check(storage.max_size, source.draws_of_a_row, "limit", consumes=source.traits.consumes)
+        groups = isinstance(source, samplers.PromptGroupSampler)
+        rules.check(storage.max_size, source.draws_of_a_row, "limit", groups=groups)
         storage.limit(rules, source.drawable(storage) if rules.in_flight else 0)
 
     @property
@@ -253,7 +254,8 @@ class Wiring:
         """The sampler to draw with from now on. Raises ``TypeError``: none. ``ValueError``: inserts would wait for ever with it."""
         sampler: Sampler = component(given, Sampler, "sampler", None)
         of, most = samplers.declared(sampler), self.storage.max_size
-        self._rules().check(most, of.draws_of_a_row, "set_sampler", consumes=of.traits.consumes)
+        groups = isinstance(of, samplers.PromptGroupSampler)
+        self._rules().check(most, of.draws_of_a_row, "set_sampler", groups=groups)
         return sampler
 
     def can_sample(self, rows: int) -> bool:

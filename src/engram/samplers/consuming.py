@@ -440,7 +440,7 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler[ConsumptionIn
         if drawn is None:
             independent = left and (of.draws_uniformly or of.prioritized)
             most = min(n * extent.size // left, _MAX_OFFERED) if independent else n
-            if tries.count >= _FEW and not of.draws_once:  # most of what is drawn is refused
+            if tries.count >= _FEW and isinstance(self._source, VersionedSampler):  # which draws each row once
                 most = min(extent.size, _MAX_OFFERED)
             drawn = self._source.draw(extent, max(n, most), tries.key_of(key))
         assert self._storage is not None  # it has rows

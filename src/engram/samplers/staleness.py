@@ -120,6 +120,8 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
     if it is larger than the number of rows that can be drawn, rows may repeat. ``info`` and TensorDict batches have ``"staleness"``,
     float32 ``[B]``.
 
+    A :class:`FilteredSampler` around it takes ``max_staleness`` as one of its rules, beside ``ready`` and ``max_uses``.
+
     The consumer's version belongs to the storage, under the name ``index``, and only grows: all samplers, threads and processes that
     draw from a directory see the largest that any has set, also after a restart. ``rb.empty()`` sets it to 0, and a state that is
     loaded to what was saved. A version that is NaN is never drawn.

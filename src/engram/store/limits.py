@@ -110,14 +110,14 @@ class Rules(NamedTuple):
             found.append(MaxInFlight(self.in_flight))
         return tuple(found)
 
-    def check(self, capacity: int, draws_of_a_row: int | None, call: str, *, consumes: bool) -> None:
+    def check(self, capacity: int, draws_of_a_row: int | None, call: str, *, groups: bool) -> None:
         """Refuse what would stop inserts and samples for ever.
 
         Args:
             capacity: rows of the storage.
             draws_of_a_row: after how many draws the sampler uses a row up; None: never.
             call: what to call it in errors.
-            consumes: whether the store counts its rows that are not used up, one by one.
+            groups: whether rows are used up by groups, which may never be complete.
 
         Raises:
             ValueError: it would.
@@ -127,7 +127,7 @@ class Rules(NamedTuple):
                 f"{call}: expected a storage of at least {self.min_size} rows, which samples would wait for, got one of {capacity}. "
                 "Take a smaller min_size."
             )
-        if self.in_flight and not consumes:
+        if self.in_flight and (groups or draws_of_a_row is None):
             raise ValueError(
                 f"{call}: MaxInFlight({self.in_flight}): expected a sampler that uses rows up one by one, such as a ConsumingSampler or a "
                 "FilteredSampler with max_uses: with others inserts would wait for ever, as they would for groups that are never complete. "
