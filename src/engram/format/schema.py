@@ -610,7 +610,7 @@ def encode(value: msgspec.Struct) -> bytes:
         entries["version"] = INTEGERS_VERSION
         text = _dumped(entries)
     if '"ragged":{' in text and isinstance(value, Schema) and value.ragged:
-        entries["version"] = _ragged_version(value)
+        entries["version"] = SLOTS_VERSION if value.in_slots else RAGGED_VERSION
         text = _dumped(entries)
     return text.encode()
 
@@ -620,7 +620,7 @@ def encode_store(schema: Schema, *, earlier: bool = False) -> bytes:
 
     ``earlier``: as it was before version 2.4.
     """
-    version = _ragged_version(schema) if schema.ragged else WRITES_VERSION
+    version = WRITES_VERSION if not schema.ragged else SLOTS_VERSION if schema.in_slots else RAGGED_VERSION
     if earlier and version == WRITES_VERSION:
         if not schema.grouped and not schema.added:
             return encode(schema)
@@ -634,10 +634,6 @@ def encode_store(schema: Schema, *, earlier: bool = False) -> bytes:
     else:
         del entries["added"]
     return _dumped(entries).encode()
-
-
-def _ragged_version(schema: Schema) -> tuple[int, int]:
-    return SLOTS_VERSION if schema.in_slots else RAGGED_VERSION
 
 
 def _sum_of(entries: dict[str, object]) -> str:
@@ -697,15 +693,16 @@ def decode(raw: bytes, path: str, *, of_store: bool = False) -> Schema:
     newest = SLOTS_VERSION if of_store else VERSION
     of_stores = (GROUPED_VERSION, WRITES_VERSION) if of_store else ()
     if tuple(version) not in (VERSION, ADDED_VERSION, INTEGERS_VERSION, RAGGED_VERSION, SLOTS_VERSION, *of_stores):
-        newer = tuple(version) > newest
-        raise IncompatibleStore(
-            f"{path}: expected format {newest[0]}.{newest[1]}, got {version[0]}.{version[1]}. "
-            + (
-                "A newer engram wrote it: upgrade to read it."
-                if newer
-                else "An older engram wrote it: read it with that one."
-            )
+        newer, found = (
+            tuple(version) > newest,
+            f"expected format {newest[0]}.{newest[1]}, got {version[0]}.{version[1]}",
         )
+        advice = (
+            "A newer engram wrote it: upgrade to read it"
+            if newer
+            else "An older engram wrote it: read it with that one"
+        )
+        raise IncompatibleStore(f"{path}: {found}. {advice}.")
     try:
         return _converted(tree, tuple(version), of_store)
     except (msgspec.ValidationError, ValueError, RecursionError) as error:
