@@ -693,16 +693,10 @@ def decode(raw: bytes, path: str, *, of_store: bool = False) -> Schema:
     newest = SLOTS_VERSION if of_store else VERSION
     of_stores = (GROUPED_VERSION, WRITES_VERSION) if of_store else ()
     if tuple(version) not in (VERSION, ADDED_VERSION, INTEGERS_VERSION, RAGGED_VERSION, SLOTS_VERSION, *of_stores):
-        newer, found = (
-            tuple(version) > newest,
-            f"expected format {newest[0]}.{newest[1]}, got {version[0]}.{version[1]}",
-        )
-        advice = (
-            "A newer engram wrote it: upgrade to read it"
-            if newer
-            else "An older engram wrote it: read it with that one"
-        )
-        raise IncompatibleStore(f"{path}: {found}. {advice}.")
+        found = f"expected format {newest[0]}.{newest[1]}, got {version[0]}.{version[1]}"
+        if tuple(version) > newest:
+            raise IncompatibleStore(f"{path}: {found}. A newer engram wrote it: upgrade to read it.")
+        raise IncompatibleStore(f"{path}: {found}. An older engram wrote it: read it with that one.")
     try:
         return _converted(tree, tuple(version), of_store)
     except (msgspec.ValidationError, ValueError, RecursionError) as error:
