@@ -10,7 +10,7 @@
 // reader looks at the ticket, copies the items, and looks again, as for any field.
 //
 // In *slots* each row has room of its own for as many items as a row may have: the offset of a row's span is that room's, whatever was there
-// before. Then the ticket of a row is all that its items need: nothing is evicted, nobody takes the mutex, and rows may be written anywhere.
+// before. Then the ticket of a row is all that its items need: nothing is evicted, no mutex is taken, and rows may be written anywhere.
 #pragma once
 
 #include <atomic>

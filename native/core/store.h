@@ -360,6 +360,7 @@ class Store {
                   Over over = Over::anything, std::uint64_t* written = nullptr, RaggedWrite* items = nullptr, const Claim* claim = nullptr);
   void check_items(std::uint64_t n, const RaggedWrite* items) const;
   void check_no_spans(std::span<const std::uint64_t> which) const;
+  void check_scatter(std::uint64_t n, std::span<const std::uint64_t> which, Columns columns, bool grow, const RaggedWrite* items) const;
   std::vector<std::uint64_t> floors_of(const RaggedWrite& items, std::uint64_t last) const;
   void take_slot(const RaggedWrite& items, std::uint64_t row, std::uint64_t i) const;
   void put_in_slot(const RaggedWrite& items, std::uint64_t row, std::uint64_t i) const;

@@ -511,17 +511,18 @@ void Store::check_live(const std::int64_t* rows, std::uint64_t n) const {
   }
 }
 
-std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which,
-                             Columns columns, bool grow, const std::int64_t* pick, std::uint64_t of, const RaggedWrite* items) {
+void Store::check_scatter(std::uint64_t n, std::span<const std::uint64_t> which, Columns columns, bool grow, const RaggedWrite* items) const {
   check(columns.size() == which.size(), "another number of columns than fields named");
   for (const std::uint64_t f : which) check(f < fields(), "a field outside the store");
   check(!grow || (needed_ <= which.size() && which.size() <= fields()), "rows by number without all fields");
-  if (grow) {
-    check_items(pick == nullptr ? n : of, items);
-    check(items == nullptr || ragged_->slots(), "items in slots, where rows are written by number");
-  } else {
-    check_no_spans(which);
-  }
+  if (!grow) return check_no_spans(which);
+  check_items(n, items);
+  check(items == nullptr || ragged_->slots(), "items in slots, where rows are written by number");
+}
+
+std::uint64_t Store::scatter(const std::int64_t* rows, std::uint64_t n, std::span<const std::uint64_t> which,
+                             Columns columns, bool grow, const std::int64_t* pick, std::uint64_t of, const RaggedWrite* items) {
+  check_scatter(pick == nullptr ? n : of, which, columns, grow, items);
   const bool whole = !which.empty() && which.size() == fields();  // of those here: others may lie elsewhere
   const Over over = grow ? Over::anything : whole ? Over::live : Over::part_of_live;
   const OwnRows own_rows(rows, n, control_.capacity()), own_pick(pick, n, of);

@@ -615,9 +615,9 @@ def encode_store(schema: Schema, *, earlier: bool = False) -> bytes:
 
     ``earlier``: as it was before version 2.4.
     """
-    version = _ragged_version(schema) if schema.ragged else WRITES_VERSION
-    if earlier:
-        version = _version_of(schema, GROUPED_VERSION if schema.grouped else VERSION)
+    version = _version_of(schema, GROUPED_VERSION if schema.grouped else VERSION)
+    if not earlier and not schema.ragged:
+        version = WRITES_VERSION
     entries = msgspec.to_builtins(schema) | {"version": version}
     if not schema.grouped:
         del entries["grouped"]
@@ -631,14 +631,10 @@ def encode_store(schema: Schema, *, earlier: bool = False) -> bytes:
 def _version_of(schema: Schema, first: tuple[int, int]) -> tuple[int, int]:
     """The first version that has what a description says; ``first`` where that is nothing special."""
     if schema.ragged:
-        return _ragged_version(schema)
+        return SLOTS_VERSION if schema.in_slots else RAGGED_VERSION
     if schema.structure.has_integers:
         return INTEGERS_VERSION
     return ADDED_VERSION if schema.added else first
-
-
-def _ragged_version(schema: Schema) -> tuple[int, int]:
-    return SLOTS_VERSION if schema.in_slots else RAGGED_VERSION
 
 
 def _sum_of(entries: dict[str, object]) -> str:
@@ -698,15 +694,10 @@ def decode(raw: bytes, path: str, *, of_store: bool = False) -> Schema:
     newest = SLOTS_VERSION if of_store else VERSION
     of_stores = (GROUPED_VERSION, WRITES_VERSION) if of_store else ()
     if tuple(version) not in (VERSION, ADDED_VERSION, INTEGERS_VERSION, RAGGED_VERSION, SLOTS_VERSION, *of_stores):
-        newer = tuple(version) > newest
-        raise IncompatibleStore(
-            f"{path}: expected format {newest[0]}.{newest[1]}, got {version[0]}.{version[1]}. "
-            + (
-                "A newer engram wrote it: upgrade to read it."
-                if newer
-                else "An older engram wrote it: read it with that one."
-            )
-        )
+        found = f"expected format {newest[0]}.{newest[1]}, got {version[0]}.{version[1]}"
+        if tuple(version) > newest:
+            raise IncompatibleStore(f"{path}: {found}. A newer engram wrote it: upgrade to read it.")
+        raise IncompatibleStore(f"{path}: {found}. An older engram wrote it: read it with that one.")
     try:
         return _converted(tree, tuple(version), of_store)
     except (msgspec.ValidationError, ValueError, RecursionError) as error:

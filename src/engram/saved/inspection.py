@@ -601,17 +601,15 @@ def _described_items(path: Path, decoded: schema.Schema, lane_length: int, exten
         oldest, used, room = max(word[0], extent.start), 0, 0
         for group, head, floor in zip(groups, word[1::2], word[2::2], strict=False):
             item_bytes = sum(decoded.ragged[number].item_bytes for number in group.members)
+            column, row = layout.column_path(path, decoded, group.leader), lane * lane_length
             first, span = head, bytearray(schema.SPAN_BYTES)
             if group.slot:
-                begin, spans = lane * lane_length * len(span), bytearray(len(span) * len(extent))
-                _read_file(layout.column_path(path, decoded, group.leader), memoryview(spans), begin)
+                _read_file(column, memoryview(spans := bytearray(len(span) * len(extent))), row * len(span))
                 first, head = 0, sum(length for _, length in struct.iter_unpack("<QI", spans))
             elif oldest < extent.stop:
-                row = lane * lane_length + oldest % lane_length
-                _read_file(layout.column_path(path, decoded, group.leader), memoryview(span), row * len(span))
+                _read_file(column, memoryview(span), (row + oldest % lane_length) * len(span))
                 first = max(int.from_bytes(span[:8], "little"), floor)
-            used += min(max(head - first, 0), group.items) * item_bytes
-            room += group.items * item_bytes
+            used, room = used + min(max(head - first, 0), group.items) * item_bytes, room + group.items * item_bytes
         lanes.append({"lane": lane, "bytes_used": used, "bytes_free": room - used})
     return {"evicted_rows": int.from_bytes(raw[32:40], "little"), "lanes": lanes}
 

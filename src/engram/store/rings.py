@@ -54,7 +54,7 @@ class RaggedMemory(NamedTuple):
         """Take over the :attr:`parts` of another store of the same schema, while no thread writes to this one. Returns itself."""
         for mine, theirs in zip(self.parts, parts, strict=True):
             for to, piece in zip(*(_bytes(it).split(_PIECE) for it in (mine, theirs)), strict=True):  # type: ignore[no-untyped-call]
-                if piece.any():  # what nobody wrote takes no memory
+                if piece.any():  # what was never written takes no memory
                     to.copy_(piece)
         if self.control is not None:
             # The words of a lane were perhaps not copied at one moment. A floor of 0 is right beside any head.
