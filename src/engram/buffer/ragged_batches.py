@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from copy import copy
+from functools import reduce
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypedDict
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,14 +26,16 @@ from engram.store.ragged import counted_groups
 from engram.types import Device, Draw, Entry, Wait
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from engram.buffer.wiring import Wiring
 
 #: How one batch holds ragged fields, and items that it has at most: of each row those of its longest field, or of one that is named.
 LayoutOfCall: TypeAlias = LayoutKind | Mapping[str, object] | None
 Tokens: TypeAlias = int | Mapping[Entry, int] | None
 
-#: Rows that are drawn first, while nothing is known of their lengths.
-_FIRST = 16
+#: Rows that are drawn first, while nothing is known of their lengths; and of how many forms a buffer remembers how many rows fit.
+_FIRST, _MAX_FORMS = 16, 64
 
 
 class SampleArguments(TypedDict, total=False):
@@ -110,6 +114,8 @@ class TokenBudget:
         self._which = counted_groups(schema, form.field, "sample: max_tokens")
         self._multiple = layout.multiple if layout.kind == "padded" else 0
         self._most, self._most_rows, self.each = form.most, rows or form.most, wiring.source.rows_of_unit
+        #: Rows that batches of this form had lately, of which the first draw takes a few more.
+        self._lately = wiring.rows_within.get(form, _FIRST)
         #: Whether a row comes once in a batch, by whatever number of draws.
         self._once = not (of.draws_uniformly or of.prioritized or of.draws_once)
         self.rows = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -122,46 +128,49 @@ class TokenBudget:
         """How many rows more may fit, at least those of one unit; 0: no more are allowed."""
         rows, left = len(self.rows), (self._most_rows - len(self.rows)) // self.each
         used = self._taken * (rows if self._multiple else 1)
-        n = math.ceil(rows * (self._most - used) / used) if used else _FIRST + rows
+        n = math.ceil(rows * (self._most - used) / used) if used else math.ceil(self._lately) + rows
         n += 0 if self._once else n // 4 + 2  # that are not handed out cost nothing
         return 0 if self.is_full else min(left, max(n // self.each, 1)) * self.each
 
-    def looked_at(self, draw: Draw) -> tuple[Draw, Tensor, Tensor]:
-        """The draw with the tickets that its rows have now, -1 of those that hold another write; which of its units are whole, int64; and
-        the tokens of their rows, int64 ``[units, each]``.
+    def looked_at(self, draw: Draw) -> tuple[Draw, NDArray[np.int64], NDArray[np.int64]]:
+        """The draw with the tickets that its rows have now, -1 of those that hold another write; which of its units are whole; and the
+        tokens of their rows, ``[units, each]``.
 
         Raises ``WriterStalled``: a row was being written at every try.
         """
         storage, retries, rows = self._storage, Retries(), draw.rows
         while True:
             tickets = storage.tickets_of(rows)
-            waits = (tickets < 0) & ~storage.hold_nothing(rows)
+            known = tickets.clone()
             if draw.tickets is not None:
                 tickets[storage.writes_of(rows, tickets) != storage.writes_of(rows, draw.tickets)] = -1
             spans, moved = self._store.read_spans(rows, tickets)
+            if not moved:
+                break
+            waits = (known < 0) & ~storage.hold_nothing(rows)
             waits[moved] |= tickets[moved] >= 0
             if not waits.any():
                 break
             retries.again(rows, waits.nonzero().flatten().tolist())
-        whole = (tickets >= 0).reshape(-1, self.each).all(1).nonzero().flatten()
-        tokens = torch.stack([spans[place][:, 2] for place in self._which]).amax(0).to(torch.int64)
-        return draw._replace(tickets=tickets), whole, tokens.reshape(-1, self.each)[whole]
+        whole = np.flatnonzero((tickets.numpy() >= 0).reshape(-1, self.each).all(1))
+        tokens = reduce(np.maximum, [spans[place].numpy()[:, 2] for place in self._which])
+        return draw._replace(tickets=tickets), whole, tokens.reshape(-1, self.each)[whole].astype(np.int64)
 
     def accept(self, draw: Draw) -> tuple[Draw, Tensor]:
         """The draw with the tickets that its rows have now, and positions of those that are handed out, int64: of rows that are there
         still, those before the first that does not fit. Nothing is taken before :meth:`take`.
         """
         draw, units, tokens = self.looked_at(draw)
-        if self._once:
-            new = ~torch.isin(draw.rows[units * self.each], self.rows)
+        if self._once and len(self.rows):
+            new = ~np.isin(draw.rows.numpy()[units * self.each], self.rows.numpy())
             units, tokens = units[new], tokens[new]
         if self._multiple:
-            taken = torch.cummax(tokens.amax(1), 0).values.clamp(min=self._taken)
-            rows = len(self.rows) + torch.arange(1, len(units) + 1, device="cpu") * self.each
+            taken = np.maximum.accumulate(np.maximum(tokens.max(1, initial=0), self._taken))
+            rows = len(self.rows) + np.arange(1, len(units) + 1) * self.each
             total = -(-taken // self._multiple) * self._multiple * rows
         else:
-            total = taken = self._taken + tokens.sum(1).cumsum(0)
-        count = int((total <= self._most).cumprod(0).sum())
+            total = taken = self._taken + tokens.sum(1).cumsum()
+        count = int(np.searchsorted(total, self._most, "right"))
         self.is_full = count < len(units)
         if self.is_full and not count and not len(self.rows):
             first = str(draw.rows.reshape(-1, self.each)[units[0]].tolist())[1:-1]
@@ -170,14 +179,14 @@ class TokenBudget:
         self._found = picked(draw, places), int(taken[count - 1]) if count else self._taken
         return draw, places
 
-    def positions(self, units: Tensor) -> Tensor:
+    def positions(self, units: NDArray[np.int64]) -> Tensor:
         """Those of the rows of some units of a draw."""
-        return (units[:, None] * self.each + torch.arange(self.each, device="cpu")).flatten()
+        return torch.from_numpy((units[:, None] * self.each + np.arange(self.each)).reshape(-1))
 
     def take(self) -> Draw:
         """Take what was accepted last."""
         draw, self._taken = self._found
-        self.rows = torch.cat((self.rows, draw.rows))
+        self.rows = torch.cat((self.rows, draw.rows)) if len(self.rows) else draw.rows
         return draw
 
 
@@ -217,6 +226,8 @@ def draw_within(wiring: Wiring, budget: TokenBudget, key: int) -> Draw:
             raise
     if not parts:
         raise ValueError(f"sample: max_tokens: expected room for the {budget.each} rows of a group.")
+    if len(parts) == 1 and not logs:
+        return parts[0]
     rows, tickets, infos = map(list, zip(*parts, strict=True))
     info = {k: torch.cat([one[k] for one in infos]) if isinstance(v, Tensor) else v for k, v in infos[0].items()}
     if logs:  # weights over the largest of the batch
@@ -235,6 +246,9 @@ def read_within(wiring: Wiring, form: BatchForm, rows: int, key: int) -> tuple[l
     while True:
         budget = TokenBudget(wiring, form, rows)
         draw = draw_within(wiring, budget, retries.key_of(key))
+        if len(wiring.rows_within) >= _MAX_FORMS:
+            wiring.rows_within.clear()
+        wiring.rows_within[form] = 0.9 * wiring.rows_within.get(form, len(draw.rows)) + 0.1 * len(draw.rows)
         try:
             while len(draw.rows):
                 columns, moved = wiring.storage.read(draw.rows, draw.tickets)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from engram.buffer.output import Source
+    from engram.buffer.ragged_batches import BatchForm
     from engram.device.pinning import Pinning
     from engram.samplers._base import DeclaredSampler
     from engram.storages import Storage
@@ -76,6 +77,8 @@ class Wiring:
         self.unit_reader: UnitReader | None = None
         #: Where this buffer's calls wait for the limits of the store.
         self.gate = Gate()
+        #: Rows that batches of each form with a budget of tokens had lately.
+        self.rows_within: dict[BatchForm, float] = {}
         #: What sets the draws of this process apart, as :func:`engram._support.fork.stream` says; None: not known yet.
         self.stream: int | None = None
         fork.registered(self, uses_others=True)
