@@ -22,10 +22,11 @@ from engram.errors import NoSampleable
 from engram.samplers import FilteredSampler, LengthBucketSampler, check_drawable, picked
 from engram.samplers.redraw import DrawOverBatch
 from engram.storages.ragged import LayoutKind, RaggedLayout
-from engram.store.ragged import counted_groups
 from engram.types import Device, Draw, Entry, Wait
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from engram.buffer.wiring import Wiring
@@ -109,9 +110,9 @@ class TokenBudget:
 
     def __init__(self, wiring: Wiring, form: BatchForm, rows: int) -> None:
         self._storage, self._store, of = wiring.storage, wiring.storage.store, wiring.of_sampler
-        schema, layout = self._store.schema, form.layout or self._storage.ragged.layout
+        layout = form.layout or self._storage.ragged.layout
         #: The groups of fields of which the longest counts; what divides the length of padded rows, whose padding counts, or 0.
-        self._which = counted_groups(schema, form.field, "sample: max_tokens")
+        self._which = self._store.counted_groups(form.field, "sample: max_tokens")
         self._multiple = layout.multiple if layout.kind == "padded" else 0
         self._most, self._most_rows, self.each = form.most, rows or form.most, wiring.source.rows_of_unit
         #: Rows that batches of this form had lately, of which the first draw takes a few more.
@@ -153,8 +154,7 @@ class TokenBudget:
                 break
             retries.again(rows, waits.nonzero().flatten().tolist())
         whole = np.flatnonzero((tickets.numpy() >= 0).reshape(-1, self.each).all(1))
-        tokens = reduce(np.maximum, [spans[place].numpy()[:, 2] for place in self._which])
-        return draw._replace(tickets=tickets), whole, tokens.reshape(-1, self.each)[whole].astype(np.int64)
+        return draw._replace(tickets=tickets), whole, self._tokens(spans).reshape(-1, self.each)[whole]
 
     def accept(self, draw: Draw) -> tuple[Draw, Tensor]:
         """The draw with the tickets that its rows have now, and positions of those that are handed out, int64: of rows that are there
@@ -164,13 +164,7 @@ class TokenBudget:
         if self._once and len(self.rows):
             new = ~np.isin(draw.rows.numpy()[units * self.each], self.rows.numpy())
             units, tokens = units[new], tokens[new]
-        if self._multiple:
-            taken = np.maximum.accumulate(np.maximum(tokens.max(1, initial=0), self._taken))
-            rows = len(self.rows) + np.arange(1, len(units) + 1) * self.each
-            total = -(-taken // self._multiple) * self._multiple * rows
-        else:
-            total = taken = self._taken + tokens.sum(1).cumsum()
-        count = int(np.searchsorted(total, self._most, "right"))
+        count, taken, total = self._fitting(tokens)
         self.is_full = count < len(units)
         if self.is_full and not count and not len(self.rows):
             first = str(draw.rows.reshape(-1, self.each)[units[0]].tolist())[1:-1]
@@ -178,6 +172,30 @@ class TokenBudget:
         places = self.positions(units[:count])
         self._found = picked(draw, places), int(taken[count - 1]) if count else self._taken
         return draw, places
+
+    def _fitting(self, tokens: NDArray[np.int64]) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
+        """How many units fit, and behind each what :attr:`_taken` would be, and the tokens of the batch."""
+        if self._multiple:
+            taken = np.maximum.accumulate(np.maximum(tokens.max(1, initial=0), self._taken))
+            rows = len(self.rows) + np.arange(1, len(tokens) + 1) * self.each
+            total = -(-taken // self._multiple) * self._multiple * rows
+        else:
+            total = taken = self._taken + tokens.sum(1).cumsum()
+        return int(np.searchsorted(total, self._most, "right")), taken, total
+
+    def read_uniform(self, key: int) -> tuple[list[Tensor], Draw] | None:
+        """A first draw of rows, uniformly, which is the whole batch: its columns are read. None: it is not, or a row has moved."""
+        n = self.likely
+
+        def count(spans: Sequence[Tensor]) -> int:
+            fit = self._fitting(self._tokens(spans)[:, None])[0]
+            return fit if fit < n or n == self._most_rows else 0
+
+        return self._store.sample_within(key, n, count)
+
+    def _tokens(self, spans: Sequence[Tensor]) -> NDArray[np.int64]:
+        """Of each row, which the spans of its groups say."""
+        return reduce(np.maximum, [spans[place].numpy()[:, 2] for place in self._which]).astype(np.int64)
 
     def positions(self, units: NDArray[np.int64]) -> Tensor:
         """Those of the rows of some units of a draw."""
@@ -243,12 +261,13 @@ def read_within(wiring: Wiring, form: BatchForm, rows: int, key: int) -> tuple[l
     Raises as :func:`draw_within`. KeyError: no such ragged field.
     """
     source, retries = wiring.source, Retries()
+    budget = TokenBudget(wiring, form, rows)
+    if wiring.draws_uniformly and (read := budget.read_uniform(key)) is not None:
+        _remember(wiring, form, read[1])
+        return read
     while True:
-        budget = TokenBudget(wiring, form, rows)
         draw = draw_within(wiring, budget, retries.key_of(key))
-        if len(wiring.rows_within) >= _MAX_FORMS:
-            wiring.rows_within.clear()
-        wiring.rows_within[form] = 0.9 * wiring.rows_within.get(form, len(draw.rows)) + 0.1 * len(draw.rows)
+        _remember(wiring, form, draw)
         try:
             while len(draw.rows):
                 columns, moved = wiring.storage.read(draw.rows, draw.tickets)
@@ -263,3 +282,12 @@ def read_within(wiring: Wiring, form: BatchForm, rows: int, key: int) -> tuple[l
         except BaseException:
             source.give_back(draw, draw.rows[:0])
             raise
+        budget = TokenBudget(wiring, form, rows)
+
+
+def _remember(wiring: Wiring, form: BatchForm, draw: Draw) -> None:
+    """How many rows fit, for the first draw of the next batch."""
+    if len(wiring.rows_within) >= _MAX_FORMS:
+        wiring.rows_within.clear()
+    n = len(draw.rows)
+    wiring.rows_within[form] = 0.9 * wiring.rows_within.get(form, n) + 0.1 * n
