@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from engram.buffer.wiring import Wiring
+    from engram.remote.protocol import Sample
 
 #: How one batch holds ragged fields, and items that it has at most: of each row those of its longest field, or of one that is named.
 LayoutOfCall: TypeAlias = LayoutKind | Mapping[str, object] | None
@@ -68,6 +69,20 @@ class BatchForm(NamedTuple):
         laid_out = None if layout is None else RaggedLayout.checked(layout, "sample")
         return cls(laid_out, 0 if most is None else check_count(name, most, "token"), field)
 
+    def asked(self, wiring: Wiring, rows: int) -> Sample:
+        """The command to a server, which draws so many rows at most."""
+        from engram.remote.protocol import Sample
+
+        layout = self.layout or wiring.storage.ragged.layout
+        multiple = layout.multiple if layout.kind == "padded" else 0
+        return Sample(rows, [], max_tokens=self.most, tokens_of=[*(self.field or ())], multiple=multiple)
+
+    @classmethod
+    def of_command(cls, command: Sample) -> BatchForm:
+        """What a command to this server asks."""
+        layout = RaggedLayout("padded", multiple=command.multiple) if command.multiple else RaggedLayout("packed")
+        return cls(layout, command.max_tokens, tuple(command.tokens_of) or None)
+
     def of(self, source: Source, wiring: Wiring, *, ahead: bool) -> Source:
         """The source of batches, for one call of this form. ``ahead``: it prefetches. Raises ``ValueError``: there are none such."""
         if isinstance(source, View | AfterUpdates):
@@ -79,8 +94,6 @@ class BatchForm(NamedTuple):
             instead = "a buffer with ragged fields, LazyTensorStorage(…, ragged={…}), got one whose rows have one size"
         elif ahead:
             instead = "a buffer without prefetch, whose batches are made before a call asks for them"
-        elif self.most and storage.traits.is_remote:
-            instead = "rows of this machine, got those of a server. Use batch_size"
         elif self.most and wiring.of_sampler.draws_once and isinstance(wiring.source, FilteredSampler):
             instead = "a FilteredSampler around one that draws with replacement, got an epoch's. Use batch_size"
         elif self.most and (
@@ -89,7 +102,7 @@ class BatchForm(NamedTuple):
             or isinstance(wiring.source, Expander | LengthBucketSampler)
         ):
             instead = f"a sampler that draws rows, got {wiring.source!r:.80}. Use batch_size"
-        elif self.most and storage.memory is not None and storage.memory.bare.limited:
+        elif self.most and storage.memory is not None and storage.memory.bare.limited and not storage.traits.is_remote:
             instead = "a store without limits, which admit a number of rows that is known before. Use batch_size"
         if instead:
             raise ValueError(f"sample: {'max_tokens' if self.most else 'layout'}: expected {instead}.")
@@ -129,7 +142,7 @@ class TokenBudget:
         """How many rows more may fit, at least those of one unit; 0: no more are allowed."""
         rows, left = len(self.rows), (self._most_rows - len(self.rows)) // self.each
         used = self._taken * (rows if self._multiple else 1)
-        n = math.ceil(rows * (self._most - used) / used) if used else math.ceil(self._lately) + rows
+        n = math.ceil(rows * (self._most - used) / used) if used else _FIRST + rows
         n += 0 if self._once else n // 4 + 2  # that are not handed out cost nothing
         return 0 if self.is_full else min(left, max(n // self.each, 1)) * self.each
 
@@ -184,18 +197,24 @@ class TokenBudget:
         return int(np.searchsorted(total, self._most, "right")), taken, total
 
     def read_uniform(self, key: int) -> tuple[list[Tensor], Draw] | None:
-        """A first draw of rows, uniformly, which is the whole batch: its columns are read. None: it is not, or a row has moved."""
-        n = self.likely
+        """The whole batch, of rows that are drawn uniformly, and its columns. None: no row fits, or one has moved.
 
-        def count(spans: Sequence[Tensor]) -> int:
-            fit = self._fitting(self._tokens(spans)[:, None])[0]
-            return fit if fit < n or n == self._most_rows else 0
+        The same key gives the same rows, however many are drawn first: longer draws begin with the rows of shorter ones.
+        """
+        n = min(self._most_rows, math.ceil(self._lately) + 4)
+        while True:
+            found: tuple[int, list[Tensor], Draw] | None = self._store.sample_within(key, n, self._fit)
+            if found is None or found[0] < n or n == self._most_rows:
+                return None if found is None else found[1:]
+            n = min(2 * n, self._most_rows)
 
-        return self._store.sample_within(key, n, count)
+    def _fit(self, spans: Sequence[Tensor]) -> int:
+        return self._fitting(self._tokens(spans)[:, None])[0]
 
     def _tokens(self, spans: Sequence[Tensor]) -> NDArray[np.int64]:
         """Of each row, which the spans of its groups say."""
-        return reduce(np.maximum, [spans[place].numpy()[:, 2] for place in self._which]).astype(np.int64)
+        each: list[NDArray[np.int32]] = [spans[place].numpy()[:, 2] for place in self._which]
+        return reduce(np.maximum, each).astype(np.int64)
 
     def positions(self, units: NDArray[np.int64]) -> Tensor:
         """Those of the rows of some units of a draw."""
@@ -244,8 +263,11 @@ def draw_within(wiring: Wiring, budget: TokenBudget, key: int) -> Draw:
             raise
     if not parts:
         raise ValueError(f"sample: max_tokens: expected room for the {budget.each} rows of a group.")
-    if len(parts) == 1 and not logs:
-        return parts[0]
+    return parts[0] if len(parts) == 1 and not logs else _joined(parts, logs)
+
+
+def _joined(parts: list[Draw], logs: list[Tensor]) -> Draw:
+    """Draws as one. ``logs``: of their weights, which are over the largest."""
     rows, tickets, infos = map(list, zip(*parts, strict=True))
     info = {k: torch.cat([one[k] for one in infos]) if isinstance(v, Tensor) else v for k, v in infos[0].items()}
     if logs:  # weights over the largest of the batch

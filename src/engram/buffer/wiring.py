@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from engram.buffer.output import Source
-    from engram.buffer.ragged_batches import BatchForm
     from engram.device.pinning import Pinning
     from engram.samplers._base import DeclaredSampler
     from engram.storages import Storage
@@ -78,7 +77,7 @@ class Wiring:
         #: Where this buffer's calls wait for the limits of the store.
         self.gate = Gate()
         #: Rows that batches of each form with a budget of tokens had lately.
-        self.rows_within: dict[BatchForm, float] = {}
+        self.rows_within: dict[object, float] = {}
         #: What sets the draws of this process apart, as :func:`engram._support.fork.stream` says; None: not known yet.
         self.stream: int | None = None
         fork.registered(self, uses_others=True)

@@ -257,9 +257,9 @@ class RaggedStore(Store):
 
     def sample_within(
         self, key: int, n: int, fit: Callable[[Sequence[Tensor]], int]
-    ) -> tuple[list[Tensor], Draw] | None:
+    ) -> tuple[int, list[Tensor], Draw] | None:
         """Draw ``n`` live rows uniformly, with replacement, and read the first of them, as many as ``fit`` says of the leaders' columns,
-        int32 ``[n, 3]``. None: it says 0, or a row has moved meanwhile.
+        int32 ``[n, 3]``: how many, their columns and the draw. None: it says 0, or a row has moved meanwhile.
         """
         columns, rows, tickets = self.allocate(n), native.empty_rows(n), native.empty_rows(n)
         addresses = tuple(map(torch.Tensor.data_ptr, columns))
@@ -269,10 +269,10 @@ class RaggedStore(Store):
         if not count:
             return None
         rows, columns = rows[:count], [column[:count] for column in columns]
-        found = rows.data_ptr(), count, tickets.data_ptr(), tuple([span.data_ptr() for span in spans]), []
-        groups, moved = self.core.read_items(self._item_layout, self._which, *found)
+        found = rows.data_ptr(), count, tickets.data_ptr(), tuple([span.data_ptr() for span in spans])
+        groups, moved = self.core.read_items(self._item_layout, self._which, *found, [])
         _put(groups, columns, rows)
-        return None if moved else (columns, Draw(rows, tickets[:count], {}))
+        return None if moved else (count, columns, Draw(rows, tickets[:count], {}))
 
     @cached_property
     def _item_layout(self) -> native.ItemLayout:
