@@ -296,6 +296,7 @@ INTERNAL = (
     "NotAdmitted",
     "NotDirect",
     "NotOnce",
+    "RowGone",
     "NotRegistered",
     "OutOfOrder",
     "StorageKeyNotFoundError",  # TransferQueue's, by which its callers know a key that was cleared

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engram import LazyMemmapStorage, PrioritizedSampler, RandomSampler, ReplayBuffer, TensorDictReplayBuffer
-from engram.remote.fleet.storage import combined
+from engram.remote.fleet.members import combined
 from engram.remote.protocol import Mass, State
 from tests.fleet.test_fleets import rows_of
 from tests.fresh import start

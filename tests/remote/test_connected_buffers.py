@@ -280,7 +280,6 @@ NEEDS_ROWS = {
     "rb[0] = row": lambda rb: rb.__setitem__(0, data(1)[0]),
     "set_": lambda rb: rb.set_("a", torch.zeros(10)),
     "update_": lambda rb: rb.update_({"a": torch.zeros(10)}),
-    "update_if_present": lambda rb: rb.update_if_present(index=[0], generation=[1], patch={"a": torch.zeros(1)}),
     "read_all_in_order": lambda rb: rb.read_all_in_order(),
     "set_sampler": lambda rb: rb.set_sampler(RandomSampler()),
     "set_writer": lambda rb: rb.set_writer(TensorDictMaxValueWriter()),

@@ -108,8 +108,6 @@ def test_batches_are_laid_out_as_the_client_says(served):
         batch, info = remote.sample(return_info=True)
         assert batch["tokens"].values.shape[1] % 8 == 0
         assert torch.equal(batch["tokens"].values[batch["tokens"].mask], rb[info["index"]]["tokens"].values())
-        with pytest.raises(ValueError, match="max_tokens: expected rows of this machine"):
-            remote.sample(max_tokens=100)
         with pytest.raises(ValueError, match="layout: kind: expected one of"):
             remote.storage.layout = "flat"
 

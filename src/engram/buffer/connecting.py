@@ -10,14 +10,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack, cast
 
+import torch
+
 from engram._support import fork
 from engram._support.checks import check_choice, check_path
+from engram._support.field_paths import checked_path
 from engram._support.native import NotAdmitted
 from engram._support.progress import OnProgress, Work
 from engram._support.unsupported import BY_NUMBER, meant, refused, refusing
 from engram.buffer.configuration import READING_ARGUMENTS, ConnectArguments, Settings
+from engram.buffer.field_updates import CALL, ConditionalUpdateResult, entries_of_patch, whole
 from engram.buffer.recipe import kind_of, noted_settings, noted_unit
-from engram.buffer.row_access import RowAccess
+from engram.buffer.row_access import KeyedRows, RowAccess
 from engram.buffer.services import Facade, Service
 from engram.errors import NoSampleable
 from engram.saved.checkpoints import replacing
@@ -444,6 +448,37 @@ class ConnectedRowAccess(RowAccess):
 
     def set(self, index: object, value: object, call: str = "rb[index] = value") -> None:  # noqa: ARG002 - whatever they are
         raise refused(call, "Edit them where the store is.")
+
+    def index_keys(self, field: object) -> None:
+        self._wiring.storage.call_each("index_keys", {"field": checked_path(field, "index_keys: field")})
+
+    def rows_of(self, keys: object) -> KeyedRows:
+        """Of several stores that have a key, the first: the numbers of their writes say nothing of each other."""
+        (rows, generations), *others = self._wiring.storage.call_each("rows_of", {"keys": keys})
+        for more, theirs in others:
+            generations, rows = generations.where(rows >= 0, theirs), rows.where(rows >= 0, more)
+        return KeyedRows(rows, generations)
+
+    def remove(self, rows: object, generation: object, keys: object) -> int:
+        if keys is None or rows is not None or generation is not None:
+            return super().remove(rows, generation, keys)
+        self._check_editable("remove")
+        found = self._wiring.storage.call_each("rows_with", {"keys": keys})
+        rows, generations = map(torch.cat, zip(*found, strict=True))
+        return super().remove(rows, generations, None)
+
+    def update_if_present(
+        self, index: object, generation: object, patch: object, version_key: object, version: object, *, newer: bool
+    ) -> ConditionalUpdateResult:
+        self._check_editable(CALL)
+        rows, expected = whole("index", self._wiring.rows_named(index)), whole("generation", generation)
+        given = {
+            "generation": expected,
+            "patch": dict(entries_of_patch(patch)),
+            "version_key": version_key,
+            "version": version,
+        }
+        return ConditionalUpdateResult(*self._wiring.storage.update(rows, {**given, "require_newer": newer}))
 
     def empty(self, lanes: Tensor | None, *, keep_write_count: bool) -> None:
         if lanes is not None:

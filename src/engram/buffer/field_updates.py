@@ -221,7 +221,7 @@ class FieldUpdates:
         self, patch: object, version_key: object, version: object, batch: torch.Size
     ) -> tuple[Sequence[int], list[Tensor], tuple[int, Tensor] | None]:
         """The fields of a patch and their columns, and what :meth:`_versions` returns."""
-        entries, dims = dict(_entries(patch)), self._storage.ndim
+        entries, dims = dict(entries_of_patch(patch)), self._storage.ndim
         if dims > 1:  # what is laid out as the data of extend comes in the order of its index
             time, of = self._storage.dim_extend, self._storage.columns
             laid_out = (*of[:time], batch.numel() // math.prod(of), *of[time:])
@@ -240,9 +240,9 @@ class FieldUpdates:
 
     def _named(self, index: object, generation: object) -> tuple[Tensor, Tensor]:
         """Rows ``[n]`` and generations ``[*batch]``. Both may be spread over the batch dimensions of rows, as batches have them."""
-        expected, own = _whole("generation", generation), len(self._wiring.storage.written().root.batch)
+        expected, own = whole("generation", generation), len(self._wiring.storage.written().root.batch)
         rows = self._wiring.rows_named(index)
-        rows = _whole("index", rows[0] if isinstance(rows, tuple) and len(rows) == 1 else rows)
+        rows = whole("index", rows[0] if isinstance(rows, tuple) and len(rows) == 1 else rows)
         if own and expected.ndim > own and rows.shape == expected.shape:
             rows, expected = (x.flatten(x.ndim - own)[..., 0] for x in (rows, expected))
         if rows.numel() != expected.numel():
@@ -296,7 +296,7 @@ class FieldUpdates:
         return wins, live
 
 
-def _whole(what: str, given: object) -> Tensor:
+def whole(what: str, given: object) -> Tensor:
     """Ints of any shape, int64 on the CPU."""
     numbers = as_numbers(f"{CALL}: {what}", given)
     if numbers.dtype.is_floating_point or numbers.dtype.is_complex or numbers.dtype is torch.bool:
@@ -304,7 +304,7 @@ def _whole(what: str, given: object) -> Tensor:
     return numbers.to("cpu", torch.int64)
 
 
-def _entries(patch: object) -> Iterator[tuple[FieldPath, object]]:
+def entries_of_patch(patch: object) -> Iterator[tuple[FieldPath, object]]:
     """The entries of a patch by their paths. Keys may be tuples, and values be nested."""
     if not has_entries(patch):
         raise TypeError(f"{CALL}: patch: expected a dict or TensorDict, got {type(patch).__name__}.")
@@ -579,7 +579,7 @@ def submit_update_if_present(
     """
     if self.service_backend != "direct" or self._wiring.storage.traits.is_remote:
         raise NotImplementedError(
-            "submit_update_if_present: expected rows that are here, got a buffer whose rows are on a server. Call update_if_present there."
+            "submit_update_if_present: expected rows that are here, got a buffer whose rows are on a server. Call update_if_present."
         )
     reading = self._reading
     if not isinstance(reading, AfterUpdates):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
+from uuid import uuid4
 
 import torch
 
@@ -10,7 +11,6 @@ from engram._support.field_paths import checked_path, public
 from engram._support.native import NotAdmitted
 from engram._support.nested import flatten
 from engram._support.tensordicts import add_fields
-from engram._support.unsupported import refused
 from engram._support.words import count
 from engram.format.schema import name_of
 from engram.store.limits import checked_timeout
@@ -19,16 +19,20 @@ from engram.types import Write
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
+    from uuid import UUID
 
     from torch import Tensor
 
     from engram.buffer.lanes import Lanes
     from engram.buffer.wiring import Wiring
+    from engram.remote.served import OneStore
 
     Path: TypeAlias = tuple[str, ...]
     #: A key as users write it.
     Key: TypeAlias = str | Path
     Fields: TypeAlias = Mapping[Path, object]
+    #: A row that a server has: its slot, how often that was taken, items by the key that leads a group, and whether it is abandoned.
+    ShownRow: TypeAlias = tuple[int, int, dict[Key, int], bool]
     #: Fields by key; the values may be dicts of others.
     Given: TypeAlias = Mapping[str, object] | Fields | Mapping[Key, object]
 
@@ -56,6 +60,23 @@ class OpenRow:
 
     def __init__(self, growing: GrowingRows, slot: OpenSlot, lane: int | None) -> None:
         self._growing, self._slot, self._lane = growing, slot, lane
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The slot, and how often it was taken: no other row ever has the same."""
+        return self._slot.number, self._slot.times
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this process has it, and neither sealed nor discarded it."""
+        return self._slot.is_mine and self._growing.has(self._slot)
+
+    @property
+    def groups(self) -> dict[Path, int]:
+        """Of each ragged field, by its path, the place of its length among :attr:`lengths`."""
+        return {
+            key: self._slot.rows.groups[n] for key, n in self._slot.rows.numbers.items() if n in self._slot.rows.groups
+        }
 
     @property
     def lengths(self) -> dict[Key, int]:
@@ -170,7 +191,7 @@ class OpenRow:
         return self
 
     def _check_mine(self, call: str) -> None:
-        if not (self._slot.is_mine and self._growing.has(self._slot)):
+        if not self.is_mine:
             raise RuntimeError(
                 f"{call}: expected an open row of this process, got one that was sealed or discarded, that another process has, or that "
                 "share() has moved. Choose one of rb.unsealed(), take it over with resume() if its process has ended, or open another."
@@ -194,6 +215,16 @@ class GrowingRows:
         self._wiring.check_editable("open_row")
         self._check_appends("open_row")
         storage = self._wiring.storage
+        if storage.traits.is_remote:
+            lane = self._lane("open_row") if lane is None else self._lanes.checked(lane, "open_row")
+            known = (
+                paths_of(data, fields, (), "open_row"),
+                None if late is None else paths_of(late, {}, (), "open_row: late"),
+            )
+            store, holder = storage.stores(home=True)[0], uuid4()
+            given = {"data": known[0], "late": known[1], "lane": lane}
+            shown = store.until(timeout, lambda: store.call("open_row", given, 0, 0, holder))
+            return ServedOpenRow(store, shown, lane, holder)
         slots = storage.ragged.open_rows
         rows = self._existing()
         if rows is None and not slots:
@@ -225,13 +256,14 @@ class GrowingRows:
 
     def unsealed(self) -> list[OpenRow]:
         """What ``ReplayBuffer.unsealed`` returns."""
+        if self._wiring.storage.traits.is_remote:
+            each = [(it, it.call("unsealed", {})) for it in self._wiring.storage.stores(home=False)]
+            return [ServedOpenRow(store, shown, self._lanes.default or 0) for store, rows in each for shown in rows]
         rows = self._existing()
         return [] if rows is None else [OpenRow(self, slot, None) for slot in rows.taken()]
 
     def _existing(self) -> OpenRows | None:
         store = self._wiring.storage.memory
-        if self._wiring.storage.traits.is_remote:
-            raise refused("open_row and unsealed", "Open rows where the store is.")
         return OpenRowIndex.existing(store) if store is not None and store.schema.ragged else None
 
     def seal(self, slot: OpenSlot, lane: int | None, data: Fields, timeout: float) -> int:
@@ -331,6 +363,63 @@ class GrowingRows:
                 f"{call}: {public(leader)!r}: expected at most {count(most, 'item')} a row, its max_length, got {before} and {n} more. "
                 "Seal the row, or make the storage with a larger max_length."
             )
+
+
+class ServedOpenRow(OpenRow):
+    """A row that grows in a store that a server has open, which calls the methods of the row.
+
+    What is sent again after a server was lost is done once: an append says how many items there were before, and a row is sealed or
+    discarded by the one call that finds it.
+    """
+
+    def __init__(self, store: OneStore, shown: ShownRow, lane: int, holder: UUID | None = None) -> None:
+        self._store, self._lane, self._holder = store, lane, holder
+        *self._id, self._known, self._ended = shown
+
+    @property
+    def lengths(self) -> dict[Key, int]:
+        return dict(self._known)
+
+    @property
+    def fields(self) -> dict[Key, Tensor]:
+        return cast("dict[Key, Tensor]", self._call("show", {}))
+
+    @property
+    def is_abandoned(self) -> bool:
+        return self._ended
+
+    def _call(self, name: str, given: Mapping[str, object]) -> object:
+        return self._store.call(name, given, *self._id, self._holder)
+
+    def _changed(self, call: str, data: Given | None, fields: Mapping[str, object], **more: object) -> object:
+        if self._holder is None:
+            raise RuntimeError(
+                f"{call}: expected an open row that this client has, got one that was sealed or discarded, or only listed. Resume it "
+                "first, if it is_abandoned, or open another."
+            )
+        return self._call(call, {"lengths": self._known, "data": paths_of(data, fields, (), call), **more})
+
+    def append(self, data: Given | None = None, /, **fields: object) -> None:
+        self._known = cast("dict[Key, int]", self._changed("append", data, fields))
+
+    def seal(self, data: Given | None = None, /, *, timeout: float | None = None, **fields: object) -> int:
+        def sealed() -> object:
+            with self._store.admitted(1):
+                return self._changed("seal", data, fields, lane=self._lane)
+
+        row = cast("int", self._store.until(checked_timeout(timeout, "seal"), sealed))
+        self._holder = None
+        return row if row < 0 else row + self._store.first
+
+    def discard(self) -> None:
+        self._changed("discard", None, {})
+        self._holder = None
+
+    def resume(self) -> OpenRow:
+        holder = self._holder or uuid4()
+        *_, self._known, _ = cast("ShownRow", self._store.call("resume", {}, *self._id, holder))
+        self._holder, self._ended = holder, False
+        return self
 
 
 class Grows:

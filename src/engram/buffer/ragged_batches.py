@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from copy import copy
+from functools import reduce
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypedDict
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,18 +22,22 @@ from engram.errors import NoSampleable
 from engram.samplers import FilteredSampler, LengthBucketSampler, check_drawable, picked
 from engram.samplers.redraw import DrawOverBatch
 from engram.storages.ragged import LayoutKind, RaggedLayout
-from engram.store.ragged import counted_groups
 from engram.types import Device, Draw, Entry, Wait
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
     from engram.buffer.wiring import Wiring
+    from engram.remote.protocol import Sample
 
 #: How one batch holds ragged fields, and items that it has at most: of each row those of its longest field, or of one that is named.
 LayoutOfCall: TypeAlias = LayoutKind | Mapping[str, object] | None
 Tokens: TypeAlias = int | Mapping[Entry, int] | None
 
-#: Rows that are drawn first, while nothing is known of their lengths.
-_FIRST = 16
+#: Rows that are drawn first, while nothing is known of their lengths; and of how many forms a buffer remembers how many rows fit.
+_FIRST, _MAX_FORMS = 16, 64
 
 
 class SampleArguments(TypedDict, total=False):
@@ -63,6 +69,20 @@ class BatchForm(NamedTuple):
         laid_out = None if layout is None else RaggedLayout.checked(layout, "sample")
         return cls(laid_out, 0 if most is None else check_count(name, most, "token"), field)
 
+    def asked(self, wiring: Wiring, rows: int) -> Sample:
+        """The command to a server, which draws so many rows at most."""
+        from engram.remote.protocol import Sample
+
+        layout = self.layout or wiring.storage.ragged.layout
+        multiple = layout.multiple if layout.kind == "padded" else 0
+        return Sample(rows, [], max_tokens=self.most, tokens_of=[*(self.field or ())], multiple=multiple)
+
+    @classmethod
+    def of_command(cls, command: Sample) -> BatchForm:
+        """What a command to this server asks."""
+        layout = RaggedLayout("padded", multiple=command.multiple) if command.multiple else RaggedLayout("packed")
+        return cls(layout, command.max_tokens, tuple(command.tokens_of) or None)
+
     def of(self, source: Source, wiring: Wiring, *, ahead: bool) -> Source:
         """The source of batches, for one call of this form. ``ahead``: it prefetches. Raises ``ValueError``: there are none such."""
         if isinstance(source, View | AfterUpdates):
@@ -74,8 +94,6 @@ class BatchForm(NamedTuple):
             instead = "a buffer with ragged fields, LazyTensorStorage(…, ragged={…}), got one whose rows have one size"
         elif ahead:
             instead = "a buffer without prefetch, whose batches are made before a call asks for them"
-        elif self.most and storage.traits.is_remote:
-            instead = "rows of this machine, got those of a server. Use batch_size"
         elif self.most and wiring.of_sampler.draws_once and isinstance(wiring.source, FilteredSampler):
             instead = "a FilteredSampler around one that draws with replacement, got an epoch's. Use batch_size"
         elif self.most and (
@@ -84,7 +102,7 @@ class BatchForm(NamedTuple):
             or isinstance(wiring.source, Expander | LengthBucketSampler)
         ):
             instead = f"a sampler that draws rows, got {wiring.source!r:.80}. Use batch_size"
-        elif self.most and storage.memory is not None and storage.memory.bare.limited:
+        elif self.most and storage.memory is not None and storage.memory.bare.limited and not storage.traits.is_remote:
             instead = "a store without limits, which admit a number of rows that is known before. Use batch_size"
         if instead:
             raise ValueError(f"sample: {'max_tokens' if self.most else 'layout'}: expected {instead}.")
@@ -105,11 +123,13 @@ class TokenBudget:
 
     def __init__(self, wiring: Wiring, form: BatchForm, rows: int) -> None:
         self._storage, self._store, of = wiring.storage, wiring.storage.store, wiring.of_sampler
-        schema, layout = self._store.schema, form.layout or self._storage.ragged.layout
+        layout = form.layout or self._storage.ragged.layout
         #: The groups of fields of which the longest counts; what divides the length of padded rows, whose padding counts, or 0.
-        self._which = counted_groups(schema, form.field, "sample: max_tokens")
+        self._which = self._store.counted_groups(form.field, "sample: max_tokens")
         self._multiple = layout.multiple if layout.kind == "padded" else 0
         self._most, self._most_rows, self.each = form.most, rows or form.most, wiring.source.rows_of_unit
+        #: Rows that batches of this form had lately, of which the first draw takes a few more.
+        self._lately = wiring.rows_within.get(form, _FIRST)
         #: Whether a row comes once in a batch, by whatever number of draws.
         self._once = not (of.draws_uniformly or of.prioritized or of.draws_once)
         self.rows = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -126,42 +146,38 @@ class TokenBudget:
         n += 0 if self._once else n // 4 + 2  # that are not handed out cost nothing
         return 0 if self.is_full else min(left, max(n // self.each, 1)) * self.each
 
-    def looked_at(self, draw: Draw) -> tuple[Draw, Tensor, Tensor]:
-        """The draw with the tickets that its rows have now, -1 of those that hold another write; which of its units are whole, int64; and
-        the tokens of their rows, int64 ``[units, each]``.
+    def looked_at(self, draw: Draw) -> tuple[Draw, NDArray[np.int64], NDArray[np.int64]]:
+        """The draw with the tickets that its rows have now, -1 of those that hold another write; which of its units are whole; and the
+        tokens of their rows, ``[units, each]``.
 
         Raises ``WriterStalled``: a row was being written at every try.
         """
         storage, retries, rows = self._storage, Retries(), draw.rows
         while True:
             tickets = storage.tickets_of(rows)
-            waits = (tickets < 0) & ~storage.hold_nothing(rows)
+            known = tickets.clone()
             if draw.tickets is not None:
                 tickets[storage.writes_of(rows, tickets) != storage.writes_of(rows, draw.tickets)] = -1
             spans, moved = self._store.read_spans(rows, tickets)
+            if not moved:
+                break
+            waits = (known < 0) & ~storage.hold_nothing(rows)
             waits[moved] |= tickets[moved] >= 0
             if not waits.any():
                 break
             retries.again(rows, waits.nonzero().flatten().tolist())
-        whole = (tickets >= 0).reshape(-1, self.each).all(1).nonzero().flatten()
-        tokens = torch.stack([spans[place][:, 2] for place in self._which]).amax(0).to(torch.int64)
-        return draw._replace(tickets=tickets), whole, tokens.reshape(-1, self.each)[whole]
+        whole = np.flatnonzero((tickets.numpy() >= 0).reshape(-1, self.each).all(1))
+        return draw._replace(tickets=tickets), whole, self._tokens(spans).reshape(-1, self.each)[whole]
 
     def accept(self, draw: Draw) -> tuple[Draw, Tensor]:
         """The draw with the tickets that its rows have now, and positions of those that are handed out, int64: of rows that are there
         still, those before the first that does not fit. Nothing is taken before :meth:`take`.
         """
         draw, units, tokens = self.looked_at(draw)
-        if self._once:
-            new = ~torch.isin(draw.rows[units * self.each], self.rows)
+        if self._once and len(self.rows):
+            new = ~np.isin(draw.rows.numpy()[units * self.each], self.rows.numpy())
             units, tokens = units[new], tokens[new]
-        if self._multiple:
-            taken = torch.cummax(tokens.amax(1), 0).values.clamp(min=self._taken)
-            rows = len(self.rows) + torch.arange(1, len(units) + 1, device="cpu") * self.each
-            total = -(-taken // self._multiple) * self._multiple * rows
-        else:
-            total = taken = self._taken + tokens.sum(1).cumsum(0)
-        count = int((total <= self._most).cumprod(0).sum())
+        count, taken, total = self._fitting(tokens)
         self.is_full = count < len(units)
         if self.is_full and not count and not len(self.rows):
             first = str(draw.rows.reshape(-1, self.each)[units[0]].tolist())[1:-1]
@@ -170,14 +186,44 @@ class TokenBudget:
         self._found = picked(draw, places), int(taken[count - 1]) if count else self._taken
         return draw, places
 
-    def positions(self, units: Tensor) -> Tensor:
+    def _fitting(self, tokens: NDArray[np.int64]) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
+        """How many units fit, and behind each what :attr:`_taken` would be, and the tokens of the batch."""
+        if self._multiple:
+            taken = np.maximum.accumulate(np.maximum(tokens.max(1, initial=0), self._taken))
+            rows = len(self.rows) + np.arange(1, len(tokens) + 1) * self.each
+            total = -(-taken // self._multiple) * self._multiple * rows
+        else:
+            total = taken = self._taken + tokens.sum(1).cumsum()
+        return int(np.searchsorted(total, self._most, "right")), taken, total
+
+    def read_uniform(self, key: int) -> tuple[list[Tensor], Draw] | None:
+        """The whole batch, of rows that are drawn uniformly, and its columns. None: no row fits, or one has moved.
+
+        The same key gives the same rows, however many are drawn first: longer draws begin with the rows of shorter ones.
+        """
+        n = min(self._most_rows, math.ceil(self._lately) + 4)
+        while True:
+            found: tuple[int, list[Tensor], Draw] | None = self._store.sample_within(key, n, self._fit)
+            if found is None or found[0] < n or n == self._most_rows:
+                return None if found is None else found[1:]
+            n = min(2 * n, self._most_rows)
+
+    def _fit(self, spans: Sequence[Tensor]) -> int:
+        return self._fitting(self._tokens(spans)[:, None])[0]
+
+    def _tokens(self, spans: Sequence[Tensor]) -> NDArray[np.int64]:
+        """Of each row, which the spans of its groups say."""
+        each: list[NDArray[np.int32]] = [spans[place].numpy()[:, 2] for place in self._which]
+        return reduce(np.maximum, each).astype(np.int64)
+
+    def positions(self, units: NDArray[np.int64]) -> Tensor:
         """Those of the rows of some units of a draw."""
-        return (units[:, None] * self.each + torch.arange(self.each, device="cpu")).flatten()
+        return torch.from_numpy((units[:, None] * self.each + np.arange(self.each)).reshape(-1))
 
     def take(self) -> Draw:
         """Take what was accepted last."""
         draw, self._taken = self._found
-        self.rows = torch.cat((self.rows, draw.rows))
+        self.rows = torch.cat((self.rows, draw.rows)) if len(self.rows) else draw.rows
         return draw
 
 
@@ -217,6 +263,11 @@ def draw_within(wiring: Wiring, budget: TokenBudget, key: int) -> Draw:
             raise
     if not parts:
         raise ValueError(f"sample: max_tokens: expected room for the {budget.each} rows of a group.")
+    return parts[0] if len(parts) == 1 and not logs else _joined(parts, logs)
+
+
+def _joined(parts: list[Draw], logs: list[Tensor]) -> Draw:
+    """Draws as one. ``logs``: of their weights, which are over the largest."""
     rows, tickets, infos = map(list, zip(*parts, strict=True))
     info = {k: torch.cat([one[k] for one in infos]) if isinstance(v, Tensor) else v for k, v in infos[0].items()}
     if logs:  # weights over the largest of the batch
@@ -232,9 +283,13 @@ def read_within(wiring: Wiring, form: BatchForm, rows: int, key: int) -> tuple[l
     Raises as :func:`draw_within`. KeyError: no such ragged field.
     """
     source, retries = wiring.source, Retries()
+    budget = TokenBudget(wiring, form, rows)
+    if wiring.draws_uniformly and (read := budget.read_uniform(key)) is not None:
+        _remember(wiring, form, read[1])
+        return read
     while True:
-        budget = TokenBudget(wiring, form, rows)
         draw = draw_within(wiring, budget, retries.key_of(key))
+        _remember(wiring, form, draw)
         try:
             while len(draw.rows):
                 columns, moved = wiring.storage.read(draw.rows, draw.tickets)
@@ -249,3 +304,12 @@ def read_within(wiring: Wiring, form: BatchForm, rows: int, key: int) -> tuple[l
         except BaseException:
             source.give_back(draw, draw.rows[:0])
             raise
+        budget = TokenBudget(wiring, form, rows)
+
+
+def _remember(wiring: Wiring, form: BatchForm, draw: Draw) -> None:
+    """How many rows fit, for the first draw of the next batch."""
+    if len(wiring.rows_within) >= _MAX_FORMS:
+        wiring.rows_within.clear()
+    n = len(draw.rows)
+    wiring.rows_within[form] = 0.9 * wiring.rows_within.get(form, n) + 0.1 * n

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from copy import copy
 from functools import partial
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, cast
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from engram.buffer.wiring import Wiring
+    from engram.remote.served import Drawn
     from engram.storages.ragged import RaggedLayout
 
 
@@ -68,20 +68,31 @@ class ReadPath:
 
     def with_form(self, form: BatchForm) -> ReadPath:
         """The same for one call, whose batch has this form."""
-        other = copy(self)
+        other = object.__new__(type(self))  # a copy, in a fifth of the time that copy() takes
+        vars(other).update(vars(self))
         other.form, other.layout, other.looked = form, () if form.layout is None else (form.layout,), True
         return other
 
     def _sample_within(self, form: BatchForm, key: Key, rows: int, return_info: bool) -> object:
         """A batch of as many rows as there are tokens for, ``rows`` at most; 0: of any number."""
         wiring, start = self._wiring, perf_counter_ns()
-        samplers.check_drawable(len(wiring.storage))
+        if wiring.storage.memory is None:
+            samplers.check_drawable(0)
+        if wiring.storage.traits.is_remote:
+            batch: Drawn = wiring.storage.draw_within(key.value, form.asked(wiring, rows))
+            wiring.source.ran_out = batch.last
+            return self.finish(batch.columns, batch.rows, cast("dict[object, object]", batch.info), return_info)
+        return self.waited(self.finish(*self.read_within(form, key, rows), return_info), start)
+
+    def read_within(self, form: BatchForm, key: Key, rows: int) -> tuple[list[Tensor], Tensor, dict[Any, object]]:
+        """As :meth:`read`, as many rows as there are tokens for."""
+        wiring = self._wiring
         columns, draw = read_within(wiring, form, rows, key.value)
         info = dict(draw.info)
         if wiring.numbers:
             info["index_generation"] = wiring.storage.writes_of(draw.rows, draw.tickets)
         wiring.storage.memory.count_sampled(draw.rows)
-        return self.waited(self.finish(columns, draw.rows, info, return_info), start)
+        return columns, draw.rows, info
 
     def say_repeated(self, batch_size: int) -> None:
         """Log a warning where the first batch has more rows than are stored, of a sampler that then draws some several times."""
@@ -157,6 +168,8 @@ class ReadPath:
         """
         wiring = self._wiring
         storage, tracks = wiring.storage, wiring.numbers
+        if self.form is not None and self.form.most:
+            return self.read_within(self.form, key, n)
         if wiring.unit_reader is not None:
             return wiring.unit_reader.sample(storage, key, n, numbered=tracks, shown=shown)
         memory = storage.memory

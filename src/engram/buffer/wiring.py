@@ -76,6 +76,8 @@ class Wiring:
         self.unit_reader: UnitReader | None = None
         #: Where this buffer's calls wait for the limits of the store.
         self.gate = Gate()
+        #: Rows that batches of each form with a budget of tokens had lately.
+        self.rows_within: dict[object, float] = {}
         #: What sets the draws of this process apart, as :func:`engram._support.fork.stream` says; None: not known yet.
         self.stream: int | None = None
         fork.registered(self, uses_others=True)

@@ -264,6 +264,10 @@ class AwaitedStorage(ServedStorage):
     settle = _of_store(ServedStorage.settle)
     forget_asked = _of_store(ServedStorage.forget_asked)
     can_sample = _of_store(ServedStorage.can_sample, before=False)
+    draw_within = _of_store(ServedStorage.draw_within, _empty)
+    call_each = _of_store(ServedStorage.call_each, _unmade("index_keys and rows_of"))
+    update = _of_store(ServedStorage.update, _unmade("update_if_present"))
+    stores = _of_store(ServedStorage.stores, _unmade("open_row and unsealed"))
     prioritize = _of_store(ServedStorage.prioritize)
 
     def extent(self) -> NoReturn:

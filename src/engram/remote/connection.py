@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
 
 import msgspec
 import pyarrow as pa
+import torch
 from pyarrow import flight
 
 from engram._support import fork
 from engram._support.version import __version__
 from engram._support.words import format_wait
 from engram.remote import protocol, wire
+from engram.store.trees import tree_bytes, tree_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from engram.remote.member_list import MemberList
     from engram.remote.protocol import Full
@@ -239,7 +241,8 @@ class Connection:
         first = flight.FlightCallOptions(headers=headers, timeout=_FIRST_ANSWER_TIMEOUT_S)
         try:
             with _explained(address):
-                raw = _answer(client, first, "describe", protocol.Describe(protocol.PROTOCOL, __version__), "connect")
+                described = msgspec.json.encode(protocol.Describe(protocol.PROTOCOL, __version__))
+                raw = _answer(client, first, "describe", described, "connect")
             refuse(raw)
             served = msgspec.json.decode(raw, type=protocol.Served)
             if known is not None and served.store != known.store and not access.replaces_lost:
@@ -342,15 +345,39 @@ class Connection:
 
     def ask(self, name: str, command: msgspec.Struct, kind: type[T], *, hurried: bool = False) -> T:
         """Do an action that may be done twice. Raises what the server does, and as :meth:`again`."""
+        return msgspec.json.decode(self._asked(name, msgspec.json.encode(command), hurried=hurried), type=kind)
+
+    def _asked(self, name: str, body: bytes, *, hurried: bool = False) -> bytes:
+        """An answer. Raises as :meth:`ask`."""
+        again = False
         while True:
             client = self.client(hurried=hurried)
             try:
-                raw = _answer(client, self._options, name, command, name)
+                raw = _answer(client, self._options, name, body, name)
             except GONE:
                 self.again(client, hurried=hurried)
+                again = True
                 continue
-            refuse(raw)  # outside: an OSError of the server's is no server that is gone
-            return msgspec.json.decode(raw, type=kind)
+            refuse(raw, again=again)  # outside: an OSError of the server's is no server that is gone
+            return raw
+
+    def call(self, name: str, given: Mapping[str, object], *row: object) -> object:
+        """Call a method of the buffer that a server has: what it returns. ``row``: of a :class:`protocol.Call`.
+
+        -1 of a row that is gone as the first one of several messages sealed or discarded it, whose answer was lost.
+
+        Raises ``RuntimeError``, too: the server is of an older engram.
+        """
+        protocol.check_level(self.served, str(self.access), name)
+        data, length = tree_bytes({**given}, name)
+        command = msgspec.json.encode(protocol.Call(name, length, *row))  # type: ignore[arg-type] # the server checks them
+        try:
+            head, _, tree = self._asked("call", command + b"\n" + data.numpy().tobytes()).partition(b"\n")
+        except protocol.RowGone as error:
+            if error.again and name in ("seal", "discard"):
+                return -1
+            raise
+        return tree_of(torch.frombuffer(bytearray(tree), dtype=torch.uint8), int(head))
 
     def exchange(
         self, client: flight.FlightClient, stream: protocol.Stream
@@ -433,14 +460,9 @@ def _explained(address: protocol.Address) -> Iterator[None]:
         raise
 
 
-def _answer(
-    client: flight.FlightClient, options: flight.FlightCallOptions, name: str, command: msgspec.Struct, call: str
-) -> bytes:
+def _answer(client: flight.FlightClient, options: flight.FlightCallOptions, name: str, body: bytes, call: str) -> bytes:
     try:
-        raw: bytes = b"".join(
-            part.body.to_pybytes()
-            for part in client.do_action(flight.Action(name, msgspec.json.encode(command)), options)
-        )
+        raw: bytes = b"".join(part.body.to_pybytes() for part in client.do_action(flight.Action(name, body), options))
     except flight.FlightUnauthenticatedError:
         raise PermissionError(
             f"{call}: the server refused the token, or expects one: pass token= the path of the file that the server was given."
@@ -458,10 +480,10 @@ def _append(folder: Path, name: str, data: bytes) -> None:
         file.write(data)
 
 
-def refuse(raw: bytes) -> None:
-    """Raise the error that an answer is, if it is one."""
+def refuse(raw: bytes, *, again: bool = False) -> None:
+    """Raise the error that an answer is, if it is one. ``again``: it is the answer to the last of several messages."""
     if raw.startswith(b'{"error":'):
-        raise protocol.raised(msgspec.json.decode(raw, type=protocol.Refusal))
+        raise protocol.raised(msgspec.json.decode(raw, type=protocol.Refusal), again=again)
 
 
 def _short(error: object) -> str:

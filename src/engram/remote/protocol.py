@@ -13,6 +13,7 @@ import msgspec
 
 from engram import errors
 from engram._support.checks import check_type
+from engram._support.version import __version__
 from engram.format.schema import MAX_BYTES
 
 if TYPE_CHECKING:
@@ -172,6 +173,12 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """Of parts without replacement: those of this epoch alone. 0: of the one that goes on."""
     ended: int = 0
     """And where none goes on, the next one begins if this was the last; 0: none was."""
+    max_tokens: Number = 0
+    """As many rows as have so many tokens, ``rows`` at most, 0: any number; 0: so many rows."""
+    tokens_of: list[str] = []
+    """Path of the field whose items count; empty: of each row those of the longest one."""
+    multiple: Number = 0
+    """Rows are padded, and the padding counts: what divides their length. 0: they are not."""
 
 
 class Prioritize(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="prioritize"):
@@ -289,6 +296,25 @@ class Version(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Raise it to this one, if it is smaller."""
 
 
+class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Command to call a method of the buffer. Behind it come a line break and the arguments by name, a tree as of :func:`tree_bytes`.
+
+    The answer is the length of a text, a line break and a tree. What is sent again has no second effect: see :class:`RowGone`.
+    """
+
+    name: Literal[
+        "index_keys", "rows_of", "rows_with", "update_if_present",
+        "open_row", "unsealed", "resume", "show", "append", "seal", "discard",
+    ]  # fmt: skip
+    length: Number
+    """Of the text of the arguments."""
+    slot: Number = 0
+    """Of a row that grows; ``times``: how often it was taken before, and for it."""
+    times: Number = 0
+    holder: UUID | None = None
+    """A random name of the client that has the row: only its calls change it."""
+
+
 #: Actions by name.
 ACTIONS: Mapping[str, type[msgspec.Struct]] = {
     "describe": Describe,
@@ -302,6 +328,7 @@ ACTIONS: Mapping[str, type[msgspec.Struct]] = {
     "end_trajectory": EndTrajectory,
     "limit": Limit,
     "version": Version,
+    "call": Call,
 }
 #: What the messages of streams may be.
 STREAMS: Mapping[Stream, object] = {"learn": Sample | Prioritize, "write": Append, "edit": Tickets | Remove}
@@ -358,6 +385,8 @@ class Served(msgspec.Struct, frozen=True):
     """How it compresses columns, where a client asks for it."""
     participant: int = 0
     """Which one this client is of those that are connected; 0: it is the only one."""
+    level: int = 0
+    """1: it knows :class:`Call`, and batches by tokens. 0: it is of an older engram."""
 
 
 class State(msgspec.Struct, frozen=True):
@@ -427,6 +456,17 @@ class NotOnce(RuntimeError):
     """Raised where a message that may be sent again cannot be written exactly once. Nothing of it was written."""
 
 
+class RowGone(RuntimeError):
+    """Raised where a row that is to grow was sealed or discarded.
+
+    ``again``: the message was sent several times, so that an earlier one may have done it.
+    """
+
+    def __init__(self, message: str, again: bool = False) -> None:
+        super().__init__(message)
+        self.again = again
+
+
 class Refusal(msgspec.Struct, frozen=True):
     """An error on its way to the client."""
 
@@ -434,7 +474,7 @@ class Refusal(msgspec.Struct, frozen=True):
     message: str
 
 
-_OTHERS = (NotOnce, KeyError, IndexError, ValueError, TypeError, NotImplementedError, TimeoutError, OSError)
+_OTHERS = (NotOnce, RowGone, KeyError, IndexError, ValueError, TypeError, NotImplementedError, TimeoutError, OSError)
 
 
 def refusal_of(error: Exception) -> Refusal:
@@ -445,9 +485,20 @@ def refusal_of(error: Exception) -> Refusal:
     return Refusal(kind.__name__, text[: MAX_COMMAND // 2])
 
 
-def raised(refusal: Refusal) -> Exception:
+def check_level(served: Served, where: str, call: str) -> None:
+    """Raise ``RuntimeError``: the server is of an older engram, which knows no such call."""
+    if served.level < 1:
+        raise RuntimeError(
+            f"{call}: expected a server that knows this call, got one of engram {served.engram} at {where}. Serve the store with engram "
+            f"{__version__} or newer, or call it where the store is."
+        )
+
+
+def raised(refusal: Refusal, *, again: bool = False) -> Exception:
     """The error again. A class that is no exception of engram's or a builtin one is a ``RuntimeError``."""
     kind = getattr(errors, refusal.error, None) if refusal.error in errors.__all__ else None
     if kind is None:
         kind = next((one for one in _OTHERS if one.__name__ == refusal.error), RuntimeError)
+    if kind is RowGone:
+        return RowGone(refusal.message, again)
     return kind(refusal.message)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from engram._support.unsupported import BY_NUMBER, refused, refusing
-from engram.errors import PriorityError
+from engram.errors import PriorityError, RateLimited
 from engram.format.sizes import usual_row_bytes
-from engram.remote.protocol import COALESCED_BYTES, MAX_BATCHES, Mass, Served, State
+from engram.remote.protocol import COALESCED_BYTES, MAX_BATCHES, Mass, Sample, Served, State
 from engram.samplers._base import DeclaredSampler
 from engram.samplers.prioritized import as_priorities, rows_of
 from engram.samplers.staleness import check_version
@@ -23,7 +23,8 @@ from engram.types import Info, NativeBatch, Shown, Traits
 from engram.writers._base import NativeWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from engram.format.schema import Schema
@@ -110,6 +111,28 @@ class Drawn(NamedTuple):
     """Of the store, if it is a part of a batch."""
 
 
+class OneStore(NamedTuple):
+    """A store, as rows that grow use it."""
+
+    call: Callable[..., object]
+    """As of a connection."""
+    admitted: Callable[[int], AbstractContextManager[object]]
+    """A context in which so many rows are written."""
+    first: int
+    """Number of its row 0."""
+
+    def until(self, timeout: float, call: Callable[[], object]) -> object:
+        """What a call returns, once its limits and slots admit it. Raises ``RateLimited`` after so many seconds."""
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                return call()
+            except RateLimited:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(RETRY_INTERVAL_S)
+
+
 class ServedRows(Protocol):
     """Rows that servers have, as far as a buffer asks more of them than of every storage."""
 
@@ -143,6 +166,18 @@ class ServedRows(Protocol):
 
     def draw(self, key: int, rows: int) -> Drawn:
         """A batch, in one request. Nothing else may be under way."""
+
+    def draw_within(self, key: int, command: Sample) -> Drawn:
+        """A batch of as many rows as have the tokens that the command says. Nothing else may be under way. ``key``: of its draw."""
+
+    def call_each(self, name: str, given: Mapping[str, object]) -> list[tuple[Tensor, ...]]:
+        """What a method of the buffer of each store returns, rows first. Raises ``ConnectionError``: a store is gone."""
+
+    def update(self, rows: Tensor, given: Mapping[str, object]) -> tuple[Tensor | None, ...]:
+        """What ``update_if_present`` returns, of rows ``[n]`` and the other arguments."""
+
+    def stores(self, *, home: bool) -> list[OneStore]:
+        """Those that have rows which grow; ``home``: where rows of this buffer go to."""
 
     def can_sample(self, rows: int) -> bool:
         """Whether a batch of so many rows could be drawn now."""
@@ -279,7 +314,6 @@ class ServedStorage(Storage, ServedRows):
     settled = refusing("sampler", BY_NUMBER)
     locate = resolve = read = patch = pack = get = refusing("rb[index]", BY_NUMBER)
     edit = edit_fields = patch_fields = refusing("rb[index] = value", "Edit them where the store is.")
-    keyed = refusing("rows_of, index_keys and remove(keys=…)", "Find rows by their key where the store is.")
     next_number = refusing("state_dict", "Save with dumps(path), which streams them.")
     state_dict = state_without_rows = prepare_load = refusing(
         "state_dict", "Save with dumps(path), which streams them."

@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from collections import deque
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, cast
 from uuid import uuid4
@@ -25,13 +26,13 @@ from engram.format.schema import decode
 from engram.remote import protocol, wire
 from engram.remote.connection import IN_DOUBT as DOUBTFUL
 from engram.remote.connection import Answer, Connection, Exchange, Message
-from engram.remote.served import RETRY_INTERVAL_S, Drawn, Limits, ServedStorage
+from engram.remote.served import RETRY_INTERVAL_S, Drawn, Limits, OneStore, ServedStorage
 from engram.store.ragged_rows import items_in
 from engram.store.requests import IN_DOUBT
 from engram.types import Info, Write, WritePlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from pyarrow import RecordBatch
@@ -475,6 +476,15 @@ class RemoteStorage(ServedStorage):
                 self._unread = batch.nbytes
             self._learning.send(Message(msgspec.json.encode(protocol.Prioritize()), batch, again=False), answered=False)
 
+    def draw_within(self, key: int, command: protocol.Sample) -> Drawn:
+        protocol.check_level(self.served, str(self.connection.access), "sample: max_tokens")
+        with self._learning.lock:
+            try:
+                self.ask(msgspec.structs.replace(command, keys=[key & (1 << 64) - 1]))
+                return self.answer(0)[0]()
+            finally:
+                self._learning.forget()  # of one that was interrupted
+
     def can_sample(self, rows: int) -> bool:
         return bool(self.connection.ask("can_sample", protocol.CanSample(rows), bool))
 
@@ -589,6 +599,18 @@ class RemoteStorage(ServedStorage):
             return self._editing.receive()
         finally:
             self._editing.forget()  # of one that was interrupted
+
+    # ---- methods that the server calls ---------------------------------------------------------------------------------
+
+    def call_each(self, name: str, given: Mapping[str, object]) -> list[tuple[Tensor, ...]]:
+        self._arrive()
+        return [cast("tuple[Tensor, ...]", self.connection.call(name, given))]
+
+    def update(self, rows: Tensor, given: Mapping[str, object]) -> tuple[Tensor | None, ...]:
+        return self.call_each("update_if_present", {"index": rows, **given})[0]
+
+    def stores(self, *, home: bool) -> list[OneStore]:  # noqa: ARG002 - there is one
+        return [OneStore(self.connection.call, lambda _: nullcontext(), 0)]
 
     def empty(self, *, keep_write_count: bool) -> None:
         self._arrive()

@@ -108,7 +108,8 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
     def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> Iterator[bytes]:
         """One of :data:`ACTIONS`: JSON in, JSON out."""
         with self._calling(context), self._at_work():
-            return iter([msgspec.json.encode(self._done(action))])
+            done = self._done(action)
+            return iter([done if isinstance(done, bytes) else msgspec.json.encode(done)])
 
     def _done(self, action: flight.Action) -> object:
         """What is answered."""
@@ -118,7 +119,10 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
                 raise ValueError(
                     f"expected one of the commands {', '.join(protocol.ACTIONS)}, got {action.type!r:.40}."
                 )
-            return self._service.do(protocol.decoded(kind, action.body.to_pybytes() or b"{}", action.type))
+            body, data = action.body.to_pybytes(), b""
+            if kind is protocol.Call:
+                body, _, data = body.partition(b"\n")
+            return self._service.do(protocol.decoded(kind, body or b"{}", action.type), data)
         except flight.FlightError:
             raise
         except Exception as error:  # noqa: BLE001 - the client raises it

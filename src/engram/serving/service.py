@@ -22,6 +22,7 @@ from engram._support.field_paths import WINDOW_ENDS, public
 from engram._support.native import NotAdmitted
 from engram._support.version import __version__
 from engram.around import Expander, SampleUnit
+from engram.buffer.ragged_batches import BatchForm
 from engram.buffer.read_path import ReadPath
 from engram.buffer.window_marks import WindowMarks
 from engram.buffer.wiring import Wiring
@@ -33,6 +34,7 @@ from engram.inspect import gauges
 from engram.inspect.advice import drawing_by, is_over_batch
 from engram.remote import protocol, wire
 from engram.samplers.staleness import RuledSampler, VersionedSampler
+from engram.serving.calls import Calls
 from engram.store import DrawingPart, Masses, OutOfOrder, Requests, ThreadKey
 from engram.store.adding import adopt_fields
 from engram.store.lifetime import exclusive
@@ -195,7 +197,7 @@ class Service:
         assert store.directory is not None
         self._store, self._schema = store, store.schema
         self._folder = Path(store.directory)
-        self._requests = Requests(store)
+        self._requests, self._calls = Requests(store), Calls(rb)
         self._answers, self._dumps = Answers(), Dumps()
         self._key = ThreadKey()
         #: Bytes of a row, as it is stored, and of one of batches, whose stacks are wider.
@@ -221,7 +223,7 @@ class Service:
 
     # ---- actions -------------------------------------------------------------------------------------------------------
 
-    def do(self, command: msgspec.Struct) -> object:
+    def do(self, command: msgspec.Struct, data: bytes = b"") -> object:
         """One of :data:`protocol.ACTIONS`: what is answered, as JSON will say it. Raises what it raises."""
         wiring = self._wiring
         match command:
@@ -248,6 +250,8 @@ class Service:
                 self._limit(command)
             case protocol.Version():
                 return self._version(command)
+            case protocol.Call():
+                return self._calls.do(command, data)
         return {}
 
     def _describe(self, command: protocol.Describe) -> protocol.Served:
@@ -355,6 +359,11 @@ class Service:
         """
         each, most = _sizes(command), max(command.rows, *command.parts, 0)
         nbytes = protocol.held_bytes(most, self._drawn_bytes) * len(command.keys)
+        if command.max_tokens:  # rows of so many items, as many as fit into a message whatever their lengths
+            each, most = [int(command.rows >= 0)], self._rows_within(command)
+            items = sum(it.item_bytes for it in self._schema.ragged.values())
+            nbytes = protocol.held_bytes(most, self._schema.row_bytes) + command.max_tokens * items
+            nbytes = min(nbytes, protocol.MAX_MESSAGE)
         batches = (
             protocol.MAX_BATCHES if most * self._stored_bytes * len(command.keys) <= protocol.COALESCED_BYTES else 1
         )
@@ -379,17 +388,19 @@ class Service:
 
         Raises ``RateLimited``: the limits of the store do not admit the first one now: clients wait. What drawing the first one raises.
         """
-        parts = command.parts
-        each = _sizes(command)
+        parts, reading = command.parts, self._reading
+        each = [self._rows_within(command)] if command.max_tokens else _sizes(command)
+        if command.max_tokens:
+            reading = cast("ReadPath", BatchForm.of_command(command).of(reading, self._wiring, ahead=False))
         batches, last, masses = [], False, []
         for key, rows in zip(command.keys, each, strict=True):
             try:
                 with self._wiring.gate.admitted(self._store, rows, uses_up=self._wiring.of_sampler.consumes):
                     if parts:
-                        batch, mass = self._part(key, rows, command)
+                        batch, mass = self._part(key, rows, command, reading)
                         masses.append(mass)
                     else:
-                        batch = self._drawn(key, rows)
+                        batch = self._drawn(key, rows, reading)
                     batches.append(batch)
             except (NoSampleable, NotAdmitted):
                 if not batches:
@@ -412,7 +423,12 @@ class Service:
         metadata = protocol.Sampled(sizes, last, masses, self.limits_number() if parts else 0)
         return Batches(metadata, self._columns_of(entries, fields, tensors), tensors)
 
-    def _part(self, key: int, rows: int, command: protocol.Sample) -> tuple[_Drawn, protocol.Mass]:
+    def _rows_within(self, command: protocol.Sample) -> int:
+        """How many rows a batch by tokens may have: at most as many as fit into a message if each is as long as it may be."""
+        fit = protocol.MAX_MESSAGE // (most_row_bytes(self._schema) + protocol.BESIDE_ROW)
+        return max(1, min(command.rows or command.max_tokens, fit))
+
+    def _part(self, key: int, rows: int, command: protocol.Sample, reading: ReadPath) -> tuple[_Drawn, protocol.Mass]:
         """As :meth:`_drawn`, with what was true of the store. Raises ``NoSampleable``: the epoch is over, or no window begins there."""
         wiring = self._wiring
         source, storage = wiring.source, wiring.storage
@@ -421,15 +437,15 @@ class Service:
             if command.epoch not in (0, newest) or not (left or (command.epoch, command.ended) == (0, newest)):
                 raise NoSampleable("sample: the epoch is over.")
             with DrawingPart() as part:
-                batch = self._drawn(key, rows)
+                batch = self._drawn(key, rows, reading)
             newest, left = source.epoch(storage)
         found = part.masses if part.masses.live else source.masses(storage)
         assert found is not None  # the server says so when it is asked what it is
         return batch, self._with_weights(found, newest, left)
 
-    def _drawn(self, key: int, rows: int) -> _Drawn:
+    def _drawn(self, key: int, rows: int, reading: ReadPath) -> _Drawn:
         self._key.set(key & (1 << 64) - 1)
-        columns, index, info = self._reading.read(self._key, rows, "beside")
+        columns, index, info = reading.read(self._key, rows, "beside")
         assert index is not None  # beside
         if self._wiring.of_sampler.draws_windows and ("next", "truncated") not in info:  # which clients know
             ends = WindowMarks(self._wiring, info, index.shape, ()).ends
@@ -605,6 +621,7 @@ def served_by(
         sampler.draws_of_a_row,
         alone,
         compressions=wire.COMPRESSIONS,
+        level=1,
     )
 
 

@@ -13,7 +13,7 @@ from engram.store.memory import as_rows, dlpack_specs
 from engram.store.ragged_rows import Items, addresses_of, check_room, sharing, source_of
 from engram.store.ragged_state import RingsTarget, heads_of
 from engram.store.store import Store, StoreState
-from engram.types import RowsTarget, Write, WritePlan
+from engram.types import Draw, RowsTarget, Write, WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +47,16 @@ class RaggedStore(Store):
     reads_apart = True
     #: int64 ``[lanes, groups]``: by how much offsets of items are larger here than where rows were saved; None: by nothing.
     item_shifts: Tensor | None = None
+
+    def counted_groups(self, field: FieldPath | None, call: str) -> list[int]:
+        """As :func:`counted_groups`, which is asked once for each field."""
+        if field not in self._counted:
+            self._counted[field] = counted_groups(self.schema, field, call)
+        return self._counted[field]
+
+    @cached_property
+    def _counted(self) -> dict[FieldPath | None, list[int]]:
+        return {}
 
     @property
     def saved_heads(self) -> Tensor:
@@ -248,6 +258,25 @@ class RaggedStore(Store):
         (*columns, rows, numbers), groups = drawn
         _put(groups, columns, rows)
         return [*columns, *[rows] * with_rows, *[numbers] * with_numbers]
+
+    def sample_within(
+        self, key: int, n: int, fit: Callable[[Sequence[Tensor]], int]
+    ) -> tuple[int, list[Tensor], Draw] | None:
+        """Draw ``n`` live rows uniformly, with replacement, and read the first of them, as many as ``fit`` says of the leaders' columns,
+        int32 ``[n, 3]``: how many, their columns and the draw. None: it says 0, or a row has moved meanwhile.
+        """
+        columns, rows, tickets = self.allocate(n), native.empty_rows(n), native.empty_rows(n)
+        addresses = tuple(map(torch.Tensor.data_ptr, columns))
+        self.core.sample_uniform(key, n, addresses, rows.data_ptr(), tickets.data_ptr())
+        spans = [columns[group.leader] for group in self.schema.ragged_groups]
+        count = fit(spans)
+        if not count:
+            return None
+        rows, columns = rows[:count], [column[:count] for column in columns]
+        found = rows.data_ptr(), count, tickets.data_ptr(), tuple([span.data_ptr() for span in spans])
+        groups, moved = self.core.read_items(self._item_layout, self._which, *found, [])
+        _put(groups, columns, rows)
+        return None if moved else (count, columns, Draw(rows, tickets[:count], {}))
 
     @cached_property
     def _item_layout(self) -> native.ItemLayout:

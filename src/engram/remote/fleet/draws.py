@@ -8,6 +8,7 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, cast
 
+import msgspec
 import numpy as np
 import torch
 
@@ -129,6 +130,33 @@ class Draws:
                 if self.pending:  # it was interrupted
                     self.forget_asked()
 
+    def draw_within(self, key: int, command: protocol.Sample) -> Drawn:
+        """A batch by tokens. One store draws all of it, and knows which row fits. Raises as :meth:`answer`.
+
+        A store is chosen by its mass, over the rows that its batches have: so all rows of all stores come equally often.
+        """
+        form = command.rows, command.max_tokens, (*command.tokens_of,), command.multiple
+        with self._lock:
+            for attempt in range(_MAX_EMPTY_ROUNDS):
+                shards, masses = self._chosen_by(begins=True)
+                known = [shard.rows_within.get(form, 0.0) for shard in shards]
+                usual = sum(known) / max(1, sum(map(bool, known))) or 1.0
+                shares = masses / np.array([n or usual for n in known])
+                at = int(plans.chosen(shares, plans.random_of(key, attempt).random(1))[0])
+                shard, message = shards[at], _Message([])
+                part = msgspec.structs.replace(command, parts=[1], epoch=shard.epoch, ended=shard.ended or 0)
+                ask = partial(_drawn_alone, shard.storage, plans.key_of(key, shard.number, attempt), part)
+                found = self._received(message, shard, shard.losses, ask)
+                if message.error is not None:
+                    raise message.error
+                for drawn in found:
+                    units = drawn.rows.numel() // self._together
+                    shard.fitted(form, units)
+                    batch = _Batch(key, units, np.full(units, at), masses, shards)
+                    self._take(batch, shard, drawn)
+                    return self._assembled(batch)
+        raise NoSampleable("sample: no store has given a row, at any try. Add data first.")
+
     def _units(self, rows: int) -> int:
         units, rest = divmod(rows, self._counted)
         if rest or not units:
@@ -143,7 +171,20 @@ class Draws:
         return units
 
     def _planned(self, key: int, units: int, attempt: int = 0, *, begins: bool = True) -> _Batch:
-        """Which store draws which unit. ``begins``: an epoch, where nothing is left of one. Raises ``NoSampleable``: none has any."""
+        """Which store draws which unit. Raises as :meth:`_chosen_by`."""
+        shards, masses = self._chosen_by(begins=begins)
+        if not self._epochs:
+            used = np.array([shard.weight for shard in shards])
+            return _Batch(key, units, plans.chosen(masses, plans.random_of(key, attempt).random(units)), used, shards)
+        batch = _Batch(key, units, plans.dealt(key, attempt, masses.astype(np.int64), units), masses, shards)
+        for shard, n in zip(shards, batch.counts, strict=True):
+            shard.weight -= n
+        return batch
+
+    def _chosen_by(self, *, begins: bool) -> tuple[list[Shard], NDArray[np.float64]]:
+        """The stores, and what they are chosen by. ``begins``: an epoch, where nothing is left of one. Raises ``NoSampleable``: none has
+        any.
+        """
         shards = self._members.known()
         masses = self._masses(shards)
         if not masses.any() and begins:
@@ -156,13 +197,7 @@ class Draws:
         if not masses.any():
             begin = "sample" if any(shard.mass.live for shard in shards) else "Cannot sample from an empty storage"
             raise NoSampleable(f"{begin}: no store of the fleet has a row to draw. Add data before sampling.")
-        if not self._epochs:
-            used = np.array([shard.weight for shard in shards])
-            return _Batch(key, units, plans.chosen(masses, plans.random_of(key, attempt).random(units)), used, shards)
-        batch = _Batch(key, units, plans.dealt(key, attempt, masses.astype(np.int64), units), masses, shards)
-        for shard, n in zip(shards, batch.counts, strict=True):
-            shard.weight -= n
-        return batch
+        return shards, masses
 
     def _masses(self, shards: list[Shard]) -> NDArray[np.float64]:
         """What stores are chosen by."""
@@ -342,6 +377,10 @@ class Draws:
 def _weighed(name: Entry, part: _Part) -> Tensor:
     value: Tensor = part.drawn.info[name]  # type: ignore[assignment] # a server sends nothing else
     return value * part.factor if name == _WEIGHT and part.factor != 1.0 else value
+
+
+def _drawn_alone(storage: RemoteStorage, key: int, command: protocol.Sample) -> list[Drawn]:
+    return [storage.draw_within(key, command)]
 
 
 def _answer(storage: RemoteStorage) -> list[Drawn]:

@@ -8,7 +8,7 @@ import random
 import re
 import time
 from collections import deque
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias, cast
 
@@ -26,17 +26,18 @@ from engram.errors import RowError
 from engram.format.schema import decode
 from engram.format.sizes import without_rings
 from engram.remote import protocol
-from engram.remote.awaited import AtServers, Awaited, OneStore, awaited_at
+from engram.remote.awaited import AtServers, Awaited, awaited_at
+from engram.remote.awaited import OneStore as OneAwaited
 from engram.remote.connection import Access, Connection, Final, Found
 from engram.remote.fleet import plans
 from engram.remote.fleet.draws import Draws
-from engram.remote.fleet.members import SKIP_S, Joining, Ledger, Members, Missing, Shard, at_once
-from engram.remote.served import Drawn, ServedStorage
+from engram.remote.fleet.members import SKIP_S, Joining, Ledger, Members, Missing, Shard, at_once, combined
+from engram.remote.served import Drawn, OneStore, ServedStorage
 from engram.remote.storage import RemoteStorage
 from engram.types import Write, WritePlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from engram.remote.protocol import Full
     from engram.saved.rows import Roles
@@ -52,71 +53,18 @@ _LARGEST = ("consumer_version", "larger_than_memory", "reads_from_files", "write
 _ROW = (1 << plans.SHIFT) - 1
 
 
-_SUMS = ("bytes_ram", "bytes_disk", "sample_count", "add_per_s", "sample_per_s", "server_streams")
-#: Of which the largest is the worst, or the largest of all rows.
-_WORST = ("sample_wait_ms_p50", "sample_wait_ms_p99", "checkpoint_age_s", "age_p99", "priority_max")
-#: Shares and means, which rows of all stores count in alike.
-_MEANS = ("age_mean", "never_sampled_frac", "priority_mean")
-#: What a store need not have to be left out: no call has waited there.
-_WHERE_KNOWN = ("sample_wait_ms_p50", "sample_wait_ms_p99")
-#: What a store without rows lacks.
-_OF_ROWS = ("age_p99", "priority_max", *_MEANS)
-
-
-def combined(stores: Sequence[tuple[protocol.State, dict[str, float]]]) -> dict[str, float]:
-    """What ``RemoteStorage.gauges`` says of each of these stores, as of one store with all their rows.
-
-    Sizes, counts and rates are summed. Means are those of all rows. Of waits, of the age of the last checkpoint and of ``age_p99``, the
-    worst store decides. ``priority_ess`` is that of draws which choose a store by its mass, as a fleet does. A number is not there if
-    a store that answers does not know it; so nothing is, if one has a server of an older engram.
-    """
-    if not stores or not all(gauges for _, gauges in stores):
-        return {}
-    found = {name: value for name in (*_SUMS, *_WORST, *_MEANS) for value in _one(name, stores)}
-    found |= {"replay_ratio": _ratio(stores), "usage_counted": min(gauges["usage_counted"] for _, gauges in stores)}
-    effective = _effective(stores)
-    return found if effective is None else found | {"priority_ess": effective}
-
-
-def _one(name: str, stores: Sequence[tuple[protocol.State, dict[str, float]]]) -> Iterator[float]:
-    """The number of all stores, or nothing."""
-    numbers = [(state.size, gauges.get(name)) for state, gauges in stores if state.size or name not in _OF_ROWS]
-    known = [(size, value) for size, value in numbers if value is not None]
-    if not known or (len(known) < len(numbers) and name not in _WHERE_KNOWN):
-        return
-    values = [value for _, value in known]
-    if name in _MEANS:
-        yield sum(size * value for size, value in known) / sum(size for size, _ in known)
-    else:
-        yield sum(values) if name in _SUMS else max(values)
-
-
-def _ratio(stores: Sequence[tuple[protocol.State, dict[str, float]]]) -> float:
-    """Rows sampled for each row inserted. Of a store that was never sampled, all rows written count as inserted."""
-    inserted = (
-        gauges["sample_count"] / gauges["replay_ratio"] if gauges["replay_ratio"] else state.write_count
-        for state, gauges in stores
-    )
-    return sum(gauges["sample_count"] for _, gauges in stores) / max(sum(inserted), 1)
-
-
-def _effective(stores: Sequence[tuple[protocol.State, dict[str, float]]]) -> float | None:
-    """Of rows with leaves ``p``: ``(sum p)² / sum p²``. Of each store the first sum is its mass. None: not all stores say it."""
-    whole = squares = 0.0
-    for state, gauges in stores:
-        if not state.size:
-            continue
-        if state.mass is None or "priority_ess" not in gauges:
-            return None
-        whole += state.mass.total
-        if gauges["priority_ess"]:
-            squares += state.mass.total**2 / gauges["priority_ess"]
-    return whole**2 / squares if squares else None
-
-
 def random_turn() -> int:
     """Where nothing tells clients that begin to write at the same time apart."""
     return random.getrandbits(48)
+
+
+def _some(value: object, at: Tensor, n: int) -> object:
+    """The part of an argument that is of some of ``n`` rows: of each entry of a patch, or of one number for each row."""
+    if isinstance(value, dict):
+        return {key: _some(one, at, n) for key, one in value.items()}
+    if isinstance(value, list) and len(value) == n:
+        return [value[i] for i in at.tolist()]
+    return value[at] if isinstance(value, Tensor) and value.shape[:1] == (n,) else value
 
 
 class FleetStorage(ServedStorage):
@@ -266,6 +214,9 @@ class FleetStorage(ServedStorage):
         finally:
             self.ledger.counted(rows, samples=True)
 
+    def draw_within(self, key: int, command: protocol.Sample) -> Drawn:
+        return self.draws.draw_within(key, command)
+
     def can_sample(self, rows: int) -> bool:
         return rows > 0 and self.draws.can_sample()
 
@@ -316,19 +267,25 @@ class FleetStorage(ServedStorage):
 
     def write(self, plan: WritePlan, prepared: list[Tensor], n: int) -> Write:
         shard = self.home()
+        with self._writing(shard, n):
+            written = shard.storage.write(plan, prepared, n)
+        self._note_open(plan.lane, prepared, n)
+        return Write(plans.number(written.rows, shard.number), 0)
+
+    @contextmanager
+    def _writing(self, shard: Shard, n: int) -> Iterator[None]:
+        """Write rows to a store, which the limits of the fleet admit. Raises ``NotAdmitted``: not now."""
         if not self.ledger.admit(n, samples=False, by=[shard]):
             raise NotAdmitted(n)
         try:
             with self.members.needing(shard):
-                written = shard.storage.write(plan, prepared, n)
+                yield
         except ConnectionError:
             self._open.clear()  # the trajectory is told of it now
             raise
         finally:
             self.ledger.counted(n, samples=False)
-        self._note_open(plan.lane, prepared, n)
         shard.change()
-        return Write(plans.number(written.rows, shard.number), 0)
 
     def _note_open(self, lane: Tensor | int | None, prepared: list[Tensor], n: int) -> None:
         """In which lanes a trajectory goes on behind rows that were written: none of the usual flags ends it with the last one."""
@@ -362,6 +319,39 @@ class FleetStorage(ServedStorage):
                 removed += shard.storage.remove(share.rows, share.of(expected))
             shard.change()
         return removed
+
+    # ---- methods that the servers call ---------------------------------------------------------------------------------
+
+    def call_each(self, name: str, given: Mapping[str, object]) -> list[tuple[Tensor, ...]]:
+        """All are asked at the same time."""
+        self.members.check_all_present(name)
+        answers = self.members.answers(lambda shard: shard.storage.call_each(name, given)[0])
+        self.members.check_all_present(name)
+        return [(plans.number(it[0], shard.number), *it[1:]) if it else () for shard, it in answers]
+
+    def update(self, rows: Tensor, given: Mapping[str, object]) -> tuple[Tensor | None, ...]:
+        self.check_rows(rows, "update_if_present")
+        wholes: tuple[Tensor, ...] = ()
+        for share in self._shares(rows):
+            with self.members.needing(share.member, "update_if_present: rows of other stores may be written."):
+                done = share.member.storage.update(
+                    share.rows, {k: _some(v, share.at, len(rows)) for k, v in given.items()}
+                )
+            fresh = (
+                torch.zeros(len(rows), dtype=torch.bool),
+                torch.zeros(len(rows), dtype=torch.bool),
+                rows.new_full(rows.shape, -1),
+            )
+            wholes = wholes or fresh
+            for whole, part in zip(wholes, done, strict=True):
+                if part is not None:
+                    whole[share.at] = part
+        return wholes if given["version_key"] is not None else (wholes[0], None, wholes[2])
+
+    def stores(self, *, home: bool) -> list[OneStore]:
+        shards = [self.home()] if home else self.members.present()
+        each = [(it.storage.connection.call, partial(self._writing, it), it.number << plans.SHIFT) for it in shards]
+        return [OneStore(*of) for of in each]
 
     def _shares(self, rows: Tensor) -> list[plans.Share[Shard, Tensor]]:
         """The share of each store."""
@@ -415,7 +405,7 @@ def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedS
         if connection.served.schema:
             return RemoteStorage(connection)
         connection.close()
-        return awaited_at(OneStore(AtServers(*access)), connection.served)
+        return awaited_at(OneAwaited(AtServers(*access)), connection.served)
     served = _ask_servers(access, missing)
     stores: dict[str, list[protocol.Address]] = {}
     for address, answer in served.items():
@@ -430,7 +420,7 @@ def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedS
                 f"connect: no server answers at {', '.join(map(str, silent))}: expected all of them, as the first write makes stores."
             )
         if len(makers) == 1 and stratum is None and access.members is None:
-            return awaited_at(OneStore(makers[0]), new)
+            return awaited_at(OneAwaited(makers[0]), new)
         check_stores([one for one in served.values() if not one.schema], access.full)
         brief = access._replace(patience_s=_patience(access, missing), hurried=missing == "skip")
         hurried = [AtServers(one.addresses, *brief[1:]) for one in makers]

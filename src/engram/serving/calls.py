@@ -1,0 +1,156 @@
+"""Methods of a buffer that clients of its server call: rows by their key, updates, and rows that grow."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from engram.buffer.growing import paths_of
+from engram.remote import protocol
+from engram.store.trees import tree_bytes, tree_of
+
+if TYPE_CHECKING:
+    from uuid import UUID
+
+    from torch import Tensor
+
+    from engram.buffer import ReplayBuffer
+    from engram.buffer.growing import Fields, Key, OpenRow, ShownRow
+
+#: A row that grows is abandoned when its client was not heard of for so long.
+LEASE_S = 60.0
+#: Bytes of the text of arguments.
+MAX_TEXT = 16 << 20
+
+
+class _Held(NamedTuple):
+    """A row that grows here, its client, and when that was heard of last."""
+
+    row: OpenRow
+    holder: UUID | None
+    heard: float
+
+
+class Calls:
+    """The calls of clients, for any number of threads. It owns which client has which of the rows that grow."""
+
+    def __init__(self, rb: ReplayBuffer) -> None:
+        self._rb = rb
+        #: By the number of the slot.
+        self._held: dict[int, _Held] = {}
+        #: Held while rows grow: a message that is sent again waits for the first one.
+        self._growing = threading.Lock()
+
+    def do(self, command: protocol.Call, data: bytes) -> bytes:
+        """What is answered. Raises what the method does; ``ValueError``: arguments that are none."""
+        if not 0 < command.length <= min(len(data), MAX_TEXT) or len(data) > protocol.MAX_MESSAGE:
+            raise ValueError(
+                f"{command.name}: expected a text of {command.length} bytes, at most {MAX_TEXT}, before data."
+            )
+        given = tree_of(torch.frombuffer(bytearray(data), dtype=torch.uint8), command.length)
+        if not isinstance(given, dict):
+            raise ValueError(f"{command.name}: expected arguments by name, got {type(given).__name__}.")
+        with self._growing if command.holder is not None else contextlib.nullcontext():
+            done = getattr(self, f"_{command.name}")(command, **given)
+        answer, length = tree_bytes(done, command.name)
+        return b"%d\n%b" % (length, answer.numpy().tobytes())
+
+    # ---- rows by key, and updates --------------------------------------------------------------------------------------
+
+    def _index_keys(self, _: protocol.Call, field: str | tuple[str, ...]) -> None:
+        self._rb.index_keys(field)
+
+    def _rows_of(self, _: protocol.Call, keys: object) -> tuple[Tensor, ...]:
+        return tuple(self._rb.rows_of(keys))
+
+    def _rows_with(self, _: protocol.Call, keys: object) -> tuple[Tensor, ...]:
+        """All rows with one of these keys, each once."""
+        once = [*dict.fromkeys(keys)] if isinstance(keys, list) else torch.unique(torch.as_tensor(keys).ravel())
+        found = self._rb.storage.keyed("remove")
+        assert found is not None  # rows were written
+        return found.all(once, "remove")
+
+    def _update_if_present(self, _: protocol.Call, **given: object) -> tuple[Tensor | None, ...]:
+        done = self._rb.update_if_present(**given)  # type: ignore[arg-type] # it checks them
+        return done.updated, done.version_rejected, done.generation
+
+    # ---- rows that grow ------------------------------------------------------------------------------------------------
+
+    def _open_row(self, command: protocol.Call, data: Fields, late: Fields | None, lane: int) -> ShownRow:
+        return self._hold(self._rb.open_row(data, lane=lane, late=late, timeout=0), command)
+
+    def _unsealed(self, _: protocol.Call) -> list[ShownRow]:
+        return [self._shown(row) for row in self._rb.unsealed()]
+
+    def _show(self, command: protocol.Call) -> dict[Key, Tensor]:
+        return self._row(command).fields
+
+    def _resume(self, command: protocol.Call) -> ShownRow:
+        row = self._row(command)
+        return self._hold(row, command) if self._is_late(row) else self._shown(self._mine(command))
+
+    def _append(self, command: protocol.Call, lengths: dict[Key, int], data: Fields) -> dict[Key, int]:
+        row = self._mine(command)
+        row.append(_missing(row, lengths, data))
+        return row.lengths
+
+    def _seal(self, command: protocol.Call, lengths: dict[Key, int], data: Fields, lane: int) -> int:
+        row = self._mine(command)
+        row._lane = lane  # noqa: SLF001 - of a server that has ended the lane is not known
+        return row.seal(_missing(row, lengths, data), timeout=0)
+
+    def _discard(self, command: protocol.Call, **_: object) -> None:
+        self._mine(command).discard()
+
+    def _row(self, command: protocol.Call) -> OpenRow:
+        """The row that is in the slot. Raises :class:`RowGone`: another one is, or none."""
+        known = self._held.get(command.slot)
+        if known is not None and known.row.place == (command.slot, command.times) and known.row.is_mine:
+            return known.row
+        for row in self._rb.unsealed():
+            if row.place == (command.slot, command.times):
+                return row
+        raise protocol.RowGone(
+            f"{command.name}: expected an open row, got one that was sealed or discarded. Open another."
+        )
+
+    def _holder_of(self, row: OpenRow) -> _Held | None:
+        """Who has a row that grows here; None: a process has it, or had it."""
+        held = self._held.get(row.place[0])
+        return held if held is not None and held.row.place == row.place else None
+
+    def _is_late(self, row: OpenRow) -> bool:
+        held = self._holder_of(row)
+        return held is not None and time.monotonic() - held.heard > LEASE_S
+
+    def _mine(self, command: protocol.Call) -> OpenRow:
+        """The row of a client, which is heard of: also one of a server that has ended. Raises ``RuntimeError``: another one has it."""
+        row = self._row(command)
+        held = self._holder_of(row)
+        if held is None and row.is_abandoned:
+            row.resume()
+        elif held is None or held.holder != command.holder:
+            raise RuntimeError(
+                f"{command.name}: expected an open row of this client, got one that another client or process has. Choose one of "
+                "rb.unsealed() whose is_abandoned is True, or open another."
+            )
+        self._hold(row, command)
+        return row
+
+    def _hold(self, row: OpenRow, command: protocol.Call) -> ShownRow:
+        self._held[row.place[0]] = _Held(row, command.holder, time.monotonic())
+        return self._shown(row)
+
+    def _shown(self, row: OpenRow) -> ShownRow:
+        return (*row.place, row.lengths, row.is_abandoned or self._is_late(row))
+
+
+def _missing(row: OpenRow, lengths: dict[Key, int], data: Fields) -> dict[tuple[str, ...], object]:
+    """What is not there yet, where a message came again. ``lengths``: before. Fields of one length have all of its items, or none."""
+    done = {group for group, (key, n) in enumerate(row.lengths.items()) if n != lengths.get(key)}
+    given = paths_of(data, {}, row.groups, "append")
+    return {key: value for key, value in given.items() if row.groups.get(key) not in done}
