@@ -138,7 +138,6 @@ class RaggedStructure(Structure):
 
     #: What the storage was asked for.
     options = NO_RAGGED
-    intake = None  # only Python knows such fields
     _instead = f"{Structure._instead}, and None stands for items with like= that come later"
 
     def _complete(self) -> None:
@@ -147,6 +146,11 @@ class RaggedStructure(Structure):
         #: The items of each ragged field, by its number, and the field whose lengths it has: perhaps itself.
         self.ragged = {n: ItemField.of(self.fields[n].key, it) for n, it in stored.items()}
         self.leaders = {n: n if it.is_leader else it.like for n, it in stored.items()}
+        groups = {
+            leader: [(n, self.ragged[n].kind) for n, of in self.leaders.items() if of == leader]
+            for leader in self.leaders.values()
+        }
+        self._groups = [(self.ragged[leader].max_length, members) for leader, members in groups.items()]
         entries = root.children.items() if root.kind in ("dict", "tensordict") and not root.integers else ()
         flat = bool(entries) and all(child.kind == "leaf" for _, child in entries)
         #: The fields by their names, if a row is one flat TensorDict or dict: the common cases have a short path.
