@@ -466,7 +466,19 @@ bool NamedLanes::read(nb::handle named, std::uint64_t n, std::uint64_t lanes) {
 
 void bind_intake(nb::module_& m) {
   nb::class_<Intake>(m, "Intake", "How the data of one storage is put together, and the dtypes and shapes of its leaves.")
-      .def(nb::init<const nb::list&, nb::handle, nb::handle, nb::handle>(), "specs"_a, "tree"_a, "casts"_a, "groups"_a = nb::tuple());
+      .def(nb::init<const nb::list&, nb::handle, nb::handle, nb::handle>(), "specs"_a, "tree"_a, "casts"_a, "groups"_a = nb::tuple())
+      .def(
+          "bytes_of",
+          [](const Intake& self, nb::handle data) -> nb::object {
+            Taken taken;
+            if (!self.take(data, false, taken)) return nb::none();
+            nb::list made;
+            for (std::size_t f = 0; f < self.specs().size(); ++f) {
+              made.append(nb::bytes(taken.columns()[f], bytes_of_rows(self.specs()[f], 1)));
+            }
+            return made;
+          },
+          "data"_a.none(), "The bytes of each field of one row; None: it must be looked at in Python.");
   m.def(
       "use_array_types",
       [](nb::handle array, nb::handle scalar) {

@@ -71,6 +71,7 @@ class Intake:
         casts: Iterable[int],
         groups: Sequence[tuple[int, Sequence[tuple[int, str]]]] = (),
     ) -> None: ...
+    def bytes_of(self, data: object) -> list[bytes] | None: ...
 
 class WindowSpec:
     def __init__(

@@ -299,8 +299,8 @@ class GrowingRows:
             if timeout < 0:
                 raise
             again = (slot, lane, columns, items, -1.0)
-            memory = self._wiring.storage.memory
-            return self._wiring.gate.written(lambda _: self._sealed(*again), memory, refused, timeout)
+            wiring = self._wiring
+            return wiring.gate.written(lambda _: self._sealed(*again), wiring.storage.memory, refused, timeout)
 
     # ---- what is given -------------------------------------------------------------------------------------------------
 

@@ -71,11 +71,6 @@ class OpenRows:
         index.described = store.schema, layout
 
     @cached_property
-    def places(self) -> list[int]:
-        """Where in a slot the row of each field is, or its items."""
-        return self.layout.places
-
-    @cached_property
     def groups(self) -> dict[int, int]:
         """In which group each ragged field is."""
         return {n: g for g, it in enumerate(self.schema.ragged_groups) for n in it.members}
@@ -174,7 +169,7 @@ class OpenSlot:
 
     def value(self, number: int) -> Tensor:
         """The row of a field, ``[*shape]``; of a ragged one the items so far, ``[length, *shape]``. A live view."""
-        schema, at = self.rows.schema, self.rows.places[number]
+        schema, at = self.rows.schema, self.rows.layout.places[number]
         field, it = schema.fields[number], schema.ragged.get(number)
         if it is None:
             return self._bytes(at, field.row_bytes).view(torch_dtype(field)).view(field.shape)
