@@ -1,12 +1,17 @@
 """Single rows on their way to a server: the core takes them as they are handed over, and they arrive as the long way sends them."""
 
+import contextlib
 import random
+import threading
 
 import numpy as np
 import pytest
 import torch
 
-from engram import LazyMemmapStorage, ReplayBuffer, serve
+from engram import LazyMemmapStorage, ReplayBuffer
+from engram.remote.protocol import address_of
+from engram.serving.server import Server
+from engram.serving.service import Service
 
 GOOD = {"obs": torch.zeros(4), "action": 1, "reward": 0.5, "next": {"done": False}}
 OTHERS = {
@@ -22,6 +27,17 @@ OTHERS = {
     "reward": [1, np.float64(0.25), True, 1e300, 2**60 + 2**36 + 1],
     "next": [{"done": True}, {"done": np.bool_(True)}, {"done": 1}, {}],
 }
+
+
+@contextlib.contextmanager
+def connected(here, place):
+    """A buffer whose rows are those of ``here``, which this process serves meanwhile."""
+    server = Server(Service(here), address_of(f"unix:{place}", "test"))
+    try:
+        with ReplayBuffer.connect(f"unix:{place}", batch_size=2, full="block") as there:
+            yield there
+    finally:
+        threading.Thread(target=server.shutdown, daemon=True).start()
 
 
 def outcome(call):
@@ -44,7 +60,7 @@ def test_rows_arrive_as_by_the_long_way(tmp_path, lanes):
     for way in ("short", "long"):
         here = ReplayBuffer(storage=LazyMemmapStorage(200, scratch_dir=str(tmp_path / way), lanes=lanes), batch_size=2)
         here.add(GOOD, lane=0)
-        with serve(here) as address, ReplayBuffer.connect(address, batch_size=2, full="block") as there:
+        with connected(here, tmp_path / f"{way}.sock") as there:
             if way == "long":
                 vars(there.storage.structure)["intake"] = None
             said.append([outcome(lambda row=row, lane=lane: there.add(row, lane=lane)) for row, lane in rows])
@@ -65,10 +81,12 @@ def test_rows_arrive_as_by_the_long_way(tmp_path, lanes):
 def test_the_short_way_is_taken(tmp_path, monkeypatch):
     here = ReplayBuffer(storage=LazyMemmapStorage(200, scratch_dir=str(tmp_path / "store")), batch_size=2)
     here.add(GOOD)
-    with serve(here) as address, ReplayBuffer.connect(address, batch_size=2, full="block") as there:
-        monkeypatch.setattr(there.storage, "prepare", None)
+    with connected(here, tmp_path / "sock") as there:
+        there.add(GOOD)  # the first row of a connection says what the buffer is
         observation = torch.ones(4)
-        assert there.add({**GOOD, "obs": observation}) is None
+        with monkeypatch.context() as patch:
+            patch.setattr(there.storage, "prepare", None)
+            assert there.add({**GOOD, "obs": observation}) is None
         observation.fill_(3)  # it was copied
-        assert len(there) == 2
-    assert here[1]["obs"].tolist() == [1, 1, 1, 1]
+        assert len(there) == 3
+    assert here[2]["obs"].tolist() == [1, 1, 1, 1]
