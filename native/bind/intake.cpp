@@ -87,7 +87,9 @@ bool put_int(std::int64_t value, std::byte* to) {
     cast = static_cast<T>(value);
     if (static_cast<std::int64_t>(cast) != value || (std::is_unsigned_v<T> && value < 0)) return false;
   } else {
-    cast = static_cast<T>(static_cast<double>(value));  // as Python rounds it
+    const auto exact = static_cast<double>(value);
+    if (std::abs(exact) > 9007199254740992.0) return false;  // 2^53: how it is rounded depends on what stands beside it
+    cast = static_cast<T>(exact);
   }
   std::memcpy(to, &cast, sizeof cast);
   return true;
@@ -175,8 +177,21 @@ Taken::~Taken() {
   for (Py_buffer& buffer : buffers_) PyBuffer_Release(&buffer);
 }
 
-Intake::Intake(const nb::list& specs, nb::handle tree, nb::handle casts) {
+Intake::Intake(const nb::list& specs, nb::handle tree, nb::handle casts, nb::handle groups) {
   for (nb::handle spec : specs) specs_.push_back(spec_of(spec));
+  members_.resize(specs_.size());
+  for (nb::handle group : groups) {
+    Group& made = groups_.emplace_back(Group{nb::cast<std::uint32_t>(group[0]), {}});
+    for (nb::handle member : group[1]) {
+      const auto kind = nb::cast<std::string>(member[1]);
+      made.fields.push_back(nb::cast<std::size_t>(member[0]));
+      members_.at(made.fields.back()) = {groups_.size() - 1, made.fields.size() - 1,
+                                         kind.empty()       ? Kind::numbers
+                                         : kind == "utf-8"  ? Kind::utf8
+                                         : kind == "bytes"  ? Kind::bytes
+                                                            : Kind::other};
+    }
+  }
   casts_.resize(specs_.size());
   for (nb::handle field : casts) casts_.at(nb::cast<std::size_t>(field)) = true;
   root_ = node_of(tree, specs_.size());
@@ -210,10 +225,30 @@ bool Intake::take(nb::handle data, bool batched, Taken& taken) const {
 #endif
   if (batched && root_.kind == Node::sequence && PyList_Check(data.ptr())) return false;  // a list is a list of rows
   taken.rows_ = batched ? Taken::kUnknown : -1;
+  begin(taken);
+  return walk(root_, data.ptr(), taken) && taken.rows_ != 0 && settle(taken, true);
+}
+
+void Intake::begin(Taken& taken) const {
   taken.columns_.resize(specs_.size());
   taken.kept_.reserve(specs_.size() + 4);
   taken.buffers_.reserve(specs_.size());
-  return walk(root_, data.ptr(), taken) && taken.rows_ != 0;
+  taken.lengths_.assign(groups_.size(), Taken::kUnknown);
+  for (const Group& group : groups_) taken.items_.push_back({nullptr, nullptr, 0, std::vector<const std::byte*>(group.fields.size())});
+}
+
+// Says how many items the row has of each group. `whole`: of all groups.
+bool Intake::settle(Taken& taken, bool whole) const {
+  static constexpr std::int64_t kStart = 0;
+  taken.counts_.resize(groups_.size());
+  for (std::size_t g = 0; g < groups_.size(); ++g) {
+    const std::int64_t length = taken.lengths_[g];
+    if (length > groups_[g].most || (whole && length < 0)) return false;
+    taken.counts_[g] = static_cast<std::uint32_t>(std::max<std::int64_t>(length, 0));
+    RaggedSource& source = taken.items_[g];
+    source.lengths = &taken.counts_[g], source.starts = &kStart, source.total = taken.counts_[g];
+  }
+  return true;
 }
 
 bool Intake::walk(const Node& node, PyObject* data, Taken& taken) const {
@@ -267,15 +302,17 @@ bool Intake::take_some(nb::handle data, std::int64_t n, Taken& taken, std::vecto
   return false;
 #endif
   taken.rows_ = n;
-  taken.columns_.resize(specs_.size());
-  return walk_some(root_, data.ptr(), taken, which) && !which.empty();
+  begin(taken);
+  return walk_some(root_, data.ptr(), taken, which) && !which.empty() && settle(taken, false);
 }
 
 bool Intake::walk_some(const Node& node, PyObject* data, Taken& taken, std::vector<std::uint64_t>& which) const {
   taken.kept_.push_back(nb::borrow(data));
   if (node.kind == Node::leaf) {
     which.push_back(node.field);
-    return !PyList_CheckExact(data) && !is_number(data) && take_leaf(node.field, data, taken);
+    const bool one = taken.rows_ == -1;
+    if (data == Py_None || PyObject_TypeCheck(data, scalar_type)) return false;  // which Python looks at
+    return (one || (!PyList_CheckExact(data) && !is_number(data))) && take_leaf(node.field, data, taken);
   }
   if (node.kind != Node::dict && node.kind != Node::tensordict) return false;
   if (node.kind == Node::tensordict && reinterpret_cast<PyObject*>(Py_TYPE(data)) == node.type.ptr()) {
@@ -298,7 +335,13 @@ bool Intake::walk_some(const Node& node, PyObject* data, Taken& taken, std::vect
 }
 
 bool Intake::take_leaf(std::size_t field, PyObject* leaf, Taken& taken) const {
+  if (is_ragged(field)) return taken.with_items_ && taken.rows_ == -1 && take_items(field, leaf, taken);
   if (PyList_CheckExact(leaf) || is_number(leaf)) return take_numbers(field, leaf, taken);
+  return take_column(field, leaf, taken.rows_, taken.columns_[field], taken);
+}
+
+// Notes where the values of a tensor or an array begin, `rows` rows of the field's spec; kUnknown: as many as it says.
+bool Intake::take_column(std::size_t field, PyObject* leaf, std::int64_t& rows, const std::byte*& column, Taken& taken) const {
   const RowSpec& spec = specs_[field];
   Values values;
   if (!look_at_tensor(leaf, values)) {
@@ -312,9 +355,8 @@ bool Intake::take_leaf(std::size_t field, PyObject* leaf, Taken& taken) const {
     return PyObject_TypeCheck(leaf, scalar_type) && (values.code == kBool) == (spec.code == kBool);
   };
   if (!same && !casts_[field] && !is_number_of_kind()) return false;
-  if (taken.rows_ == Taken::kUnknown) taken.rows_ = values.ndim > 0 ? values.shape[0] : 0;
-  if (!have_shape(values, spec, taken.rows_)) return false;
-  const std::byte*& column = taken.columns_[field];
+  if (rows == Taken::kUnknown) rows = values.ndim > 0 ? values.shape[0] : 0;
+  if (!have_shape(values, spec, rows)) return false;
   column = values.data;
   const bool contiguous = values.contiguous();
   if (same && contiguous) return true;
@@ -333,17 +375,50 @@ bool Intake::take_leaf(std::size_t field, PyObject* leaf, Taken& taken) const {
   return cast(from, {values.code, values.bits}, made, {spec.code, spec.bits}, count);
 }
 
+// Notes the items of one row of a ragged field: those of a tensor, an array or a list, or a text; or none, which come later.
+bool Intake::take_items(std::size_t field, PyObject* leaf, Taken& taken) const {
+  const Member& member = members_[field];
+  if (leaf == Py_None) return member.place > 0;
+  std::int64_t length = Taken::kUnknown;
+  const std::byte*& values = taken.items_[member.group].values[member.place];
+  if (member.kind != Kind::numbers) {
+    const char* text = nullptr;
+    Py_ssize_t size = 0;
+    if (member.kind == Kind::utf8 && PyUnicode_CheckExact(leaf)) {
+      text = PyUnicode_AsUTF8AndSize(leaf, &size);  // of the string, which keeps it
+    } else if (member.kind == Kind::bytes && PyBytes_CheckExact(leaf)) {
+      text = PyBytes_AsString(leaf), size = PyBytes_Size(leaf);
+    }
+    if (text == nullptr) return PyErr_Clear(), false;
+    values = reinterpret_cast<const std::byte*>(text), length = size;
+  } else if (PyList_CheckExact(leaf)) {
+    length = PyList_Size(leaf);
+    if (length > groups_[member.group].most || !put_list(field, leaf, length, values, taken)) return false;
+  } else if (!take_column(field, leaf, length, values, taken)) {
+    return false;
+  }
+  std::int64_t& known = taken.lengths_[member.group];
+  if (known != Taken::kUnknown && known != length) return false;
+  known = length;
+  return true;
+}
+
 bool Intake::take_numbers(std::size_t field, PyObject* leaf, Taken& taken) const {
-  const RowSpec& spec = specs_[field];
   if (taken.rows_ == Taken::kUnknown) taken.rows_ = PyList_CheckExact(leaf) ? PyList_Size(leaf) : 0;
+  return put_list(field, leaf, taken.rows_, taken.columns_[field], taken);
+}
+
+// Copies a number, or nested lists of them: n rows of a field (n < 0: one without that dimension).
+bool Intake::put_list(std::size_t field, PyObject* leaf, std::int64_t n, const std::byte*& column, Taken& taken) const {
+  const RowSpec& spec = specs_[field];
   std::vector<std::int64_t> shape(spec.shape);
-  if (taken.rows_ >= 0) shape.insert(shape.begin(), taken.rows_);
+  if (n >= 0) shape.insert(shape.begin(), n);
   std::uint64_t bytes = (spec.bits + 7u) / 8u;
   for (const std::int64_t size : shape) {
     if (__builtin_mul_overflow(bytes, static_cast<std::uint64_t>(size), &bytes) || bytes > std::uint64_t{1} << 30) return false;
   }
   std::byte* to = taken.room(bytes);
-  taken.columns_[field] = to;
+  column = to;
   return put_numbers(leaf, shape.data(), shape.size(), spec, casts_[field], to);
 }
 
@@ -391,7 +466,19 @@ bool NamedLanes::read(nb::handle named, std::uint64_t n, std::uint64_t lanes) {
 
 void bind_intake(nb::module_& m) {
   nb::class_<Intake>(m, "Intake", "How the data of one storage is put together, and the dtypes and shapes of its leaves.")
-      .def(nb::init<const nb::list&, nb::handle, nb::handle>(), "specs"_a, "tree"_a, "casts"_a);
+      .def(nb::init<const nb::list&, nb::handle, nb::handle, nb::handle>(), "specs"_a, "tree"_a, "casts"_a, "groups"_a = nb::tuple())
+      .def(
+          "bytes_of",
+          [](const Intake& self, nb::handle data) -> nb::object {
+            Taken taken;
+            if (!self.take(data, false, taken)) return nb::none();
+            nb::list made;
+            for (std::size_t f = 0; f < self.specs().size(); ++f) {
+              made.append(nb::bytes(taken.columns()[f], bytes_of_rows(self.specs()[f], 1)));
+            }
+            return made;
+          },
+          "data"_a.none(), "The bytes of each field of one row; None: it must be looked at in Python.");
   m.def(
       "use_array_types",
       [](nb::handle array, nb::handle scalar) {

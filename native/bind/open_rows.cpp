@@ -9,7 +9,9 @@
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <utility>
@@ -18,6 +20,7 @@
 #include "../core/check.h"
 #include "../core/participants.h"
 #include "../core/store.h"
+#include "intake.h"
 #include "interpreter.h"
 #include "memory.h"
 #include "ragged.h"
@@ -71,6 +74,46 @@ std::vector<SlotItems> slot_items_in(const nb::tuple& items) {
   return found;
 }
 
+// Values and items for a slot, from data as users hand it over.
+struct Given {
+  Taken taken{true};
+  std::vector<std::uint64_t> which;
+  std::vector<SlotValue> values;
+  std::vector<SlotItems> items;
+
+  // False: the data, or whether there is room for it, must be looked at in Python.
+  bool take(const OpenRows& rows, const Intake& intake, const SlotLayout& layout, std::uint64_t slot, nb::handle data) {
+    static constexpr std::byte kEmpty{};  // in place of the address of no items, which may be null
+    if (!intake.take_some(data, -1, taken, which)) return false;
+    if (layout.groups().size() != intake.groups().size() || layout.fields() != intake.specs().size()) return false;  // fields were added
+    const std::vector<std::uint32_t> before = rows.lengths(slot, layout);
+    for (std::size_t g = 0; g < before.size(); ++g) {
+      if (!taken.has_items(g)) continue;
+      const RaggedSource& source = taken.items()[g];
+      if (source.total + before[g] > intake.groups()[g].most) return false;
+      SlotItems& more = items.emplace_back(SlotItems{g, source.total, source.values});
+      for (std::size_t f = 0; f < more.values.size(); ++f) {
+        const bool given = std::find(which.begin(), which.end(), intake.groups()[g].fields[f]) != which.end();
+        if (given && more.values[f] == nullptr) more.values[f] = &kEmpty;
+      }
+    }
+    for (const std::uint64_t field : which) {
+      if (!intake.is_ragged(field)) values.push_back({field, taken.columns()[field]});
+    }
+    return true;
+  }
+
+  // Whether a row has all that it needs: ragged fields may be empty, but JSON may not.
+  bool complete(const OpenRows& rows, const Intake& intake, const SlotLayout& layout, std::uint64_t slot) const {
+    if (layout.nbytes() != rows.slot_bytes() || layout.fields() != intake.specs().size()) return false;
+    for (std::uint64_t field = 0; field < layout.fields(); ++field) {
+      const bool may_lack = (intake.is_ragged(field) && !intake.is_json(field)) || std::find(which.begin(), which.end(), field) != which.end();
+      if (!may_lack && rows.data(slot)[layout.given(field)] == std::byte{}) return false;
+    }
+    return true;
+  }
+};
+
 void bind_slots(nb::module_& m) {
   m.def("open_rows_bytes", &OpenRows::bytes, "slots"_a, "slot_bytes"_a, "Bytes of the memory of so many slots.");
   m.def("is_owner_alive", &OpenRows::is_alive, "owner"_a, "Whether that process still runs, as far as this one can see.");
@@ -111,6 +154,40 @@ void bind_growth(nb::class_<OpenRows, Index>& type) {
           },
           "layout"_a, "slot"_a, "times"_a, "values"_a, "items"_a,
           "Puts in values, (field, address) each, and appends items, (group, items, addresses of the values of its fields, 0: zeros) each.")
+      .def(
+          "append_of",
+          [](const OpenRows& self, const Intake& intake, const SlotLayout& layout, std::uint64_t slot, std::uint64_t times, std::uint64_t owner,
+             nb::handle data, bool with_values) {
+            Given given;
+            if (owner != own_owner() || !self.is_held(slot, owner, times) || !given.take(self, intake, layout, slot, data)) return false;
+            if (!with_values && !given.values.empty()) return false;
+            const WithoutInterpreter running(bytes_of(layout, given.items) < kBrief);
+            self.append(slot, layout, given.values, given.items);
+            return true;
+          },
+          "intake"_a, "layout"_a, "slot"_a, "times"_a, "owner"_a, "data"_a.none(), "values"_a,
+          "Appends items, and with `values` puts in values, of a dict as users hand it over. False: nothing was done, and it must be looked at "
+          "in Python.")
+      .def(
+          "seal_of",
+          [](const OpenRows& self, Store& store, const Intake& intake, const SlotLayout& layout, std::uint64_t slot, std::uint64_t times,
+             std::uint64_t owner, std::uint64_t lane, nb::handle data) -> std::optional<std::pair<std::int64_t, std::uint64_t>> {
+            Given given;
+            const bool nothing = PyDict_CheckExact(data.ptr()) && PyDict_Size(data.ptr()) == 0;
+            if (owner != own_owner() || !self.is_held(slot, owner, times) || !(nothing || given.take(self, intake, layout, slot, data)) ||
+                !given.complete(self, intake, layout, slot)) {
+              return std::nullopt;
+            }
+            std::int64_t row = -1;
+            std::uint64_t number = 0;
+            {
+              const WithoutInterpreter running(false);
+              number = store.seal(self, layout, slot, own_owner(), times, lane, given.values, given.items, &row);
+            }
+            return std::pair(row, number);
+          },
+          "store"_a, "intake"_a, "layout"_a, "slot"_a, "times"_a, "owner"_a, "lane"_a, "data"_a.none(),
+          "As append_of, with values too; then as seal. None: nothing was done.")
       .def(
           "seal",
           [](const OpenRows& self, Store& store, const SlotLayout& layout, std::uint64_t slot, std::uint64_t times, std::uint64_t lane,

@@ -89,15 +89,18 @@ void bind_takes(nb::class_<Store>& type) {
       .def(
           "append_row_of",
           [](Store& self, const Intake& intake, nb::handle data, nb::handle lane) -> nb::object {
-            Taken taken;
+            const Ragged* ragged = self.ragged();
+            Taken taken(ragged != nullptr);
             NamedLanes named;
             if (!intake.take(data, false, taken)) return nb::none();
             if (!named.read(lane, 1, self.control().lanes()) || !named.is_one()) return nb::none();
+            std::optional<RaggedWrite> items;
+            if (ragged != nullptr) items.emplace(*ragged, 1, taken.items());
             std::int64_t row = -1;
             std::uint64_t number = 0;
             {
-              const WithoutInterpreter running(self.writes_briefly(1));
-              number = self.append(named.one(), 1, taken.columns(), &row);
+              const WithoutInterpreter running(!items && self.writes_briefly(1));
+              number = self.append(named.one(), 1, taken.columns(), &row, items ? &*items : nullptr);
             }
             return nb::make_tuple(row, number);
           },

@@ -64,7 +64,14 @@ class ItemLayout:
     def __init__(self, groups: tuple[tuple[tuple[int, _Spec], ...], ...]) -> None: ...
 
 class Intake:
-    def __init__(self, specs: Sequence[_Spec], tree: object, casts: Iterable[int]) -> None: ...
+    def __init__(
+        self,
+        specs: Sequence[_Spec],
+        tree: object,
+        casts: Iterable[int],
+        groups: Sequence[tuple[int, Sequence[tuple[int, str]]]] = (),
+    ) -> None: ...
+    def bytes_of(self, data: object) -> list[bytes] | None: ...
 
 class WindowSpec:
     def __init__(
@@ -426,6 +433,20 @@ class OpenRows(Index):
         values: _SlotValues,
         items: tuple[_SlotItems, ...],
     ) -> tuple[int, int]: ...
+    def append_of(
+        self, intake: Intake, layout: SlotLayout, slot: int, times: int, owner: int, data: object, values: bool
+    ) -> bool: ...
+    def seal_of(
+        self,
+        store: Store,
+        intake: Intake,
+        layout: SlotLayout,
+        slot: int,
+        times: int,
+        owner: int,
+        lane: int,
+        data: object,
+    ) -> tuple[int, int] | None: ...
     def scan(self, begin: int, end: int) -> None: ...
     def after_fork(self) -> None: ...
 

@@ -62,7 +62,7 @@ def test_credits_are_bytes_or_rows_and_a_larger_message_goes_alone(monkeypatch):
 
 
 def gather(writes, *numbers, lanes=frozenset({0})):
-    writes.gather(SCHEMA, [torch.tensor(numbers)], lanes, len(numbers))
+    writes.gather(SCHEMA, [torch.tensor(numbers).numpy().tobytes()], lanes, len(numbers))
 
 
 def test_small_writes_go_together_in_order_and_are_copied():
@@ -73,7 +73,7 @@ def test_small_writes_go_together_in_order_and_are_copied():
     row = torch.zeros(1, dtype=torch.int64)
     for number in range(20_000):  # more than a block holds, while nothing is answered
         row[0] = number
-        writes.gather(SCHEMA, [row], frozenset({number % 3}), 1)
+        writes.gather(SCHEMA, [row.numpy().tobytes()], frozenset({number % 3}), 1)
     assert writes.rows == 20_001
     server.go.set()
     writes.settle()

@@ -122,6 +122,8 @@ class OpenRow:
         >>> row.lengths
         {'tokens': 2}
         """
+        if self._growing.append_of(self._slot, merged(data, fields)):
+            return
         self._check_mine("append")
         given = paths_of(data, fields, self._slot.rows.numbers, "append")
         self._slot.append({}, self._growing.items_of(self._slot, given, "append"))
@@ -151,9 +153,13 @@ class OpenRow:
         >>> row.seal(tokens=[1, 2, 3]), len(rb)
         (0, 1)
         """
+        wait = checked_timeout(timeout, "seal")
+        row = self._growing.seal_of(self._slot, self._lane, merged(data, fields))
+        if row is not None:
+            return row
         self._check_mine("seal")
         given = paths_of(data, fields, self._slot.rows.numbers, "seal")
-        return self._growing.seal(self._slot, self._lane, given, checked_timeout(timeout, "seal"))
+        return self._growing.seal(self._slot, self._lane, given, wait)
 
     def discard(self) -> None:
         """Give the row up, and free its slot. Raises ``RuntimeError``: as :meth:`append`.
@@ -240,10 +246,17 @@ class GrowingRows:
             add_fields(nested, row)
             storage.prepare(nested, "open_row", batched=False)
         rows = rows or OpenRowIndex.of_store(storage.store, slots)
-        columns, ragged = self._sorted(rows, paths_of(data, fields, rows.numbers, "open_row"), "open_row")
+        intake, whole = storage.written().intake, merged(data, fields)
+        slot = rows.take_now() if whole and intake is not None else None
+        if slot is not None:
+            if slot.append_of(intake, whole, values=True):
+                return OpenRow(self, slot, lane)
+            slot.discard()
+        given = paths_of(data, fields, rows.numbers, "open_row") if data or fields else {}
+        columns, ragged = self._sorted(rows, given, "open_row")
         slot = rows.take(timeout)
         try:
-            if data or fields:
+            if given:
                 slot.append(columns, self.items_of(slot, ragged, "open_row"))
         except BaseException:
             slot.discard()
@@ -265,6 +278,27 @@ class GrowingRows:
     def _existing(self) -> OpenRows | None:
         store = self._wiring.storage.memory
         return OpenRowIndex.existing(store) if store is not None and store.schema.ragged else None
+
+    def append_of(self, slot: OpenSlot, data: object) -> bool:
+        """Append items in one native call. False: the data must be prepared, or refused."""
+        intake = self._wiring.storage.written().intake if self.has(slot) else None
+        return intake is not None and slot.append_of(intake, data, values=False)
+
+    def seal_of(self, slot: OpenSlot, lane: int | None, data: object) -> int | None:
+        """Seal a row in one native call. None: the data must be prepared or refused, or the limits of the store do not admit a row."""
+        intake = self._wiring.storage.written().intake if lane is not None and self.has(slot) else None
+        try:
+            sealed = None if intake is None else slot.seal_of(intake, lane, data)  # type: ignore[arg-type] # there is one
+        except NotAdmitted:
+            return None
+        return None if sealed is None else self._noted(*sealed)
+
+    def _noted(self, row: int, number: int) -> int:
+        """A row, of which the others are told."""
+        storage = self._wiring.storage
+        if storage.has_listeners if len(storage.listeners) > 1 else self._wiring.of_sampler.listens:
+            storage.notify(Write(torch.tensor([row], device="cpu"), number), None)
+        return row
 
     def seal(self, slot: OpenSlot, lane: int | None, data: Fields, timeout: float) -> int:
         """What :meth:`OpenRow.seal` returns."""
@@ -299,16 +333,14 @@ class GrowingRows:
     def _sealed(
         self, slot: OpenSlot, lane: int, columns: dict[int, Tensor], items: dict[int, dict[int, Tensor]], timeout: float
     ) -> int:
-        storage = self._wiring.storage
         try:
-            row, number = slot.seal(lane, columns, items)
+            return self._noted(*slot.seal(lane, columns, items))
         except NotAdmitted as refused:
             if timeout < 0:
                 raise
             again = (slot, lane, columns, items, -1.0)
-            return self._wiring.gate.written(lambda _: self._sealed(*again), storage.memory, refused, timeout)
-        storage.notify(Write(torch.tensor([row], device="cpu"), number), None)
-        return row
+            wiring = self._wiring
+            return wiring.gate.written(lambda _: self._sealed(*again), wiring.storage.memory, refused, timeout)
 
     # ---- what is given -------------------------------------------------------------------------------------------------
 
@@ -479,6 +511,11 @@ class Grows:
         [(7, {'tokens': 3})]
         """
         return GrowingRows(self._wiring, self._lanes).unsealed()
+
+
+def merged(data: Given | None, fields: Mapping[str, object]) -> object:
+    """A dict of fields, or those by name; None: there are both."""
+    return fields if data is None else None if fields else data
 
 
 def paths_of(

@@ -143,7 +143,7 @@ class WritePath:
                     row, number = placed
                     if storage.has_listeners if len(storage.listeners) > 1 else wiring.of_sampler.listens:
                         storage.notify(Write(torch.tensor([row], device="cpu"), number), data)
-                    return row
+                    return None if row < 0 else row
             elif wiring.write_of is not None and not lane and self._recipe.noted:
                 rows = self._write_of(data, batched=False)
                 if rows is not None:

@@ -285,7 +285,7 @@ class ServedStorage(Storage, ServedRows):
         )
         return structure.flatten(data, n, call, ignored), n or 1
 
-    def add_row(self, lane: object, data: object, ignored: Iterable[str] = ()) -> None:
+    def add_row(self, lane: object, data: object, ignored: Iterable[str] = ()) -> tuple[int, int] | None:
         """There is no short path."""
 
     def append_of(self, data: object, lane: object) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
+import sys
 import threading
 import time
 import warnings
@@ -32,7 +34,7 @@ from engram.store.requests import IN_DOUBT
 from engram.types import Info, Write, WritePlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from pyarrow import RecordBatch
@@ -80,14 +82,14 @@ class WritesUnderWay:
             if self._admits(batch.num_rows, batch.nbytes):
                 self._append(wire.Rows(batch.schema, lanes, _copied(batch)))
 
-    def gather(self, schema: pa.Schema, columns: list[Tensor], lanes: frozenset[int], n: int) -> None:
-        """As :meth:`put`, rows that go with others in one message.
+    def gather(self, schema: pa.Schema, columns: list[bytes], lanes: frozenset[int], n: int) -> None:
+        """As :meth:`put`, rows that go with others in one message. ``columns``: the bytes of each.
 
         Raises:
             RateLimited: there are no credits, and ``full`` is ``"raise"``. NotAdmitted: there are none because the limits of the store
                 refuse the rows that were sent; the caller waits. What an earlier write raised.
         """
-        nbytes = sum(column.nbytes for column in columns)
+        nbytes = sum(map(len, columns))
         with self._changed:
             if not self._admits(n, nbytes):
                 return
@@ -501,7 +503,8 @@ class RemoteStorage(ServedStorage):
         if self._under_way is not None:
             self.connection.check()
             if not self._schema.ragged and n * self._schema.row_bytes <= wire.GATHERED_BYTES // 4:
-                self._under_way.gather(schema, [*map(Tensor.contiguous, columns)], lanes, n)
+                dense = map(Tensor.contiguous, columns)
+                self._under_way.gather(schema, [ctypes.string_at(it.data_ptr(), it.nbytes) for it in dense], lanes, n)
             else:
                 self._under_way.put(wire.record_batch(schema, columns, n), lanes)
             return Write(native.empty_rows(n).fill_(-1), 0)
@@ -510,6 +513,26 @@ class RemoteStorage(ServedStorage):
         self.limits.tell(msgspec.json.decode(answer.metadata, type=protocol.Written).limits)
         (rows,) = wire.tensors_in(answer.rows, answer.columns)
         return Write(rows, 0)
+
+    def add_row(self, lane: object, data: object, ignored: Iterable[str] = ()) -> tuple[int, int] | None:  # noqa: ARG002
+        """One row that goes with others, without waiting for the answer: ``(-1, 0)``. None: it takes the long path."""
+        self.adopt_fields()
+        under_way = self._under_way
+        intake = self.structure.intake if under_way is not None and self.ndim == 1 else None
+        raws = None if intake is None else intake.bytes_of(data)
+        if (
+            under_way is None
+            or raws is None
+            or not isinstance(lane, int)
+            or sum(map(len, raws)) > wire.GATHERED_BYTES // 4
+        ):
+            return None
+        self.connection.check()
+        schema = self._written_of(len(raws))
+        if self.lanes > 1:
+            raws.append(lane.to_bytes(8, sys.byteorder))
+        under_way.gather(schema, raws, frozenset((lane,)), 1)
+        return -1, 0
 
     def _written_of(self, fields: int) -> pa.Schema:
         """Of messages of rows with so many fields: those that were prepared before others were added have fewer."""

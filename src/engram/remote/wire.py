@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import json
 import math
@@ -178,9 +177,9 @@ class Rows:
         self.nbytes: int = 0 if whole is None else whole.nbytes
         self.open, self.is_full = whole is None, False
 
-    def gather(self, columns: list[Tensor], lanes: frozenset[int], n: int, nbytes: int) -> None:
+    def gather(self, columns: list[bytes], lanes: frozenset[int], n: int, nbytes: int) -> None:
         for raw, column in zip(self._raws, columns, strict=True):
-            raw += ctypes.string_at(column.data_ptr(), column.nbytes)
+            raw += column
         self.lanes |= lanes
         self.sizes.append(n)
         self.rows, self.nbytes = self.rows + n, self.nbytes + nbytes

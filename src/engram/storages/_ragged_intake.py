@@ -82,17 +82,6 @@ def row_in(field: ItemField, value: object, call: str) -> Items:
 
     Raises as :func:`rows_in`.
     """
-    if (
-        isinstance(value, Tensor)
-        and not value.is_nested
-        and value.dtype is field.dtype
-        and value.is_cpu
-        and value.is_contiguous()
-        and value.dim() > 0
-        and not (value.requires_grad or value.is_neg() or value.is_conj())
-        and value.shape[1:] == field.shape
-    ):  # items as the core takes them
-        return _of_length(field, Items.of_row(value), value.shape[0], call)
     if isinstance(value, Items):
         return _fitting(field, value, call)
     if tensordicts.is_non_tensor(value):

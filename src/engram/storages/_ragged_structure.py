@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import msgspec
@@ -20,7 +19,6 @@ from engram.storages._ragged_intake import comes_later, count_rows, found_in, ro
 from engram.storages._structure import Structure, _Builder
 from engram.storages._types import NO_DTYPES, Dtypes, as_tensor
 from engram.storages.ragged import MAX_ITEMS_OF_ROW, NO_RAGGED, Group, ItemField, Ragged, likely_length
-from engram.store.memory import dlpack_specs
 from engram.store.ragged_rows import Items
 
 if TYPE_CHECKING:
@@ -138,27 +136,18 @@ class RaggedStructure(Structure):
 
     #: What the storage was asked for.
     options = NO_RAGGED
-    intake = None  # only Python knows such fields
     _instead = f"{Structure._instead}, and None stands for items with like= that come later"
 
     def _complete(self) -> None:
-        root = self.root
         stored = {n: field.ragged for n, field in enumerate(self.fields) if field.ragged is not None}
         #: The items of each ragged field, by its number, and the field whose lengths it has: perhaps itself.
         self.ragged = {n: ItemField.of(self.fields[n].key, it) for n, it in stored.items()}
         self.leaders = {n: n if it.is_leader else it.like for n, it in stored.items()}
-        entries = root.children.items() if root.kind in ("dict", "tensordict") and not root.integers else ()
-        flat = bool(entries) and all(child.kind == "leaf" for _, child in entries)
-        #: The fields by their names, if a row is one flat TensorDict or dict: the common cases have a short path.
-        self._numbers = {name: child.field for name, child in entries} if flat else {}
-        self._fixed = {name: number for name, number in self._numbers.items() if number not in self.ragged}
-
-    @cached_property
-    def _fixed_layout(self) -> native.Layout:
-        return native.Layout(dlpack_specs([self.fields[number] for number in self._fixed.values()]))
-
-    def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in super().__getstate__().items() if name != "_fixed_layout"}
+        groups = {
+            leader: [(n, self.ragged[n].kind) for n, of in self.leaders.items() if of == leader]
+            for leader in self.leaders.values()
+        }
+        self._groups = [(self.ragged[leader].max_length, members) for leader, members in groups.items()]
 
     def grown(self, schema: Schema) -> Structure:
         grown = super().grown(schema)
@@ -174,8 +163,7 @@ class RaggedStructure(Structure):
 
     def flatten(self, data: object, n: int | None, call: str, ignored: Iterable[str] = ()) -> list[Tensor]:
         found: dict[int, Tensor] = {}
-        if not self._take_flat(data, n, found, call):
-            self._walk(self.root, data, () if n is None else (n,), found, call, (), frozenset(ignored))
+        self._walk(self.root, data, () if n is None else (n,), found, call, (), frozenset(ignored))
         for number, leader in self.leaders.items():  # leaders come first
             field, of_leader = self.ragged[number], cast("Items", found[leader])
             items = cast("Items | None", found[number])
@@ -186,25 +174,6 @@ class RaggedStructure(Structure):
             elif len(items) != (n or 1):
                 raise RuntimeError(f"{call}: {field.where}: expected {count(n or 1, 'row')}, got {len(items)}.")
         return [found[i] for i in range(len(found))]
-
-    def _take_flat(self, data: object, n: int | None, found: dict[int, Tensor], call: str) -> bool:
-        """Note the columns of rows that have just these fields, which need no change. False: they may be others."""
-        source: Mapping[str, object] = data if isinstance(data, dict) and not self.is_tensordict else {}
-        if self.is_tensordict and tensordicts.is_plain_tensordict(data):
-            source = tensordicts.children(data, whole=True)
-        if not source or source.keys() != self._numbers.keys():
-            return False
-        fixed = cast("list[Tensor]", [source[name] for name in self._fixed])
-        if fixed and not self._fixed_layout.fits(fixed, -1 if n is None else n):
-            return False
-        found.update(zip(self._fixed.values(), fixed, strict=True))
-        take = row_in if n is None else rows_in
-        for name, number in self._numbers.items():
-            if self.leaders.get(number, number) != number and comes_later(source[name]):
-                found[number] = cast("Tensor", None)
-            elif number in self.ragged:
-                found[number] = cast("Tensor", take(self.ragged[number], source[name], call))
-        return True
 
     def _walk(
         self,

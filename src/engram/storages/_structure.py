@@ -80,6 +80,9 @@ class Structure:
         self._flat_type = tensordicts.tensordict_type() if self.is_tensordict else dict
         self._complete()
 
+    #: Of the ragged fields that share lengths: the items of a row, and number and kind of each.
+    _groups: Sequence[tuple[int, Sequence[tuple[int, str]]]] = ()
+
     def _complete(self) -> None:
         """Note what a structure with ragged fields knows besides."""
 
@@ -92,7 +95,8 @@ class Structure:
     def intake(self) -> native.Intake | None:
         """What the core takes data of this structure apart with; None: it has parts that only Python knows."""
         tree = self._tree(self.root)
-        return None if tree is None else native.Intake(dlpack_specs(self.fields), tree, self.casts)
+        specs = dlpack_specs([field.ragged or field for field in self.fields])
+        return None if tree is None else native.Intake(specs, tree, self.casts, self._groups)
 
     def _tree(self, node: Node) -> object:
         """A structure as the core takes it; None if it holds a tensorclass."""

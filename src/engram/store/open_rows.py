@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from engram._support.field_paths import FieldPath
+    from engram.format.schema import Schema
     from engram.store.store import Store
 
 #: Between looks for a slot that has become free.
@@ -29,6 +32,8 @@ class OpenRowIndex(LockedIndex["native.OpenRows"]):
     """The slots of a store, and who has each."""
 
     kind = "open"
+    #: Where things lie in a slot, and the schema that this is of: each open row asks.
+    described: tuple[Schema, native.SlotLayout] | None = None
     make_core = native.OpenRows
     format_memory = staticmethod(native.format_open_rows)
 
@@ -55,18 +60,25 @@ class OpenRows:
     """The slots of a store, and what grows in them. Raises ``IncompatibleStore``: they have room for rows of other fields."""
 
     def __init__(self, store: Store, index: OpenRowIndex) -> None:
-        layout = slot_layout(store.schema)
+        described = index.described
+        layout = described[1] if described and described[0] is store.schema else slot_layout(store.schema)
         if layout.nbytes != index.core.slot_bytes:
             adopt_fields(store)  # that another process added before it made the slots
             layout = slot_layout(store.schema)
             if layout.nbytes != index.core.slot_bytes:
                 raise IncompatibleStore("open rows: expected slots for rows of this store, got some for other fields.")
         self.store, self.index, self.schema, self.layout = store, index, store.schema, layout
-        self.places = layout.places
-        """Where in a slot the row of each field is, or its items."""
-        self.groups = {n: g for g, it in enumerate(store.schema.ragged_groups) for n in it.members}
+        index.described = store.schema, layout
+
+    @cached_property
+    def groups(self) -> dict[int, int]:
         """In which group each ragged field is."""
-        self.numbers = {field.key: number for number, field in enumerate(store.schema.fields)}
+        return {n: g for g, it in enumerate(self.schema.ragged_groups) for n in it.members}
+
+    @cached_property
+    def numbers(self) -> dict[FieldPath, int]:
+        """The fields by key."""
+        return {field.key: number for number, field in enumerate(self.schema.fields)}
 
     def take(self, timeout: float) -> OpenSlot:
         """A free slot, which is this process's now, and empty.
@@ -77,16 +89,21 @@ class OpenRows:
         Raises:
             RateLimited: all were taken for so long.
         """
-        core, deadline = self.index.core, monotonic() + timeout
-        while (taken := core.open(self.store.core, self.layout)) is None:
+        deadline = monotonic() + timeout
+        while (slot := self.take_now()) is None:
             if monotonic() >= deadline:
                 raise RateLimited(
-                    f"open_row: expected a free slot, got none in time: {core.slots} rows are open. Seal or discard some "
+                    f"open_row: expected a free slot, got none in time: {self.index.core.slots} rows are open. Seal or discard some "
                     "(rb.unsealed() has those of processes that ended, too: resume() takes them over), wait longer (timeout=…), or make "
                     "the storage with more open_rows."
                 )
             sleep(_POLL_S)
-        return OpenSlot(self, *taken, native.own_owner())
+        return slot
+
+    def take_now(self) -> OpenSlot | None:
+        """As :meth:`take`. None: all are taken."""
+        taken = self.index.core.open(self.store.core, self.layout)
+        return None if taken is None else OpenSlot(self, *taken, native.own_owner())
 
     def taken(self) -> list[OpenSlot]:
         """The slots that have an owner, and no row that was sealed."""
@@ -152,7 +169,7 @@ class OpenSlot:
 
     def value(self, number: int) -> Tensor:
         """The row of a field, ``[*shape]``; of a ragged one the items so far, ``[length, *shape]``. A live view."""
-        schema, at = self.rows.schema, self.rows.places[number]
+        schema, at = self.rows.schema, self.rows.layout.places[number]
         field, it = schema.fields[number], schema.ragged.get(number)
         if it is None:
             return self._bytes(at, field.row_bytes).view(torch_dtype(field)).view(field.shape)
@@ -184,6 +201,18 @@ class OpenSlot:
         """
         given = self._addresses(columns, items)
         return self._core.seal(self.rows.store.core, self.rows.layout, self.number, self.times, lane, *given)
+
+    def append_of(self, intake: native.Intake, data: object, *, values: bool) -> bool:
+        """As :meth:`append`, of data as users hand it over. False: it must be prepared first, and nothing was appended.
+
+        ``values``: it may hold fields of one size.
+        """
+        return self._core.append_of(intake, self.rows.layout, self.number, self.times, self.owner, data, values)
+
+    def seal_of(self, intake: native.Intake, lane: int, data: object) -> tuple[int, int] | None:
+        """As :meth:`seal`, of data as users hand it over. None: it must be prepared first, and the row grows on."""
+        store = self.rows.store.core
+        return self._core.seal_of(store, intake, self.rows.layout, self.number, self.times, self.owner, lane, data)
 
     def _addresses(
         self, columns: Mapping[int, Tensor], items: Mapping[int, Mapping[int, Tensor]]
