@@ -228,8 +228,8 @@ class GrowingRows:
                 None if late is None else paths_of(late, {}, (), "open_row: late"),
             )
             store, holder = storage.stores(home=True)[0], uuid4()
-            given = {"data": known[0], "late": known[1], "lane": lane}
-            shown = store.until(timeout, lambda: store.call("open_row", given, 0, 0, holder))
+            asked = {"data": known[0], "late": known[1], "lane": lane}
+            shown = store.until(timeout, lambda: store.call("open_row", asked, 0, 0, holder))
             return ServedOpenRow(store, shown, lane, holder)
         slots = storage.ragged.open_rows
         rows = self._existing()
