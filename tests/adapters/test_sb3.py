@@ -472,4 +472,4 @@ def test_without_the_package():
             print(error)
         """
     )
-    assert said == "engram.adapters.sb3: Stable-Baselines3 is not installed: pip install 'engram-replay[sb3]'."
+    assert said == 'engram.adapters.sb3: needs stable_baselines3: pip install "engram-replay[sb3]".'

@@ -100,7 +100,7 @@ class FinalObservations(Stateful):
         self._follows, self._made = storage is None, False
         storage = LazyTensorStorage(1) if storage is None else storage
         if not isinstance(storage, TensorStorage) or storage.ndim != 1 or storage.lanes != 1:
-            raise TypeError(f"FinalObservations: storage: expected one of tensors with one lane, got {storage!r}.")
+            raise TypeError(f"FinalObservations: storage: expected a LazyTensorStorage with one lane, got {storage!r}.")
         self.keys = given
         self.storage = storage
         self.end_keys = as_paths(end_keys, "FinalObservations: end_keys") or END_KEYS
