@@ -74,9 +74,8 @@ class OpenRow:
     @property
     def groups(self) -> dict[Path, int]:
         """Of each ragged field, by its path, the place of its length among :attr:`lengths`."""
-        return {
-            key: self._slot.rows.groups[n] for key, n in self._slot.rows.numbers.items() if n in self._slot.rows.groups
-        }
+        rows = self._slot.rows
+        return {key: rows.groups[n] for key, n in rows.numbers.items() if n in rows.groups}
 
     @property
     def lengths(self) -> dict[Key, int]:
@@ -223,12 +222,9 @@ class GrowingRows:
         storage = self._wiring.storage
         if storage.traits.is_remote:
             lane = self._lane("open_row") if lane is None else self._lanes.checked(lane, "open_row")
-            known = (
-                paths_of(data, fields, (), "open_row"),
-                None if late is None else paths_of(late, {}, (), "open_row: late"),
-            )
+            given, later = paths_of(data, fields, (), "open_row"), paths_of(late, {}, (), "open_row: late")
             store, holder = storage.stores(home=True)[0], uuid4()
-            asked = {"data": known[0], "late": known[1], "lane": lane}
+            asked = {"data": given, "late": None if late is None else later, "lane": lane}
             shown = store.until(timeout, lambda: store.call("open_row", asked, 0, 0, holder))
             return ServedOpenRow(store, shown, lane, holder)
         slots = storage.ragged.open_rows

@@ -119,12 +119,6 @@ class Member:
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
-    @property
-    def draws_rows(self) -> bool:
-        """Whether each row is drawn by itself, so that several parts of a batch can be drawn together."""
-        traits = self.wiring.of_sampler
-        return not (traits.has_epochs or traits.consumes or traits.draws_windows or self.wiring.unit is not None)
-
     def check_left(self, rows: int) -> None:
         """Raise ``NoSampleable``, before any row is drawn, where those that are left cannot be so many rows of a batch.
 
@@ -336,7 +330,9 @@ class EnsembleReadPath(ReadPath):
         parts = []
         for number in sorted(set(ids)):
             member, places = self._members[number], [at for at, one in enumerate(ids) if one == number]
-            if len(places) == 1 or member.draws_rows:
+            of = member.wiring.of_sampler
+            apart = of.has_epochs or of.consumes or of.draws_windows or member.wiring.unit is not None
+            if len(places) == 1 or not apart:  # each row is drawn by itself
                 drawn = member.draw(plans.key_of(key, number, places[0]), rows * len(places), timeout)
                 parts.append(_Part(member, places, drawn))
             else:

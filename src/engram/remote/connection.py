@@ -8,7 +8,7 @@ import time
 from collections import deque
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import pyarrow as pa
@@ -169,7 +169,7 @@ class Connection:
         self._lock = fork.rlock()
         fork.registered(self)
         self._client: flight.FlightClient | None = None
-        self._options: flight.FlightCallOptions | None = None
+        self.options: flight.FlightCallOptions | None = None
         self._next = 0
         self.forked = self._closed = False
         #: Set when it is closed: nothing is looked for then.
@@ -257,7 +257,7 @@ class Connection:
         with self._lock:
             if self._client is not None:
                 self._client.close()
-            self._client, self._options = client, options
+            self._client, self.options = client, options
         return served
 
     def again(self, broken: flight.FlightClient | None, *, hurried: bool = False) -> None:
@@ -353,7 +353,7 @@ class Connection:
         while True:
             client = self.client(hurried=hurried)
             try:
-                raw = _answer(client, self._options, name, body, name)
+                raw = _answer(client, self.options, name, body, name)
             except GONE:
                 self.again(client, hurried=hurried)
                 again = True
@@ -379,17 +379,6 @@ class Connection:
             raise
         return tree_of(torch.frombuffer(bytearray(tree), dtype=torch.uint8), int(head))
 
-    def exchange(
-        self, client: flight.FlightClient, stream: protocol.Stream
-    ) -> tuple[flight.FlightStreamWriter, flight.FlightStreamReader]:
-        """Begin a stream of a :meth:`client`: its writer and its reader."""
-        return cast(
-            "tuple[flight.FlightStreamWriter, flight.FlightStreamReader]",
-            client.do_exchange(
-                flight.FlightDescriptor.for_command(wire.stream_name(stream, self.access.compression)), self._options
-            ),
-        )
-
     def fetch_dump(self, folder: Path, progress: Callable[[int], None]) -> None:
         """Write the files of a dump that the server makes. ``progress`` is called with how many bytes came.
 
@@ -398,7 +387,7 @@ class Connection:
         """
         client = self.client()
         try:
-            reader = client.do_get(flight.Ticket(b"dump"), self._options)
+            reader = client.do_get(flight.Ticket(b"dump"), self.options)
             for chunk in reader:
                 for name, data in zip(*(chunk.data.column(k).to_pylist() for k in range(2)), strict=True):
                     _append(folder, name, data)
@@ -419,11 +408,8 @@ class Connection:
         _of_parents.append(self._client)
         self._client = None
 
-    def __getstate__(self) -> Servers:
-        return self.access
-
-    def __setstate__(self, access: Servers) -> None:
-        Connection.__init__(self, access)
+    def __reduce__(self) -> tuple[type[Connection], tuple[Servers]]:
+        return Connection, (self.access,)
 
 
 def _secrets_of(access: Servers) -> dict[str, bytes]:
@@ -462,12 +448,11 @@ def _explained(address: protocol.Address) -> Iterator[None]:
 
 def _answer(client: flight.FlightClient, options: flight.FlightCallOptions, name: str, body: bytes, call: str) -> bytes:
     try:
-        raw: bytes = b"".join(part.body.to_pybytes() for part in client.do_action(flight.Action(name, body), options))
+        return b"".join(part.body.to_pybytes() for part in client.do_action(flight.Action(name, body), options))
     except flight.FlightUnauthenticatedError:
         raise PermissionError(
             f"{call}: the server refused the token, or expects one: pass token= the path of the file that the server was given."
         ) from None
-    return raw
 
 
 def _append(folder: Path, name: str, data: bytes) -> None:
@@ -518,7 +503,8 @@ class Exchange:
     """A stream of messages, answered in order. Its server may change between two of them."""
 
     def __init__(self, connection: Connection, stream: protocol.Stream) -> None:
-        self._connection, self._stream = connection, stream
+        self._connection = connection
+        self._named = flight.FlightDescriptor.for_command(wire.stream_name(stream, connection.access.compression))
         #: Held by the thread that sends, or waits for an answer.
         self.lock = fork.rlock()
         self._client: flight.FlightClient | None = None
@@ -538,6 +524,15 @@ class Exchange:
         #: Answers, in order.
         self._came: deque[Answer] = deque()
         fork.registered(self)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Ask one thing, with the lock held. If it is interrupted, it is forgotten."""
+        with self.lock:
+            try:
+                yield
+            finally:
+                self.forget()
 
     def send(self, message: Message, *, answered: bool = True) -> None:
         """Send a message. Raises ``ConnectionError``: no server answers, or it was not to be sent again."""
@@ -617,7 +612,7 @@ class Exchange:
             # First: of one that is gone, another is looked for, and one that came back may have another store.
             self._connection.check_store(hurried=self.hurried)
             self._client = self._connection.client(hurried=self.hurried)
-            self._writer, self._reader = self._connection.exchange(self._client, self._stream)
+            self._writer, self._reader = self._client.do_exchange(self._named, self._connection.options)
             self._schema, self._columns = None, []
         if message.rows is None:
             self._writer.write_metadata(message.command)

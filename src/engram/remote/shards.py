@@ -119,11 +119,8 @@ class Shard:
         except ConnectionError:
             return random.getrandbits(48)
 
-    def __getstate__(self) -> tuple[Handle, float]:
-        return self.actor, self.patience_s
-
-    def __setstate__(self, state: tuple[Handle, float]) -> None:
-        Shard.__init__(self, *state)
+    def __reduce__(self) -> tuple[type[Shard], tuple[Handle, float]]:
+        return Shard, (self.actor, self.patience_s)
 
     def __str__(self) -> str:
         return f"ray:{self.actor._ray_actor_id.hex()[:8]}"  # type: ignore[attr-defined] # noqa: SLF001 - Ray has no other name of it

@@ -293,11 +293,12 @@ class Service:
             self._awaited.append(now)
             return self._newest
 
-    def count_stream(self, change: int) -> None:
-        """A client has begun a stream of batches, or ended it."""
+    def count_stream(self, stream: protocol.Stream, change: int) -> None:
+        """A client has begun a stream, or ended it."""
         with self._counting:
-            self.streams += change
-            if change > 0 and self._awaited:
+            self.writers += change * (stream == "write")
+            self.streams += change * (stream == "learn")
+            if stream == "learn" and change > 0 and self._awaited:
                 self._awaited.popleft()
 
     def _state(self) -> protocol.State:
@@ -344,11 +345,6 @@ class Service:
     def dump_files(self, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         """The files of a dump as record batches of name and data. Raises as :meth:`Dumps.files`, when the first one is asked for."""
         return self._dumps.files(lambda path: self._rb.dumps(path, prefetch="drop"), schema)
-
-    def count_writer(self, change: int) -> None:
-        """A client begins to write, or has ended."""
-        with self._counting:
-            self.writers += change
 
     # ---- streams -------------------------------------------------------------------------------------------------------
 

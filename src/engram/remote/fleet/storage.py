@@ -10,7 +10,7 @@ import time
 from collections import deque
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 import torch
@@ -86,13 +86,7 @@ class FleetStorage(ServedStorage):
         turn: Turn = random_turn,
     ) -> None:
         super().__init__()
-        self._turn = turn
-        self._join(storages, missing, stratum, joining)
-
-    def _join(
-        self, storages: Sequence[RemoteStorage], missing: Missing, stratum: int | None, joining: Joining | None
-    ) -> None:
-        first = storages[0]
+        self._turn, first = turn, storages[0]
         assert first.memory is not None  # it is described
         schema, self._stratum = first.memory.schema, stratum
         self.members = Members(storages, missing, joining, epochs="has_epochs" in first.served.traits_of_sampler)
@@ -331,27 +325,22 @@ class FleetStorage(ServedStorage):
 
     def update(self, rows: Tensor, given: Mapping[str, object]) -> tuple[Tensor | None, ...]:
         self.check_rows(rows, "update_if_present")
-        wholes: tuple[Tensor, ...] = ()
+        wholes = (*torch.zeros((2, len(rows)), dtype=torch.bool, device="cpu"), torch.full_like(rows, -1))
         for share in self._shares(rows):
             with self.members.needing(share.member, "update_if_present: rows of other stores may be written."):
                 done = share.member.storage.update(
                     share.rows, {k: _some(v, share.at, len(rows)) for k, v in given.items()}
                 )
-            fresh = (
-                torch.zeros(len(rows), dtype=torch.bool),
-                torch.zeros(len(rows), dtype=torch.bool),
-                rows.new_full(rows.shape, -1),
-            )
-            wholes = wholes or fresh
             for whole, part in zip(wholes, done, strict=True):
                 if part is not None:
                     whole[share.at] = part
         return wholes if given["version_key"] is not None else (wholes[0], None, wholes[2])
 
     def stores(self, *, home: bool) -> list[OneStore]:
-        shards = [self.home()] if home else self.members.present()
-        each = [(it.storage.connection.call, partial(self._writing, it), it.number << plans.SHIFT) for it in shards]
-        return [OneStore(*of) for of in each]
+        return [
+            OneStore(it.storage.connection.call, partial(self._writing, it), it.number << plans.SHIFT)
+            for it in ([self.home()] if home else self.members.present())
+        ]
 
     def _shares(self, rows: Tensor) -> list[plans.Share[Shard, Tensor]]:
         """The share of each store."""
@@ -375,15 +364,10 @@ class FleetStorage(ServedStorage):
 
     # ---- life ----------------------------------------------------------------------------------------------------------
 
-    def __getstate__(self) -> dict[str, object]:
-        storages = [shard.storage for shard in self.members.shards]
+    def __reduce__(self) -> tuple[type[FleetStorage], tuple[object, ...]]:
         members = self.members
-        return {"storages": storages, "missing": members.missing, "stratum": self._stratum, "joining": members.joining}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        ServedStorage.__init__(self)
-        self._turn = random_turn
-        self._join(*cast("tuple[list[RemoteStorage], Missing, int | None, Joining | None]", (*state.values(),)))
+        storages = [shard.storage for shard in members.shards]
+        return FleetStorage, (storages, members.missing, self._stratum, members.joining)
 
     def close(self) -> None:
         members = self.members
