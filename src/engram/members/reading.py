@@ -73,9 +73,7 @@ class _MemberReadPath(ReadPath):
 
     def finish(self, columns: object, rows: Tensor | None, info: dict[object, object], return_info: bool) -> Drawn:  # noqa: ARG002 - the keys tell
         assert rows is not None  # info is asked for
-        entries = {
-            key: value for key, value in info.items() if isinstance(value, Tensor) and value.shape[:1] == rows.shape[:1]
-        }
+        entries = {k: v for k, v in info.items() if isinstance(v, Tensor) and v.shape[:1] == rows.shape[:1]}
         return Drawn(columns, rows, entries)  # type: ignore[arg-type] # keys of entries
 
 
@@ -336,9 +334,7 @@ class EnsembleReadPath(ReadPath):
                 drawn = member.draw(plans.key_of(key, number, places[0]), rows * len(places), timeout)
                 parts.append(_Part(member, places, drawn))
             else:
-                parts += [
-                    _Part(member, [at], member.draw(plans.key_of(key, number, at), rows, timeout)) for at in places
-                ]
+                parts += [_Part(member, [k], member.draw(plans.key_of(key, number, k), rows, timeout)) for k in places]
         batch = _Parts.of(parts)
         return batch, torch.tensor(ids, device="cpu"), self._info_of(batch)
 

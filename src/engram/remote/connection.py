@@ -76,32 +76,12 @@ class Servers(Protocol):
     """A source of the addresses of a store's servers."""
 
     @property
-    def patience_s(self) -> float:
-        """For how long servers that are gone are looked for."""
-
-    @property
-    def root_certificates(self) -> tuple[str, ...]:
-        """The paths of certificates that sign theirs; empty: those of the system."""
-
-    @property
-    def own_certificate(self) -> tuple[str, str] | None:
-        """The paths of the client's certificate and its key."""
-
-    @property
-    def full(self) -> Full | None:
-        """What a write does that has no credits; None: writes wait for their acknowledgement."""
-
-    @property
-    def hurried(self) -> bool:
-        """Whether draws, numbers and priorities wait for no server that does not answer at once. Writes do."""
+    def reached(self) -> Access:
+        """How they are reached, wherever they are."""
 
     @property
     def replaces_lost(self) -> bool:
         """Whether an empty store takes the place of one that was lost."""
-
-    @property
-    def compression(self) -> str | None:
-        """By which rows are compressed on their way."""
 
     def find(self, known: protocol.Served | None) -> Found:
         """Where they are now. ``known``: what they serve; None: that is not known yet.
@@ -117,19 +97,23 @@ class Access(NamedTuple):
     token: str | None
     """The path of the file."""
     root_certificates: tuple[str, ...]
-    """The paths of the files."""
+    """The paths of certificates that sign theirs; empty: those of the system."""
     patience_s: float
     """For how long servers that are gone are looked for."""
     full: Full | None = None
     """What a write does that has no credits; None: writes wait for their acknowledgement."""
     hurried: bool = False
-    """As of :class:`Servers`: other stores of a fleet go on."""
+    """Whether draws, numbers and priorities wait for no server that does not answer at once: other stores go on. Writes do."""
     own_certificate: tuple[str, str] | None = None
     """The paths of the client's certificate and its key."""
     compression: str | None = None
     """By which rows are compressed on their way."""
     members: MemberList | None = None
     """Where the addresses of a fleet are listed; None: they do not change."""
+
+    @property
+    def reached(self) -> Access:
+        return self
 
     @property
     def replaces_lost(self) -> bool:
@@ -181,7 +165,7 @@ class Connection:
 
     def _open(self, known: protocol.Served | None = None, patience_s: float | None = None) -> protocol.Served:
         """Connect to the first server that answers. Raises as ``ReplayBuffer.connect``."""
-        patience_s = self.access.patience_s if patience_s is None else patience_s
+        patience_s = self.access.reached.patience_s if patience_s is None else patience_s
         deadline = time.monotonic() + patience_s
         pause = _FIRST_PAUSE_S
         while True:
@@ -223,7 +207,7 @@ class Connection:
         raise ConnectionError(str(why)) from why
 
     def _opened(self, address: protocol.Address, known: protocol.Served | None, token: bytes) -> protocol.Served:
-        access = self.access
+        access = self.access.reached
         headers = [(b"authorization", b"Bearer " + token)] if token else []
         more = _secrets_of(access) if address.scheme == "grpc+tls" else {}
         client = flight.connect(
@@ -245,7 +229,7 @@ class Connection:
                 raw = _answer(client, first, "describe", described, "connect")
             refuse(raw)
             served = msgspec.json.decode(raw, type=protocol.Served)
-            if known is not None and served.store != known.store and not access.replaces_lost:
+            if known is not None and served.store != known.store and not self.access.replaces_lost:
                 raise _AnotherStore(f"connect: {address} serves another store than the servers before. Connect again.")
             if access.compression not in served.compressions:
                 raise Final(
@@ -412,7 +396,7 @@ class Connection:
         return Connection, (self.access,)
 
 
-def _secrets_of(access: Servers) -> dict[str, bytes]:
+def _secrets_of(access: Access) -> dict[str, bytes]:
     """What Arrow Flight takes for TLS. Raises ``OSError``: a file cannot be read."""
     roots = b"\n".join(Path(path).read_bytes() for path in access.root_certificates)
     found = {"tls_root_certs": roots} if roots else {}
@@ -504,7 +488,9 @@ class Exchange:
 
     def __init__(self, connection: Connection, stream: protocol.Stream) -> None:
         self._connection = connection
-        self._named = flight.FlightDescriptor.for_command(wire.stream_name(stream, connection.access.compression))
+        self._named = flight.FlightDescriptor.for_command(
+            wire.stream_name(stream, connection.access.reached.compression)
+        )
         #: Held by the thread that sends, or waits for an answer.
         self.lock = fork.rlock()
         self._client: flight.FlightClient | None = None
@@ -623,7 +609,7 @@ class Exchange:
             return
         if self._schema is None:
             self._schema = message.rows.schema
-            self._writer.begin(self._schema, wire.options(self._connection.access.compression))
+            self._writer.begin(self._schema, wire.options(self._connection.access.reached.compression))
         self._writer.write_with_metadata(message.rows, message.command)
 
     def _resume(self, error: BaseException) -> None:
@@ -662,7 +648,7 @@ class Exchange:
         now, access = time.monotonic(), self._connection.access
         since = self._full_since = now if self._full_since is None else self._full_since
         pause = min(max(_FIRST_PAUSE_S, now - since), _LONGEST_PAUSE_S)
-        if now - since + pause > (0.0 if self.hurried else access.patience_s):
+        if now - since + pause > (0.0 if self.hurried else access.reached.patience_s):
             self.waiting.clear()
             self._full_since = None
             raise ConnectionError(

@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from engram.errors import RankFailed
-from engram.remote.connection import Found
+from engram.remote.connection import Access, Found
 from engram.storages import Storage
 
 if TYPE_CHECKING:
@@ -55,13 +55,6 @@ class Shard:
         patience: seconds for which it is waited for where it does not answer.
     """
 
-    #: Servers in the cluster have no certificates of their own.
-    root_certificates = ()
-    own_certificate = compression = None
-    #: Writes wait for their acknowledgement.
-    full = None
-    #: An actor that is started again is waited for.
-    hurried = False
     #: Rows in memory are lost with their node.
     replaces_lost = True
 
@@ -106,6 +99,11 @@ class Shard:
         if found is None:
             raise ConnectionError("nothing was ever written.")
         return found
+
+    @property
+    def reached(self) -> Access:
+        """Servers in the cluster have no certificates of their own. An actor that is started again is waited for."""
+        return Access((), None, (), self.patience_s)
 
     @property
     def servers(self) -> Shard:

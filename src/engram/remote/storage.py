@@ -308,9 +308,8 @@ class RemoteStorage(ServedStorage):
         served = connection.served
         self.connection = connection
         self.limits, self._described = ServedLimits(connection), served
-        self.describe(
-            decode(served.schema.encode(), "connect"), f"at {connection.access}", self.limits, served.participant
-        )
+        schema = decode(served.schema.encode(), "connect")
+        self.describe(schema, f"at {connection.access}", self.limits, served.participant)
         #: Of messages of rows, by how many fields these have.
         self._written: dict[int, pa.Schema] = {}
         self._learning, self._writing = Exchange(connection, "learn"), Exchange(connection, "write")
@@ -322,9 +321,9 @@ class RemoteStorage(ServedStorage):
         #: The numbers that come next, of this writer and of those beside it, which have the lanes beyond eight of a message.
         self._numbers: list[int] = []
         self._rename()
-        full = connection.access.full
-        self._under_way = None if full is None else WritesUnderWay(full, self._sent)
-        self.limits.hurried = self._learning.hurried = self._redrawing.hurried = connection.access.hurried
+        access = connection.access.reached
+        self._under_way = None if access.full is None else WritesUnderWay(access.full, self._sent)
+        self.limits.hurried = self._learning.hurried = self._redrawing.hurried = access.hurried
         #: Bytes of priorities that were sent since all batches under way had come.
         self._unread = 0
 
@@ -561,9 +560,7 @@ class RemoteStorage(ServedStorage):
                     raise
                 else:
                     if self._once:
-                        self._numbers[: len(each)] = [
-                            one + count for one, count in zip(self._numbers, each, strict=False)
-                        ]
+                        self._numbers[: len(each)] = [n + count for n, count in zip(self._numbers, each, strict=False)]
                     return answer
 
     def _rename(self) -> None:
@@ -595,9 +592,8 @@ class RemoteStorage(ServedStorage):
             if not len(rows):
                 return 0
             resumed = self._editing.resumed
-            removed = msgspec.json.decode(
-                self._edit(protocol.Remove(), rows, tickets).metadata, type=protocol.Removed
-            ).removed
+            answer = self._edit(protocol.Remove(), rows, tickets)
+            removed = msgspec.json.decode(answer.metadata, type=protocol.Removed).removed
             if self._editing.resumed != resumed:
                 removed = int((self._tickets(torch.unique(rows)) < 0).sum())
             return removed

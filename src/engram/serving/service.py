@@ -242,10 +242,8 @@ class Service:
             case protocol.Empty():
                 self._rb.empty(empty_write_count=not command.keep_write_count)
             case protocol.EndTrajectory():
-                roles = {public(path): role for path, role in command.roles}
-                return self._rb.end_trajectory(
-                    command.lanes, terminated=command.terminated, roles=roles or None
-                ).tolist()
+                roles = {public(path): role for path, role in command.roles} or None
+                return self._rb.end_trajectory(command.lanes, terminated=command.terminated, roles=roles).tolist()
             case protocol.Limit():
                 self._limit(command)
             case protocol.Version():
@@ -360,9 +358,8 @@ class Service:
             items = sum(it.item_bytes for it in self._schema.ragged.values())
             nbytes = protocol.held_bytes(most, self._schema.row_bytes) + command.max_tokens * items
             nbytes = min(nbytes, protocol.MAX_MESSAGE)
-        batches = (
-            protocol.MAX_BATCHES if most * self._stored_bytes * len(command.keys) <= protocol.COALESCED_BYTES else 1
-        )
+        together = most * self._stored_bytes * len(command.keys)
+        batches = protocol.MAX_BATCHES if together <= protocol.COALESCED_BYTES else 1
         if (
             min(each, default=0) < 1
             or len(each) != len(command.keys)

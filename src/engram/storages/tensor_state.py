@@ -333,9 +333,7 @@ class RowsState(NamedTuple):
         except ValueError as error:
             raise ValueError(f"{where}: lanes and numbers: {error}.") from error
         windows = typed(state, "windows", dict, where)
-        windows = {
-            name: integer(windows, name, 1, 1 << 62, f"{where}: windows") for name in check_names(windows, where)
-        }
+        windows = {key: integer(windows, key, 1, 1 << 62, f"{where}: windows") for key in check_names(windows, where)}
         walks = typed(state, "passes", dict, where)
         check_names(walks, where)
         passes = {name: checked_progress(walk, f"{where}: passes: {name!r}") for name, walk in walks.items()}
