@@ -86,12 +86,8 @@ class OpenRow:
     @property
     def fields(self) -> dict[Key, Tensor]:
         """What was given so far, by key: copies. The items of ragged fields, ``[length, *shape]``; texts as bytes, uint8."""
-        slot = self._slot
-        return {
-            public(key): slot.value(number).clone()
-            for key, number in slot.rows.numbers.items()
-            if slot.is_given(number)
-        }
+        slot, numbers = self._slot, self._slot.rows.numbers
+        return {public(key): slot.value(n).clone() for key, n in numbers.items() if slot.is_given(n)}
 
     @property
     def is_abandoned(self) -> bool:
@@ -514,9 +510,7 @@ def merged(data: Given | None, fields: Mapping[str, object]) -> object:
     return fields if data is None else None if fields else data
 
 
-def paths_of(
-    data: Given | None, fields: Mapping[str, object], known: Collection[Path], call: str
-) -> dict[Path, object]:
+def paths_of(data: Given | None, named: Mapping[str, object], known: Collection[Path], call: str) -> dict[Path, object]:
     """Fields by path, of a dict that may be nested and of keywords. ``known``: fields, whose values may be dicts.
 
     Raises ``TypeError``: it is no dict.
@@ -526,7 +520,7 @@ def paths_of(
             f"{call}: expected a dict of fields, got {type(data).__name__}. Write {call}({{…}}), or name them."
         )
     found: dict[Path, object] = {}
-    for key, value in (*(data or {}).items(), *fields.items()):
+    for key, value in (*(data or {}).items(), *named.items()):
         path = (key,) if isinstance(key, str) else checked_path(key, call)
         if isinstance(value, dict) and path not in known:
             found |= {(*path, *inner): leaf for inner, leaf in flatten(value)}

@@ -343,11 +343,7 @@ class Environments:
         (ids,), moved = store.read(torch.tensor(newest, dtype=torch.int64, device="cpu"), which=(keys.index(ENV_ID),))
         if ids.numel() != len(held):
             return
-        said = {
-            int(number): lane
-            for i, (number, lane) in enumerate(zip(ids.flatten(), held, strict=True))
-            if i not in moved
-        }
+        said = {int(n): lane for i, (n, lane) in enumerate(zip(ids.flatten(), held, strict=True)) if i not in moved}
         # Lanes that say the same tell no environments apart.
         self._lane_of = said if len(said) == len(held) - len(moved) else {}
         self._by_number = all(number == lane for number, lane in self._lane_of.items())

@@ -215,9 +215,7 @@ class SnapshotPreparation:
         if store is not None:
             self._indexes = dict(store.indexes.refreshed())
             n = min(store.capacity, store.rows_in_use(store.lane_states()) + _SLACK)
-            for name in {
-                name for name, kind in self._indexes if kind == PriorityIndex.kind and (name, kind) not in without
-            }:
+            for name in {n for n, kind in self._indexes if kind == PriorityIndex.kind and (n, kind) not in without}:
                 self._leaves[name] = store.zeroed(8 * n)[: 8 * n].zero_().view(torch.float64)
             if whole and not store.items:
                 n = min(n, _COPIED // max(1, store.schema.row_bytes))

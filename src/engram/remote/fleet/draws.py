@@ -250,16 +250,14 @@ class Draws:
             self.pending.popleft()
             return made
 
-    def _received(
-        self, message: _Message, shard: Shard, losses: int, receive: Callable[[], list[Drawn]]
-    ) -> list[Drawn]:
+    def _received(self, message: _Message, shard: Shard, losses: int, ask: Callable[[], list[Drawn]]) -> list[Drawn]:
         """What a store has drawn: nothing where it is gone, has no row any more, or no window there."""
         if shard.lost or shard.losses != losses:
             return []
         self._requests += 1
         begun = time.perf_counter()
         try:
-            return receive()
+            return ask()
         except NoSampleable:
             shard.updated_at = -math.inf  # it is asked what it has before others are drawn
         except (RateLimited, NotAdmitted) as error:
