@@ -128,16 +128,11 @@ def map_with_paths(
         return made
     if is_dataclass(data):
         named = attributes(data)
-        new = {
-            name: map_with_paths(value, change, (*path, name), keep=keep, entries=entries)
-            for name, value in named.items()
-        }
+        new = {key: map_with_paths(it, change, (*path, key), keep=keep, entries=entries) for key, it in named.items()}
         same = keep and all(new[name] is value for name, value in named.items())
         return data if same else with_fields(copy.copy(data), new)
     if isinstance(data, tuple | list) and not is_numbers(data):
-        values = [
-            map_with_paths(value, change, (*path, str(i)), keep=keep, entries=entries) for i, value in enumerate(data)
-        ]
+        values = [map_with_paths(it, change, (*path, str(i)), keep=keep, entries=entries) for i, it in enumerate(data)]
         if keep and all(new is old for new, old in zip(values, data, strict=True)):
             return data
         return type(data)(*values) if is_named_tuple(data) else type(data)(values)

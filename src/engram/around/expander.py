@@ -144,9 +144,7 @@ class Reading:
 
     def nexts_of(self, key: FieldPath) -> list[int]:
         """The stored fields that are called as those of the next step of a field."""
-        return [
-            number for path, number in self.numbers.items() if is_of_next_step(path) and observed_before(path) == key
-        ]
+        return [n for path, n in self.numbers.items() if is_of_next_step(path) and observed_before(path) == key]
 
     def flags(self, keys: TrajectoryKeys) -> list[int]:
         """The flags that a step was the last one of its trajectory: those that were named, and of every usual name those of the next
@@ -202,9 +200,7 @@ class Expansion:
         #: What it reads: replaced where the store has other fields.
         self.memory, self.stored = memory, reading.fields
         self._who = who
-        self._stacked = [
-            (at, column.dim) for at, column in enumerate(columns) if column.kind == "frames" and column.dim is not None
-        ]
+        self._stacked = [(at, it.dim) for at, it in enumerate(columns) if it.kind == "frames" and it.dim is not None]
         self._count = len(reading.fields)
         plain = memory.schema.structure.kind == "dict"
         #: Under which keys of the info and of the batch those stand that are not stored, and which are ``[B]`` in the batch: numbers

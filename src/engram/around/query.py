@@ -499,9 +499,7 @@ def _parts(data: TensorDictBase, trajectory_key: object, call: str) -> tuple[lis
     """First and last step of each trajectory."""
     paths = ((key,) if isinstance(key, str) else key for key in data.keys(include_nested=True, leaves_only=True))
     columns = {path: column for path in paths if isinstance(column := data.get(path), Tensor)}
-    fields = [
-        schema.Field(path, DTYPE_NAMES[column.dtype], tuple(column.shape[1:])) for path, column in columns.items()
-    ]
+    fields = [schema.Field(path, DTYPE_NAMES[it.dtype], tuple(it.shape[1:])) for path, it in columns.items()]
     found = boundaries_of(fields, {path: number for number, path in enumerate(columns)}, trajectory_key, call)
     ends = torch.zeros(len(data), dtype=torch.bool, device="cpu")
     for number in found.which:

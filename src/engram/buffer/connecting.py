@@ -274,12 +274,13 @@ def _storage_of(shards: Shards, described: Described) -> ServedStorage:
     """The rows, over connections, as soon as there are some."""
     from engram.remote.awaited import AwaitedStorage, OneStore
     from engram.remote.fleet.members import SKIP_S
-    from engram.remote.fleet.storage import AwaitedFleet
+    from engram.remote.fleet.storage import AwaitedFleet, check_stratum
     from engram.remote.shards import Shard
 
     if shards.is_one:
         return AwaitedStorage(OneStore(shards.each[0]), described)
     each = shards.each
+    check_stratum(shards.stratum, len(each))
     if shards.missing == "skip":
         each = tuple(Shard(shard.actor, min(SKIP_S, shard.patience_s)) for shard in each)
     return AwaitedStorage(AwaitedFleet(each, shards.each, shards.missing, shards.stratum, each[0].turn), described)

@@ -74,9 +74,8 @@ class OpenRow:
     @property
     def groups(self) -> dict[Path, int]:
         """Of each ragged field, by its path, the place of its length among :attr:`lengths`."""
-        return {
-            key: self._slot.rows.groups[n] for key, n in self._slot.rows.numbers.items() if n in self._slot.rows.groups
-        }
+        rows = self._slot.rows
+        return {key: rows.groups[n] for key, n in rows.numbers.items() if n in rows.groups}
 
     @property
     def lengths(self) -> dict[Key, int]:
@@ -87,12 +86,8 @@ class OpenRow:
     @property
     def fields(self) -> dict[Key, Tensor]:
         """What was given so far, by key: copies. The items of ragged fields, ``[length, *shape]``; texts as bytes, uint8."""
-        slot = self._slot
-        return {
-            public(key): slot.value(number).clone()
-            for key, number in slot.rows.numbers.items()
-            if slot.is_given(number)
-        }
+        slot, numbers = self._slot, self._slot.rows.numbers
+        return {public(key): slot.value(n).clone() for key, n in numbers.items() if slot.is_given(n)}
 
     @property
     def is_abandoned(self) -> bool:
@@ -223,12 +218,9 @@ class GrowingRows:
         storage = self._wiring.storage
         if storage.traits.is_remote:
             lane = self._lane("open_row") if lane is None else self._lanes.checked(lane, "open_row")
-            known = (
-                paths_of(data, fields, (), "open_row"),
-                None if late is None else paths_of(late, {}, (), "open_row: late"),
-            )
+            given, later = paths_of(data, fields, (), "open_row"), paths_of(late, {}, (), "open_row: late")
             store, holder = storage.stores(home=True)[0], uuid4()
-            asked = {"data": known[0], "late": known[1], "lane": lane}
+            asked = {"data": given, "late": None if late is None else later, "lane": lane}
             shown = store.until(timeout, lambda: store.call("open_row", asked, 0, 0, holder))
             return ServedOpenRow(store, shown, lane, holder)
         slots = storage.ragged.open_rows
@@ -518,9 +510,7 @@ def merged(data: Given | None, fields: Mapping[str, object]) -> object:
     return fields if data is None else None if fields else data
 
 
-def paths_of(
-    data: Given | None, fields: Mapping[str, object], known: Collection[Path], call: str
-) -> dict[Path, object]:
+def paths_of(data: Given | None, named: Mapping[str, object], known: Collection[Path], call: str) -> dict[Path, object]:
     """Fields by path, of a dict that may be nested and of keywords. ``known``: fields, whose values may be dicts.
 
     Raises ``TypeError``: it is no dict.
@@ -530,7 +520,7 @@ def paths_of(
             f"{call}: expected a dict of fields, got {type(data).__name__}. Write {call}({{…}}), or name them."
         )
     found: dict[Path, object] = {}
-    for key, value in (*(data or {}).items(), *fields.items()):
+    for key, value in (*(data or {}).items(), *named.items()):
         path = (key,) if isinstance(key, str) else checked_path(key, call)
         if isinstance(value, dict) and path not in known:
             found |= {(*path, *inner): leaf for inner, leaf in flatten(value)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import operator
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import numpy as np
@@ -38,7 +37,7 @@ class Lanes:
     """The lane that a buffer named for its writes, and what a write may name."""
 
     def __init__(self, wiring: Wiring, named: int | None = None) -> None:
-        self._wiring = wiring
+        self._wiring, self._environments = wiring, Environments(wiring)
         #: Whether it was logged that no lane was named.
         self.told = False
         #: Rows of the first batches, as long as they may be steps of several environments; None: nothing is to be said any more.
@@ -46,10 +45,6 @@ class Lanes:
         #: Where rows go whose write names no lane; None: it must name one of several.
         self.default: int | None
         self.take(named)
-
-    @cached_property
-    def _environments(self) -> Environments:
-        return Environments(self._wiring)
 
     @property
     def named(self) -> int | None:
@@ -348,11 +343,7 @@ class Environments:
         (ids,), moved = store.read(torch.tensor(newest, dtype=torch.int64, device="cpu"), which=(keys.index(ENV_ID),))
         if ids.numel() != len(held):
             return
-        said = {
-            int(number): lane
-            for i, (number, lane) in enumerate(zip(ids.flatten(), held, strict=True))
-            if i not in moved
-        }
+        said = {int(n): lane for i, (n, lane) in enumerate(zip(ids.flatten(), held, strict=True)) if i not in moved}
         # Lanes that say the same tell no environments apart.
         self._lane_of = said if len(said) == len(held) - len(moved) else {}
         self._by_number = all(number == lane for number, lane in self._lane_of.items())

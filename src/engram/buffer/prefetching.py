@@ -68,13 +68,7 @@ class Prefetching(Prefetcher):
             try:
                 return reading.sample_with(key, batch_size, return_info, timeout)
             finally:
-                wiring = self._wiring
-                if wiring.generator is None:  # ask, without a call
-                    key.draw()
-                else:
-                    key.draw(generator=wiring.generator)
-                if wiring.stream != 0:
-                    wiring.mix(key)
+                reading.draw_key(key)
                 self.turns.append(key)
                 if self.slow or perf_counter() - start > self.slow_s:
                     self.took(perf_counter() - start)

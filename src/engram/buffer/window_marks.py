@@ -261,9 +261,7 @@ def by_window(
 
 def _of_anchors(unit: object, info: Mapping[Entry, object], values: Tensor) -> Update:
     """Anchors of sequences, each with the priority of its window, or with what its errors make."""
-    told: dict[Entry, Tensor] = {
-        key: as_numbers(_CALL, value) for key, value in info.items() if isinstance(value, Tensor | np.ndarray)
-    }
+    told: dict[Entry, Tensor] = {k: as_numbers(_CALL, v) for k, v in info.items() if isinstance(v, Tensor | np.ndarray)}
     begun = told["step_in_sequence"] == 0
     n, count, got = begun.numel(), int(begun.count_nonzero()), values.numel()
     if isinstance(unit, Sequence) and got not in (1, count):

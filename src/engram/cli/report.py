@@ -94,11 +94,7 @@ def page(path: Path) -> str:
 
     Raises ``FileNotFoundError``: nothing of ours lies there. ``ModuleNotFoundError``: matplotlib is missing.
     """
-    paths = (
-        [path]
-        if _is_ours(path)
-        else sorted(inside for inside in path.iterdir() if inside.is_dir() and _is_ours(inside))
-    )
+    paths = [path] if _is_ours(path) else sorted(it for it in path.iterdir() if it.is_dir() and _is_ours(it))
     if not paths:
         kind_of(path)  # raises: it says what was expected
     _figure(1, 1)  # raises before anything is read

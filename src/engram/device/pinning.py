@@ -244,9 +244,7 @@ class Blocks:
             RuntimeError: a CPU tensor is not dense (sparse, nested, quantized); the message names its place.
         """
         streams = self._streams
-        of_host = {
-            id(one): one for one in tensors(batch) if one.is_cpu and not (one.requires_grad or streams.holds(one))
-        }
+        of_host = {id(it): it for it in tensors(batch) if it.is_cpu and not (it.requires_grad or streams.holds(it))}
         leaves = list(of_host.values())
         if not all(map(is_dense, leaves)):
             self._pinning(batch)  # raises

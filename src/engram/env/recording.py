@@ -359,10 +359,7 @@ def _filled(form: Form, values: Sequence[object]) -> dict[str, object]:
 
 def _as_tensordict(entries: dict[str, object], size: torch.Size) -> TensorDict:
     """A TensorDict of arrays, which share its memory. Its constructor would check each of them, for 70 µs a step."""
-    of = {
-        name: _as_tensordict(one, size) if isinstance(one, dict) else torch.from_numpy(one)
-        for name, one in entries.items()
-    }
+    of = {k: _as_tensordict(it, size) if isinstance(it, dict) else torch.from_numpy(it) for k, it in entries.items()}
     return wrap(of, size, None)
 
 

@@ -317,13 +317,11 @@ class StorageEnsemble(_Storages):
     # ---- what it is ----------------------------------------------------------------------------------------------------
 
     @property
-    def _storages(self) -> tuple[Storage, ...]:
-        return self._all  # as TorchRL's calls them
-
-    @property
     def storages(self) -> tuple[Storage, ...]:
         """One of each member."""
         return self._all
+
+    _storages = storages  # as TorchRL's calls them
 
     @property
     def transforms(self) -> tuple[Change | None, ...] | None:

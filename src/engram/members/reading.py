@@ -73,9 +73,7 @@ class _MemberReadPath(ReadPath):
 
     def finish(self, columns: object, rows: Tensor | None, info: dict[object, object], return_info: bool) -> Drawn:  # noqa: ARG002 - the keys tell
         assert rows is not None  # info is asked for
-        entries = {
-            key: value for key, value in info.items() if isinstance(value, Tensor) and value.shape[:1] == rows.shape[:1]
-        }
+        entries = {k: v for k, v in info.items() if isinstance(v, Tensor) and v.shape[:1] == rows.shape[:1]}
         return Drawn(columns, rows, entries)  # type: ignore[arg-type] # keys of entries
 
 
@@ -118,12 +116,6 @@ class Member:
             self.wiring.bound_sampler().check_priority(priority, len(rows))
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
-
-    @property
-    def draws_rows(self) -> bool:
-        """Whether each row is drawn by itself, so that several parts of a batch can be drawn together."""
-        traits = self.wiring.of_sampler
-        return not (traits.has_epochs or traits.consumes or traits.draws_windows or self.wiring.unit is not None)
 
     def check_left(self, rows: int) -> None:
         """Raise ``NoSampleable``, before any row is drawn, where those that are left cannot be so many rows of a batch.
@@ -336,13 +328,13 @@ class EnsembleReadPath(ReadPath):
         parts = []
         for number in sorted(set(ids)):
             member, places = self._members[number], [at for at, one in enumerate(ids) if one == number]
-            if len(places) == 1 or member.draws_rows:
+            of = member.wiring.of_sampler
+            apart = of.has_epochs or of.consumes or of.draws_windows or member.wiring.unit is not None
+            if len(places) == 1 or not apart:  # each row is drawn by itself
                 drawn = member.draw(plans.key_of(key, number, places[0]), rows * len(places), timeout)
                 parts.append(_Part(member, places, drawn))
             else:
-                parts += [
-                    _Part(member, [at], member.draw(plans.key_of(key, number, at), rows, timeout)) for at in places
-                ]
+                parts += [_Part(member, [k], member.draw(plans.key_of(key, number, k), rows, timeout)) for k in places]
         batch = _Parts.of(parts)
         return batch, torch.tensor(ids, device="cpu"), self._info_of(batch)
 

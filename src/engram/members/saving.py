@@ -59,9 +59,7 @@ class EnsembleSaving:
         for member in self._members:
             with naming(member.number):
                 states.append(member.buffer.state_dict())
-        components = {
-            name: {str(number): state.pop(name) for number, state in enumerate(states)} for name in _COMPONENTS
-        }
+        components = {name: {str(n): state.pop(name) for n, state in enumerate(states)} for name in _COMPONENTS}
         return {**components, "_members": {str(number): state for number, state in enumerate(states)}, **own}
 
     def prepare_state(self, state: State, *, default_rng: bool) -> Commit:

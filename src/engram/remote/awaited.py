@@ -226,9 +226,8 @@ class AwaitedStorage(ServedStorage):
 
     @property
     def max_size(self) -> int:
-        return (
-            self._described.geometry.capacity * self._stores.number if (there := self.there) is None else there.max_size
-        )
+        there, geometry = self.there, self._described.geometry
+        return geometry.capacity * self._stores.number if there is None else there.max_size
 
     @property
     def requested_size(self) -> int:

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import pyarrow as pa
@@ -76,32 +76,12 @@ class Servers(Protocol):
     """A source of the addresses of a store's servers."""
 
     @property
-    def patience_s(self) -> float:
-        """For how long servers that are gone are looked for."""
-
-    @property
-    def root_certificates(self) -> tuple[str, ...]:
-        """The paths of certificates that sign theirs; empty: those of the system."""
-
-    @property
-    def own_certificate(self) -> tuple[str, str] | None:
-        """The paths of the client's certificate and its key."""
-
-    @property
-    def full(self) -> Full | None:
-        """What a write does that has no credits; None: writes wait for their acknowledgement."""
-
-    @property
-    def hurried(self) -> bool:
-        """Whether draws, numbers and priorities wait for no server that does not answer at once. Writes do."""
+    def reached(self) -> Access:
+        """How they are reached, wherever they are."""
 
     @property
     def replaces_lost(self) -> bool:
         """Whether an empty store takes the place of one that was lost."""
-
-    @property
-    def compression(self) -> str | None:
-        """By which rows are compressed on their way."""
 
     def find(self, known: protocol.Served | None) -> Found:
         """Where they are now. ``known``: what they serve; None: that is not known yet.
@@ -117,19 +97,23 @@ class Access(NamedTuple):
     token: str | None
     """The path of the file."""
     root_certificates: tuple[str, ...]
-    """The paths of the files."""
+    """The paths of certificates that sign theirs; empty: those of the system."""
     patience_s: float
     """For how long servers that are gone are looked for."""
     full: Full | None = None
     """What a write does that has no credits; None: writes wait for their acknowledgement."""
     hurried: bool = False
-    """As of :class:`Servers`: other stores of a fleet go on."""
+    """Whether draws, numbers and priorities wait for no server that does not answer at once: other stores go on. Writes do."""
     own_certificate: tuple[str, str] | None = None
     """The paths of the client's certificate and its key."""
     compression: str | None = None
     """By which rows are compressed on their way."""
     members: MemberList | None = None
     """Where the addresses of a fleet are listed; None: they do not change."""
+
+    @property
+    def reached(self) -> Access:
+        return self
 
     @property
     def replaces_lost(self) -> bool:
@@ -169,7 +153,7 @@ class Connection:
         self._lock = fork.rlock()
         fork.registered(self)
         self._client: flight.FlightClient | None = None
-        self._options: flight.FlightCallOptions | None = None
+        self.options: flight.FlightCallOptions | None = None
         self._next = 0
         self.forked = self._closed = False
         #: Set when it is closed: nothing is looked for then.
@@ -181,7 +165,7 @@ class Connection:
 
     def _open(self, known: protocol.Served | None = None, patience_s: float | None = None) -> protocol.Served:
         """Connect to the first server that answers. Raises as ``ReplayBuffer.connect``."""
-        patience_s = self.access.patience_s if patience_s is None else patience_s
+        patience_s = self.access.reached.patience_s if patience_s is None else patience_s
         deadline = time.monotonic() + patience_s
         pause = _FIRST_PAUSE_S
         while True:
@@ -223,7 +207,7 @@ class Connection:
         raise ConnectionError(str(why)) from why
 
     def _opened(self, address: protocol.Address, known: protocol.Served | None, token: bytes) -> protocol.Served:
-        access = self.access
+        access = self.access.reached
         headers = [(b"authorization", b"Bearer " + token)] if token else []
         more = _secrets_of(access) if address.scheme == "grpc+tls" else {}
         client = flight.connect(
@@ -245,7 +229,7 @@ class Connection:
                 raw = _answer(client, first, "describe", described, "connect")
             refuse(raw)
             served = msgspec.json.decode(raw, type=protocol.Served)
-            if known is not None and served.store != known.store and not access.replaces_lost:
+            if known is not None and served.store != known.store and not self.access.replaces_lost:
                 raise _AnotherStore(f"connect: {address} serves another store than the servers before. Connect again.")
             if access.compression not in served.compressions:
                 raise Final(
@@ -257,7 +241,7 @@ class Connection:
         with self._lock:
             if self._client is not None:
                 self._client.close()
-            self._client, self._options = client, options
+            self._client, self.options = client, options
         return served
 
     def again(self, broken: flight.FlightClient | None, *, hurried: bool = False) -> None:
@@ -353,7 +337,7 @@ class Connection:
         while True:
             client = self.client(hurried=hurried)
             try:
-                raw = _answer(client, self._options, name, body, name)
+                raw = _answer(client, self.options, name, body, name)
             except GONE:
                 self.again(client, hurried=hurried)
                 again = True
@@ -379,17 +363,6 @@ class Connection:
             raise
         return tree_of(torch.frombuffer(bytearray(tree), dtype=torch.uint8), int(head))
 
-    def exchange(
-        self, client: flight.FlightClient, stream: protocol.Stream
-    ) -> tuple[flight.FlightStreamWriter, flight.FlightStreamReader]:
-        """Begin a stream of a :meth:`client`: its writer and its reader."""
-        return cast(
-            "tuple[flight.FlightStreamWriter, flight.FlightStreamReader]",
-            client.do_exchange(
-                flight.FlightDescriptor.for_command(wire.stream_name(stream, self.access.compression)), self._options
-            ),
-        )
-
     def fetch_dump(self, folder: Path, progress: Callable[[int], None]) -> None:
         """Write the files of a dump that the server makes. ``progress`` is called with how many bytes came.
 
@@ -398,7 +371,7 @@ class Connection:
         """
         client = self.client()
         try:
-            reader = client.do_get(flight.Ticket(b"dump"), self._options)
+            reader = client.do_get(flight.Ticket(b"dump"), self.options)
             for chunk in reader:
                 for name, data in zip(*(chunk.data.column(k).to_pylist() for k in range(2)), strict=True):
                     _append(folder, name, data)
@@ -419,14 +392,11 @@ class Connection:
         _of_parents.append(self._client)
         self._client = None
 
-    def __getstate__(self) -> Servers:
-        return self.access
-
-    def __setstate__(self, access: Servers) -> None:
-        Connection.__init__(self, access)
+    def __reduce__(self) -> tuple[type[Connection], tuple[Servers]]:
+        return Connection, (self.access,)
 
 
-def _secrets_of(access: Servers) -> dict[str, bytes]:
+def _secrets_of(access: Access) -> dict[str, bytes]:
     """What Arrow Flight takes for TLS. Raises ``OSError``: a file cannot be read."""
     roots = b"\n".join(Path(path).read_bytes() for path in access.root_certificates)
     found = {"tls_root_certs": roots} if roots else {}
@@ -462,12 +432,11 @@ def _explained(address: protocol.Address) -> Iterator[None]:
 
 def _answer(client: flight.FlightClient, options: flight.FlightCallOptions, name: str, body: bytes, call: str) -> bytes:
     try:
-        raw: bytes = b"".join(part.body.to_pybytes() for part in client.do_action(flight.Action(name, body), options))
+        return b"".join(part.body.to_pybytes() for part in client.do_action(flight.Action(name, body), options))
     except flight.FlightUnauthenticatedError:
         raise PermissionError(
             f"{call}: the server refused the token, or expects one: pass token= the path of the file that the server was given."
         ) from None
-    return raw
 
 
 def _append(folder: Path, name: str, data: bytes) -> None:
@@ -518,7 +487,10 @@ class Exchange:
     """A stream of messages, answered in order. Its server may change between two of them."""
 
     def __init__(self, connection: Connection, stream: protocol.Stream) -> None:
-        self._connection, self._stream = connection, stream
+        self._connection = connection
+        self._named = flight.FlightDescriptor.for_command(
+            wire.stream_name(stream, connection.access.reached.compression)
+        )
         #: Held by the thread that sends, or waits for an answer.
         self.lock = fork.rlock()
         self._client: flight.FlightClient | None = None
@@ -538,6 +510,15 @@ class Exchange:
         #: Answers, in order.
         self._came: deque[Answer] = deque()
         fork.registered(self)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Ask one thing, with the lock held. If it is interrupted, it is forgotten."""
+        with self.lock:
+            try:
+                yield
+            finally:
+                self.forget()
 
     def send(self, message: Message, *, answered: bool = True) -> None:
         """Send a message. Raises ``ConnectionError``: no server answers, or it was not to be sent again."""
@@ -617,7 +598,7 @@ class Exchange:
             # First: of one that is gone, another is looked for, and one that came back may have another store.
             self._connection.check_store(hurried=self.hurried)
             self._client = self._connection.client(hurried=self.hurried)
-            self._writer, self._reader = self._connection.exchange(self._client, self._stream)
+            self._writer, self._reader = self._client.do_exchange(self._named, self._connection.options)
             self._schema, self._columns = None, []
         if message.rows is None:
             self._writer.write_metadata(message.command)
@@ -628,7 +609,7 @@ class Exchange:
             return
         if self._schema is None:
             self._schema = message.rows.schema
-            self._writer.begin(self._schema, wire.options(self._connection.access.compression))
+            self._writer.begin(self._schema, wire.options(self._connection.access.reached.compression))
         self._writer.write_with_metadata(message.rows, message.command)
 
     def _resume(self, error: BaseException) -> None:
@@ -667,7 +648,7 @@ class Exchange:
         now, access = time.monotonic(), self._connection.access
         since = self._full_since = now if self._full_since is None else self._full_since
         pause = min(max(_FIRST_PAUSE_S, now - since), _LONGEST_PAUSE_S)
-        if now - since + pause > (0.0 if self.hurried else access.patience_s):
+        if now - since + pause > (0.0 if self.hurried else access.reached.patience_s):
             self.waiting.clear()
             self._full_since = None
             raise ConnectionError(

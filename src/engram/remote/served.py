@@ -37,7 +37,12 @@ if TYPE_CHECKING:
 
 
 class OfServer:
-    """A component that asks a server."""
+    """A component that asks a server, which says what its text is."""
+
+    _text: str
+
+    def __repr__(self) -> str:
+        return self._text
 
 
 #: Between two requests that the limits of a store refused.
@@ -308,14 +313,11 @@ class ServedStorage(Storage, ServedRows):
     # ---- what needs the rows here ----------------------------------------------------------------------------------------
 
     extent = refusing("extent", BY_NUMBER)
-    tickets_of = refusing("rb[index]", BY_NUMBER)
-    hold_nothing = refusing("rb[index]", BY_NUMBER)
     field = refusing("rb[key]", BY_NUMBER)
     settled = refusing("sampler", BY_NUMBER)
-    locate = resolve = read = patch = pack = get = refusing("rb[index]", BY_NUMBER)
+    tickets_of = hold_nothing = locate = resolve = read = patch = pack = get = refusing("rb[index]", BY_NUMBER)
     edit = edit_fields = patch_fields = refusing("rb[index] = value", "Edit them where the store is.")
-    next_number = refusing("state_dict", "Save with dumps(path), which streams them.")
-    state_dict = state_without_rows = prepare_load = refusing(
+    next_number = state_dict = state_without_rows = prepare_load = refusing(
         "state_dict", "Save with dumps(path), which streams them."
     )
 
@@ -411,9 +413,6 @@ class RemoteSampler(OfServer, DeclaredSampler):
     def check_priority(self, priority: object, n: int) -> None:
         _priorities(priority, n)
 
-    def __repr__(self) -> str:
-        return self._text
-
 
 def _priorities(priority: object, n: int) -> Tensor:
     """float64 ``[n]``, as a server takes it. Raises as ``PrioritizedSampler.update_priority``."""
@@ -441,6 +440,3 @@ class RemoteWriter(OfServer, NativeWriter):
         super().register_storage(storage)
 
     place = refusing("writer.place", "Use the buffer's add and extend.")
-
-    def __repr__(self) -> str:
-        return self._text

@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from engram.errors import RankFailed
-from engram.remote.connection import Found
+from engram.remote.connection import Access, Found
 from engram.storages import Storage
 
 if TYPE_CHECKING:
@@ -55,13 +55,6 @@ class Shard:
         patience: seconds for which it is waited for where it does not answer.
     """
 
-    #: Servers in the cluster have no certificates of their own.
-    root_certificates = ()
-    own_certificate = compression = None
-    #: Writes wait for their acknowledgement.
-    full = None
-    #: An actor that is started again is waited for.
-    hurried = False
     #: Rows in memory are lost with their node.
     replaces_lost = True
 
@@ -108,6 +101,11 @@ class Shard:
         return found
 
     @property
+    def reached(self) -> Access:
+        """Servers in the cluster have no certificates of their own. An actor that is started again is waited for."""
+        return Access((), None, (), self.patience_s)
+
+    @property
     def servers(self) -> Shard:
         """As ``Awaited``: it finds them."""
         return self
@@ -119,11 +117,8 @@ class Shard:
         except ConnectionError:
             return random.getrandbits(48)
 
-    def __getstate__(self) -> tuple[Handle, float]:
-        return self.actor, self.patience_s
-
-    def __setstate__(self, state: tuple[Handle, float]) -> None:
-        Shard.__init__(self, *state)
+    def __reduce__(self) -> tuple[type[Shard], tuple[Handle, float]]:
+        return Shard, (self.actor, self.patience_s)
 
     def __str__(self) -> str:
         return f"ray:{self.actor._ray_actor_id.hex()[:8]}"  # type: ignore[attr-defined] # noqa: SLF001 - Ray has no other name of it

@@ -305,15 +305,11 @@ class RemoteStorage(ServedStorage):
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()
-        self._connect(connection)
-
-    def _connect(self, connection: Connection) -> None:
         served = connection.served
         self.connection = connection
         self.limits, self._described = ServedLimits(connection), served
-        self.describe(
-            decode(served.schema.encode(), "connect"), f"at {connection.access}", self.limits, served.participant
-        )
+        schema = decode(served.schema.encode(), "connect")
+        self.describe(schema, f"at {connection.access}", self.limits, served.participant)
         #: Of messages of rows, by how many fields these have.
         self._written: dict[int, pa.Schema] = {}
         self._learning, self._writing = Exchange(connection, "learn"), Exchange(connection, "write")
@@ -325,9 +321,9 @@ class RemoteStorage(ServedStorage):
         #: The numbers that come next, of this writer and of those beside it, which have the lanes beyond eight of a message.
         self._numbers: list[int] = []
         self._rename()
-        full = connection.access.full
-        self._under_way = None if full is None else WritesUnderWay(full, self._sent)
-        self.limits.hurried = self._learning.hurried = self._redrawing.hurried = connection.access.hurried
+        access = connection.access.reached
+        self._under_way = None if access.full is None else WritesUnderWay(access.full, self._sent)
+        self.limits.hurried = self._learning.hurried = self._redrawing.hurried = access.hurried
         #: Bytes of priorities that were sent since all batches under way had come.
         self._unread = 0
 
@@ -411,12 +407,9 @@ class RemoteStorage(ServedStorage):
 
     def redraw(self, command: protocol.Sample) -> list[Drawn]:
         """What a command draws, whatever is under way. Raises as :meth:`answer`."""
-        with self._redrawing.lock:
-            try:
-                self._redrawing.send(Message(msgspec.json.encode(command)))
-                return [batch() for batch in self._batches(self._redrawing.receive())]
-            finally:
-                self._redrawing.forget()  # of one that was interrupted
+        with self._redrawing.alone():
+            self._redrawing.send(Message(msgspec.json.encode(command)))
+            return [batch() for batch in self._batches(self._redrawing.receive())]
 
     def answer(self, rows: int) -> list[Callable[[], Drawn]]:
         with self._learning.lock:
@@ -435,12 +428,9 @@ class RemoteStorage(ServedStorage):
             self._learning.forget()
 
     def draw(self, key: int, rows: int) -> Drawn:
-        with self._learning.lock:
-            try:
-                self.ask_for([key], rows)
-                return self.answer(rows)[0]()
-            finally:
-                self._learning.forget()  # of one that was interrupted
+        with self._learning.alone():
+            self.ask_for([key], rows)
+            return self.answer(rows)[0]()
 
     def _batches(self, answer: Answer) -> list[Callable[[], Drawn]]:
         metadata = msgspec.json.decode(answer.metadata, type=protocol.Sampled)
@@ -480,12 +470,9 @@ class RemoteStorage(ServedStorage):
 
     def draw_within(self, key: int, command: protocol.Sample) -> Drawn:
         protocol.check_level(self.served, str(self.connection.access), "sample: max_tokens")
-        with self._learning.lock:
-            try:
-                self.ask(msgspec.structs.replace(command, keys=[key & (1 << 64) - 1]))
-                return self.answer(0)[0]()
-            finally:
-                self._learning.forget()  # of one that was interrupted
+        with self._learning.alone():
+            self.ask(msgspec.structs.replace(command, keys=[key & (1 << 64) - 1]))
+            return self.answer(0)[0]()
 
     def can_sample(self, rows: int) -> bool:
         return bool(self.connection.ask("can_sample", protocol.CanSample(rows), bool))
@@ -541,39 +528,40 @@ class RemoteStorage(ServedStorage):
         return self._written[fields]
 
     def _sent(self, batch: RecordBatch, lanes: int) -> Answer:
-        with self._writing.lock:
-            return self._appended(batch, lanes, batch.num_rows)
-
-    def _appended(self, batch: RecordBatch, lanes: int, n: int) -> Answer:
         """The answer to rows: one request for each lane that they go to, which may be sent again where the server can know it."""
         each = [min(IN_DOUBT, lanes - first) for first in range(0, lanes, IN_DOUBT)]
-        while True:
-            self._numbers += [1] * (len(each) - len(self._numbers))
-            number, *more = self._numbers[: len(each)]
-            command = protocol.Append(self._writer, number, more) if self._once else protocol.Append()
-            resumed = self._writing.resumed
-            try:
-                self._writing.send(Message(msgspec.json.encode(command), batch, again=self._once))
-                answer = self._writing.receive()
-            except protocol.NotOnce as error:
-                # A name may have been forgotten, beside a thousand others. A new one is refused for what the store is.
-                self._once = number > 1
-                self._rename()
-                if self._writing.resumed != resumed:  # the first one may have been written
-                    raise ConnectionError(DOUBTFUL) from error
-            except RateLimited as error:  # nothing of the message was written now, and its number stays the next one
-                if lanes > 1 and self._writing.resumed != resumed:  # some of its lanes may have been, by another server
+        with self._writing.lock:
+            while True:
+                self._numbers += [1] * (len(each) - len(self._numbers))
+                number, *more = self._numbers[: len(each)]
+                command = protocol.Append(self._writer, number, more) if self._once else protocol.Append()
+                resumed = self._writing.resumed
+                try:
+                    self._writing.send(Message(msgspec.json.encode(command), batch, again=self._once))
+                    answer = self._writing.receive()
+                except protocol.NotOnce as error:
+                    # A name may have been forgotten, beside a thousand others. A new one is refused for what the store is.
+                    self._once = number > 1
                     self._rename()
-                    raise ConnectionError(DOUBTFUL) from error
-                raise NotAdmitted(n) from None
-            except BaseException:  # perhaps it was not written, so that the next number would come too early
-                self._writing.forget()
-                self._rename()
-                raise
-            else:
-                if self._once:
-                    self._numbers[: len(each)] = [one + count for one, count in zip(self._numbers, each, strict=False)]
-                return answer
+                    if self._writing.resumed != resumed:  # the first one may have been written
+                        raise ConnectionError(DOUBTFUL) from error
+                except (
+                    RateLimited
+                ) as error:  # nothing of the message was written now, and its number stays the next one
+                    if (
+                        lanes > 1 and self._writing.resumed != resumed
+                    ):  # some of its lanes may have been, by another server
+                        self._rename()
+                        raise ConnectionError(DOUBTFUL) from error
+                    raise NotAdmitted(batch.num_rows) from None
+                except BaseException:  # perhaps it was not written, so that the next number would come too early
+                    self._writing.forget()
+                    self._rename()
+                    raise
+                else:
+                    if self._once:
+                        self._numbers[: len(each)] = [n + count for n, count in zip(self._numbers, each, strict=False)]
+                    return answer
 
     def _rename(self) -> None:
         """Begin again as a writer that the server does not know."""
@@ -604,9 +592,8 @@ class RemoteStorage(ServedStorage):
             if not len(rows):
                 return 0
             resumed = self._editing.resumed
-            removed = msgspec.json.decode(
-                self._edit(protocol.Remove(), rows, tickets).metadata, type=protocol.Removed
-            ).removed
+            answer = self._edit(protocol.Remove(), rows, tickets)
+            removed = msgspec.json.decode(answer.metadata, type=protocol.Removed).removed
             if self._editing.resumed != resumed:
                 removed = int((self._tickets(torch.unique(rows)) < 0).sum())
             return removed
@@ -616,12 +603,10 @@ class RemoteStorage(ServedStorage):
         return wire.tensors_in(answer.rows, answer.columns)[0]
 
     def _edit(self, command: protocol.Tickets | protocol.Remove, rows: Tensor, tickets: Tensor) -> Answer:
-        try:
+        with self._editing.alone():
             batch = wire.record_batch(_EDITS, [rows, tickets], len(rows))
             self._editing.send(Message(msgspec.json.encode(command), batch))
             return self._editing.receive()
-        finally:
-            self._editing.forget()  # of one that was interrupted
 
     # ---- methods that the server calls ---------------------------------------------------------------------------------
 
@@ -660,21 +645,16 @@ class RemoteStorage(ServedStorage):
 
     # ---- life ----------------------------------------------------------------------------------------------------------
 
-    def __getstate__(self) -> dict[str, object]:
-        return {"connection": self.connection}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        ServedStorage.__init__(self)
-        self._connect(cast("Connection", state["connection"]))
+    def __reduce__(self) -> tuple[type[RemoteStorage], tuple[Connection]]:
+        return RemoteStorage, (self.connection,)
 
     def close(self) -> None:
-        exchanges, connection = (self._learning, self._redrawing, self._writing, self._editing), self.connection
+        opened = (self._learning, self._redrawing, self._writing, self._editing, self.connection)
         if self._under_way is not None:
             self._under_way.close(wait=not self.connection.is_searching)
         super().close()
-        for exchange in exchanges:
-            exchange.close()
-        connection.close()
+        for one in opened:
+            one.close()
 
     def __repr__(self) -> str:
         return f"RemoteStorage({self.connection.access})"

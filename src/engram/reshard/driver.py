@@ -422,9 +422,7 @@ def _state(shard: plans.SavedShard, parts: Mapping[str, saved_parts.SavedPart]) 
         "windows": storage["windows"],
         "transforms": {},
     }
-    return state | {
-        name: saved_parts.reset(name, it.state, 0, None) for name, it in parts.items() if name not in _RESET
-    }
+    return state | {key: saved_parts.reset(key, it.state, 0, None) for key, it in parts.items() if key not in _RESET}
 
 
 def _differences(ours: object, theirs: object, where: str) -> Iterator[tuple[str, object, object]]:

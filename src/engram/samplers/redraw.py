@@ -62,9 +62,7 @@ class Redraw:
     ) -> None:
         self.rows = draw.rows.clone()
         self._tickets = None if draw.tickets is None else draw.tickets.clone()
-        self.info: Info = {
-            name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in draw.info.items()
-        }
+        self.info: Info = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in draw.info.items()}
         self._logs = draw.logs.clone() if isinstance(draw, DrawOverBatch) else None
         self.retries = Retries()
         self._storage, self._source, self._key = storage, source, key

@@ -361,9 +361,7 @@ def _unfit(folder: Path, attempt: Attempt, given: Sequence[Vote], contents: Cont
 
 def _unlike(folder: Path, world: int, by_schema: Mapping[str, Sequence[int]]) -> str:
     """Names the ranks by schema, and the first differences between the schemas."""
-    alike = [
-        (f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}", ranks[0]) for ranks in by_schema.values()
-    ]
+    alike = [(f"rank{'s' if len(of) > 1 else ''} {', '.join(map(str, of))}", of[0]) for of in by_schema.values()]
     text = f"expected one schema on all ranks, got {len(alike)}"
     fields = []
     for _, rank in alike:

@@ -540,10 +540,7 @@ def prepare_rows_of(
     Raises ``IncompatibleCheckpoint``: other fields than in the storage.
     """
     slots = tuple(data.batch_size)
-    fields = {
-        (key,) if isinstance(key, str) else key: value.flatten(0, len(slots) - 1)
-        for key, value in data.items(True, True)
-    }
+    fields = {(k,) if isinstance(k, str) else k: it.flatten(0, len(slots) - 1) for k, it in data.items(True, True)}
     if not slots or not fields or length > min(map(len, fields.values())):
         raise IncompatibleCheckpoint(
             f"{where}: expected at least {length} rows from the hooks, got the batch size {list(slots)}."

@@ -117,9 +117,7 @@ class Series:
         Returns:
             ``(folder, problems)``; None: there is none.
         """
-        found, problems = self.first(
-            lambda name: (at_most is None or name.step <= at_most) and str(name) not in without
-        )
+        found, problems = self.first(lambda it: (at_most is None or it.step <= at_most) and str(it) not in without)
         hint, expected = self._hint(), found.name if found else None
         if at_most is None and not without and hint != expected and not self._lags(hint, found):
             what = f"expected the name of {expected or 'no checkpoint'}, got {hint!r:.100}"

@@ -250,18 +250,11 @@ class _Stream:
 
     def run(self) -> None:
         """Answer until the client or the server leaves."""
-        self._count(1)
+        self.service.count_stream(self._name, 1)
         try:
             self._run()
         finally:
-            self._count(-1)
-
-    def _count(self, change: int) -> None:
-        """A client has begun such a stream, or ended it."""
-        if self._name == "learn":
-            self.service.count_stream(change)
-        elif self._name == "write":
-            self.service.count_writer(change)
+            self.service.count_stream(self._name, -1)
 
     def _run(self) -> None:
         while True:

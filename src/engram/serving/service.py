@@ -242,10 +242,8 @@ class Service:
             case protocol.Empty():
                 self._rb.empty(empty_write_count=not command.keep_write_count)
             case protocol.EndTrajectory():
-                roles = {public(path): role for path, role in command.roles}
-                return self._rb.end_trajectory(
-                    command.lanes, terminated=command.terminated, roles=roles or None
-                ).tolist()
+                roles = {public(path): role for path, role in command.roles} or None
+                return self._rb.end_trajectory(command.lanes, terminated=command.terminated, roles=roles).tolist()
             case protocol.Limit():
                 self._limit(command)
             case protocol.Version():
@@ -293,11 +291,12 @@ class Service:
             self._awaited.append(now)
             return self._newest
 
-    def count_stream(self, change: int) -> None:
-        """A client has begun a stream of batches, or ended it."""
+    def count_stream(self, stream: protocol.Stream, change: int) -> None:
+        """A client has begun a stream, or ended it."""
         with self._counting:
-            self.streams += change
-            if change > 0 and self._awaited:
+            self.writers += change * (stream == "write")
+            self.streams += change * (stream == "learn")
+            if stream == "learn" and change > 0 and self._awaited:
                 self._awaited.popleft()
 
     def _state(self) -> protocol.State:
@@ -345,11 +344,6 @@ class Service:
         """The files of a dump as record batches of name and data. Raises as :meth:`Dumps.files`, when the first one is asked for."""
         return self._dumps.files(lambda path: self._rb.dumps(path, prefetch="drop"), schema)
 
-    def count_writer(self, change: int) -> None:
-        """A client begins to write, or has ended."""
-        with self._counting:
-            self.writers += change
-
     # ---- streams -------------------------------------------------------------------------------------------------------
 
     def answering(self, command: protocol.Sample) -> AbstractContextManager[None]:
@@ -364,9 +358,8 @@ class Service:
             items = sum(it.item_bytes for it in self._schema.ragged.values())
             nbytes = protocol.held_bytes(most, self._schema.row_bytes) + command.max_tokens * items
             nbytes = min(nbytes, protocol.MAX_MESSAGE)
-        batches = (
-            protocol.MAX_BATCHES if most * self._stored_bytes * len(command.keys) <= protocol.COALESCED_BYTES else 1
-        )
+        together = most * self._stored_bytes * len(command.keys)
+        batches = protocol.MAX_BATCHES if together <= protocol.COALESCED_BYTES else 1
         if (
             min(each, default=0) < 1
             or len(each) != len(command.keys)

@@ -172,9 +172,7 @@ class Geometry(NamedTuple):
             longest[number] = (declared and declared.max_length) or it.max_length
         if self.ragged.nbytes is None and self.ragged.slots in (None, schema.in_slots):
             rings = rings_of(resized(schema, self.capacity, self.lanes)).items()
-            return with_rings(
-                schema, {at: (items and max(items, longest[at]), longest[at]) for at, (items, _) in rings}
-            )
+            return with_rings(schema, {at: (n and max(n, longest[at]), longest[at]) for at, (n, _) in rings})
         groups = schema.ragged_groups
         widths = [sum(schema.ragged[number].item_bytes for number in group.members) for group in groups]
         sizes = [ragged_fields.Group(longest[it.leader], nbytes) for it, nbytes in zip(groups, widths, strict=True)]

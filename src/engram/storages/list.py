@@ -260,9 +260,7 @@ class ListStorage(Storage):
 
     def pack(self, columns: list[object], where: Rows, extra: dict[str, Tensor] | None = None) -> object:
         if extra is not None:
-            columns = [
-                _with_entries(item, {key: value[i] for key, value in extra.items()}) for i, item in enumerate(columns)
-            ]
+            columns = [_with_entries(item, {key: it[i] for key, it in extra.items()}) for i, item in enumerate(columns)]
         return columns[0] if where.single else columns
 
     def batch(self, columns: list[object], n: int | tuple[int, ...] | None) -> list[object]:

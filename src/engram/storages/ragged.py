@@ -379,9 +379,7 @@ class RaggedOptions(NamedTuple):
         for path, it in self.fields.items():
             leader = it.like or path
             nbytes[leader] = nbytes.get(leader, 0) + it.item_bytes
-        self.rings(
-            [Group(most, nbytes[path]) for path, it in self.fields.items() if (most := it.max_length) is not None]
-        )
+        self.rings([Group(most, nbytes[at]) for at, it in self.fields.items() if (most := it.max_length) is not None])
 
     def rings(self, groups: Sequence[Group]) -> list[int]:
         """As :func:`ring_items`; 1 each where rows may have any length, 0 where they have slots."""

@@ -215,9 +215,7 @@ class SnapshotPreparation:
         if store is not None:
             self._indexes = dict(store.indexes.refreshed())
             n = min(store.capacity, store.rows_in_use(store.lane_states()) + _SLACK)
-            for name in {
-                name for name, kind in self._indexes if kind == PriorityIndex.kind and (name, kind) not in without
-            }:
+            for name in {n for n, kind in self._indexes if kind == PriorityIndex.kind and (n, kind) not in without}:
                 self._leaves[name] = store.zeroed(8 * n)[: 8 * n].zero_().view(torch.float64)
             if whole and not store.items:
                 n = min(n, _COPIED // max(1, store.schema.row_bytes))
@@ -333,9 +331,7 @@ class RowsState(NamedTuple):
         except ValueError as error:
             raise ValueError(f"{where}: lanes and numbers: {error}.") from error
         windows = typed(state, "windows", dict, where)
-        windows = {
-            name: integer(windows, name, 1, 1 << 62, f"{where}: windows") for name in check_names(windows, where)
-        }
+        windows = {key: integer(windows, key, 1, 1 << 62, f"{where}: windows") for key in check_names(windows, where)}
         walks = typed(state, "passes", dict, where)
         check_names(walks, where)
         passes = {name: checked_progress(walk, f"{where}: passes: {name!r}") for name, walk in walks.items()}

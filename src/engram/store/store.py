@@ -497,9 +497,7 @@ class Store:
         first, every = len(self.tensors), (*self.tensors, *tensors)
         new, addresses = schema.fields[first:], [tensor.data_ptr() for tensor in every]
         fills = [schema.fill(number) or b"" for number in range(first, len(every))]
-        fields = list(
-            zip(addresses[first:], [it.row_bytes for it in new], fills, memory.dlpack_specs(new), strict=True)
-        )
+        fields = [*zip(addresses[first:], [it.row_bytes for it in new], fills, memory.dlpack_specs(new), strict=True)]
         with self._viewing:
             mine: dict[str, object] = {"schema": schema, "tensors": every, "_which": tuple(range(len(every)))}
             mine |= {"_addresses": addresses, "_views": []}

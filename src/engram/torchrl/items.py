@@ -375,9 +375,7 @@ class CompressedItems:
     # ---- what is no tensor ---------------------------------------------------------------------------------------------
 
     def _entries(self, entries: dict[str, object], parts: Parts, where: str, depth: int) -> dict[str, object]:
-        return {
-            key: self._value(value, parts, key, f"{where}: {key!r:.100}", depth + 1) for key, value in entries.items()
-        }
+        return {key: self._value(it, parts, key, f"{where}: {key!r:.100}", depth + 1) for key, it in entries.items()}
 
     def _value(self, value: object, parts: Parts, key: str, where: str, depth: int) -> object:
         """What JSON says, with the tensors that lie in ``parts``, as their dtypes are not in it."""

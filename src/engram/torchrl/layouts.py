@@ -317,9 +317,7 @@ class LayoutDump:
                 raise CorruptCheckpoint(
                     f"{leaves.name}: {key}: expected {self._steps.observations} values, as the ends of trajectories say, got {leaf.rows}."
                 )
-        self.fields = tuple(
-            Field(key, entries[entry].dtype, entries[entry].shape) for key, (entry, _) in self._origins.items()
-        )
+        self.fields = tuple(Field(key, entries[it].dtype, entries[it].shape) for key, (it, _) in self._origins.items())
 
     @property
     def name(self) -> str:

@@ -168,9 +168,7 @@ class VecNorm(KeyedTransform, Stateful):
     @property
     def loc(self) -> dict[Key, Tensor]:
         """Mean of each key that was read, float64."""
-        return {
-            key: self._loc_scale(i)[0].clone() for i, key in enumerate(self.in_keys) if self._moments[i] is not None
-        }
+        return {k: self._loc_scale(i)[0].clone() for i, k in enumerate(self.in_keys) if self._moments[i] is not None}
 
     @property
     def scale(self) -> dict[Key, Tensor]:

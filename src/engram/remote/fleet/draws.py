@@ -59,11 +59,11 @@ class _Batch:
         self.parts: list[_Part] = []
         self.there = np.zeros(len(owners), bool)
 
-    def take(self, at: int, places: NDArray[np.int64], drawn: Drawn, together: int) -> None:
-        """The part of a store: units at some places, of which the last may be missing."""
-        shard, mass = self.shards[at], drawn.mass
+    def take(self, shard: Shard, drawn: Drawn, together: int) -> protocol.Mass:
+        """The part of a store, of whose units the last may be missing: what is true of the store."""
+        at, mass = self.shards.index(shard), drawn.mass
         assert mass is not None  # it is a part
-        places = places[: drawn.rows.numel() // together]
+        places = np.flatnonzero((self.owners == at) & ~self.there)[: drawn.rows.numel() // together]
         factor = 1.0
         if _WEIGHT in drawn.info:
             now, least = ([getattr(it.mass, name) for it in self.shards] for name in ("total", "least"))
@@ -74,6 +74,7 @@ class _Batch:
                 factor = plans.factor(mass.beta, at, self.used.tolist(), now, least)
         self.there[places] = True
         self.parts.append(_Part(shard, places, drawn, factor))
+        return mass
 
 
 class _Message:
@@ -249,16 +250,14 @@ class Draws:
             self.pending.popleft()
             return made
 
-    def _received(
-        self, message: _Message, shard: Shard, losses: int, receive: Callable[[], list[Drawn]]
-    ) -> list[Drawn]:
+    def _received(self, message: _Message, shard: Shard, losses: int, ask: Callable[[], list[Drawn]]) -> list[Drawn]:
         """What a store has drawn: nothing where it is gone, has no row any more, or no window there."""
         if shard.lost or shard.losses != losses:
             return []
         self._requests += 1
         begun = time.perf_counter()
         try:
-            return receive()
+            return ask()
         except NoSampleable:
             shard.updated_at = -math.inf  # it is asked what it has before others are drawn
         except (RateLimited, NotAdmitted) as error:
@@ -272,14 +271,11 @@ class Draws:
         return []
 
     def _take(self, batch: _Batch, shard: Shard, drawn: Drawn, *, tells: bool = True) -> None:
-        at = batch.shards.index(shard)
-        assert drawn.mass is not None  # it is a part
-        places = np.flatnonzero((batch.owners == at) & ~batch.there)
-        batch.take(at, places, drawn, self._together)
+        mass = batch.take(shard, drawn, self._together)
         if self._epochs:
-            shard.epoch = drawn.mass.epoch
+            shard.epoch = mass.epoch
         if tells and (not self._epochs or len(self.pending) <= 1):
-            shard.tell(drawn.mass, epochs=self._epochs)
+            shard.tell(mass, epochs=self._epochs)
 
     def _completed(self, batch: _Batch) -> Drawn:
         """The batch, once all of its units are there; fewer at the end of an epoch."""

@@ -590,9 +590,7 @@ class Ledger(Limits):
     def _gone(self, fleet: int) -> list[protocol.State]:
         """What stores that are gone had counted, as far as it is known."""
         known = [(*self._states[number], at) for number, at in self._missed_at.items() if number in self._states]
-        return [
-            state for state, at, missed_at in known if state.fleet[0] == fleet and missed_at - at <= _MAX_COUNTS_AGE_S
-        ]
+        return [it for it, at, missed_at in known if it.fleet[0] == fleet and missed_at - at <= _MAX_COUNTS_AGE_S]
 
     def _together(self, states: dict[Shard, protocol.State]) -> Counts | None:
         """What states say together; None: the limits do not hold in all stores, or one has begun again without the others."""

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import msgspec
 import torch
@@ -86,13 +86,7 @@ class FleetStorage(ServedStorage):
         turn: Turn = random_turn,
     ) -> None:
         super().__init__()
-        self._turn = turn
-        self._join(storages, missing, stratum, joining)
-
-    def _join(
-        self, storages: Sequence[RemoteStorage], missing: Missing, stratum: int | None, joining: Joining | None
-    ) -> None:
-        first = storages[0]
+        self._turn, first = turn, storages[0]
         assert first.memory is not None  # it is described
         schema, self._stratum = first.memory.schema, stratum
         self.members = Members(storages, missing, joining, epochs="has_epochs" in first.served.traits_of_sampler)
@@ -292,9 +286,7 @@ class FleetStorage(ServedStorage):
         fields = self._schema.fields
         flags = usual_flags([field.key for field in fields].__contains__)
         rows = slice(None) if isinstance(lane, Tensor) else slice(-1, None)
-        ends = [
-            column.reshape(n, -1)[rows].any(1) for it, column in zip(fields, prepared, strict=False) if it.key in flags
-        ]
+        ends = [of.reshape(n, -1)[rows].any(1) for it, of in zip(fields, prepared, strict=False) if it.key in flags]
         over = torch.stack(ends).any(0).tolist() if ends else [False] * n
         last = dict(zip(lane.tolist() if isinstance(lane, Tensor) else [lane or 0], over, strict=False))
         self._open = (self._open - last.keys()) | {lane for lane, ended in last.items() if not ended}
@@ -331,27 +323,21 @@ class FleetStorage(ServedStorage):
 
     def update(self, rows: Tensor, given: Mapping[str, object]) -> tuple[Tensor | None, ...]:
         self.check_rows(rows, "update_if_present")
-        wholes: tuple[Tensor, ...] = ()
+        wholes = (*torch.zeros((2, len(rows)), dtype=torch.bool, device="cpu"), torch.full_like(rows, -1))
         for share in self._shares(rows):
             with self.members.needing(share.member, "update_if_present: rows of other stores may be written."):
-                done = share.member.storage.update(
-                    share.rows, {k: _some(v, share.at, len(rows)) for k, v in given.items()}
-                )
-            fresh = (
-                torch.zeros(len(rows), dtype=torch.bool),
-                torch.zeros(len(rows), dtype=torch.bool),
-                rows.new_full(rows.shape, -1),
-            )
-            wholes = wholes or fresh
+                own = {k: _some(v, share.at, len(rows)) for k, v in given.items()}
+                done = share.member.storage.update(share.rows, own)
             for whole, part in zip(wholes, done, strict=True):
                 if part is not None:
                     whole[share.at] = part
         return wholes if given["version_key"] is not None else (wholes[0], None, wholes[2])
 
     def stores(self, *, home: bool) -> list[OneStore]:
-        shards = [self.home()] if home else self.members.present()
-        each = [(it.storage.connection.call, partial(self._writing, it), it.number << plans.SHIFT) for it in shards]
-        return [OneStore(*of) for of in each]
+        return [
+            OneStore(it.storage.connection.call, partial(self._writing, it), it.number << plans.SHIFT)
+            for it in ([self.home()] if home else self.members.present())
+        ]
 
     def _shares(self, rows: Tensor) -> list[plans.Share[Shard, Tensor]]:
         """The share of each store."""
@@ -375,15 +361,10 @@ class FleetStorage(ServedStorage):
 
     # ---- life ----------------------------------------------------------------------------------------------------------
 
-    def __getstate__(self) -> dict[str, object]:
-        storages = [shard.storage for shard in self.members.shards]
+    def __reduce__(self) -> tuple[type[FleetStorage], tuple[object, ...]]:
         members = self.members
-        return {"storages": storages, "missing": members.missing, "stratum": self._stratum, "joining": members.joining}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        ServedStorage.__init__(self)
-        self._turn = random_turn
-        self._join(*cast("tuple[list[RemoteStorage], Missing, int | None, Joining | None]", (*state.values(),)))
+        storages = [shard.storage for shard in members.shards]
+        return FleetStorage, (storages, members.missing, self._stratum, members.joining)
 
     def close(self) -> None:
         members = self.members
@@ -591,63 +572,52 @@ _KINDS: dict[str, Callable[[protocol.Served], object]] = {
 }
 
 
-class AwaitedFleet:
-    """A fleet of shards, some of whose stores may not exist yet.
+class AwaitedFleet(NamedTuple):
+    """A fleet of shards, some of whose stores may not exist yet."""
 
-    Args:
-        shards: in the order of their numbers.
-        makers: the same, which are waited for as long as it takes to make stores.
-        missing: what happens to one that does not answer: see ``ReplayBuffer.connect``.
-        stratum: the number of the store that draws all batches; None: all draw.
-        turn: a number that is another one for each client that writes.
-        joining: finds stores that are listed later.
-
-    Raises ``ValueError``: no such stratum.
-    """
-
-    def __init__(
-        self,
-        shards: Sequence[Awaited],
-        makers: Sequence[Awaited],
-        missing: Missing,
-        stratum: int | None,
-        turn: Turn,
-        joining: Joining | None = None,
-    ) -> None:
-        check_stratum(stratum, len(shards))
-        self._shards, self._makers, self._missing, self._stratum, self._turn = shards, makers, missing, stratum, turn
-        self._joining = joining
+    shards: Sequence[Awaited]
+    """In the order of their numbers."""
+    makers: Sequence[Awaited]
+    """The same, which are waited for as long as it takes to make stores."""
+    missing: Missing
+    """What happens to one that does not answer: see ``ReplayBuffer.connect``."""
+    stratum: int | None
+    """The number of the store that draws all batches, which was checked; None: all draw."""
+    turn: Turn
+    """A number that is another one for each client that writes."""
+    joining: Joining | None = None
+    """Finds stores that are listed later."""
 
     @property
     def number(self) -> int:
         """How many stores."""
-        return len(self._shards)
+        return len(self.shards)
 
     def find(self) -> FleetStorage | None:
         """The fleet. Stores that are not there are made as the others; None: there are none.
 
         Raises ``ConnectionError``: no shard answers, or not all do, and they are waited for. As ``ReplayBuffer.connect``.
         """
-        found = at_once(lambda shard: shard.serve(None), self._shards)
+        found = at_once(lambda shard: shard.serve(None), self.shards)
         errors = [one for one in found if isinstance(one, ConnectionError)]
-        if errors and (self._missing == "wait" or len(errors) == len(self._shards)):
+        if errors and (self.missing == "wait" or len(errors) == len(self.shards)):
             raise errors[0]
         having = [k for k, one in enumerate(found) if isinstance(one, Found)]
         return self._joined(having) if having else None
 
     def make(self, schema: str) -> FleetStorage:
         """The same; stores are made of a schema, of that of the first shard if it has one. All shards must be there."""
-        self._makers[0].serve(schema)  # the first one decides where several clients do this
-        first = Connection(self._makers[0].servers)
+        self.makers[0].serve(schema)  # the first one decides where several clients do this
+        first = Connection(self.makers[0].servers)
         first.close()
         schema = first.served.schema
-        for one in at_once(lambda shard: shard.serve(schema), self._makers[1:]):
+        for one in at_once(lambda shard: shard.serve(schema), self.makers[1:]):
             if isinstance(one, ConnectionError):
                 raise one
-        return self._joined(range(len(self._shards)))
+        return self._joined(range(len(self.shards)))
 
     def __str__(self) -> str:
-        return f"FleetStorage({', '.join(map(str, self._shards))})"
+        return f"FleetStorage({', '.join(map(str, self.shards))})"
 
     def _joined(self, having: Sequence[int]) -> FleetStorage:
         """Connect to all. ``having``: those that have a store. Raises ``ConnectionError``: none answers, or not all do, and they are
@@ -657,23 +627,23 @@ class AwaitedFleet:
         silent: dict[int, ConnectionError] = {}
         served: protocol.Served | None = None
         with ExitStack() as opened:
-            for k in (*having, *(k for k in range(len(self._shards)) if k not in having)):
+            for k in (*having, *(k for k in range(len(self.shards)) if k not in having)):
                 try:
                     if served is not None:  # one without a store makes one like that of the others
-                        self._shards[k].serve(served.schema)
-                    storages[k] = opened.enter_context(closing(RemoteStorage(Connection(self._shards[k].servers))))
+                        self.shards[k].serve(served.schema)
+                    storages[k] = opened.enter_context(closing(RemoteStorage(Connection(self.shards[k].servers))))
                     served = storages[k].served
                 except ConnectionError as error:
                     silent[k] = error
-            certain = all(self._shards[k].servers.replaces_lost for k in silent)  # else they may serve anything by then
-            if served is None or (silent and (self._missing == "wait" or not certain)):
+            certain = all(self.shards[k].servers.replaces_lost for k in silent)  # else they may serve anything by then
+            if served is None or (silent and (self.missing == "wait" or not certain)):
                 raise silent[min(silent)]
             check_stores([storage.served for storage in storages.values()], None)
             for k in silent:
-                away = RemoteStorage(Connection(self._shards[k].servers, served, opens=False))
+                away = RemoteStorage(Connection(self.shards[k].servers, served, opens=False))
                 storages[k] = opened.enter_context(closing(away))
             each = [storages[k] for k in sorted(storages)]
-            fleet = FleetStorage(each, self._missing, self._stratum, self._joining, self._turn)
+            fleet = FleetStorage(each, self.missing, self.stratum, self.joining, self.turn)
             opened.pop_all()
         for k, why in silent.items():
             fleet.members.lose(fleet.members.shards[k], why)

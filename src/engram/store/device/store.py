@@ -318,19 +318,15 @@ class DeviceStore(HostedStore):
     def _sent(self, columns: Sequence[Tensor], call: str) -> list[Tensor]:
         return [self.rows.sent(column, call) for column in columns]
 
-    @property
-    def _tells_later(self) -> bool:
-        """Whether the core may hear of appended rows later: nothing there listens, and it need not place them."""
-        lasting = len(self.indexes) == len(self.rows.trees) and not self.indexes.tables
-        return self.lanes == 1 and self.rows.ring and lasting and not self._copies and not self.bare.limited
-
     def _append(self, plan: WritePlan, lane: int, columns: list[Tensor], n: int) -> Write:
         rows, length = self.rows, self.lane_length
         if rows.capturing:
             return self._append_captured(columns, n)
         if rows.captured:
             self._settle()
-        later = self._tells_later
+        # The core may hear of rows later where nothing there listens, and it need not place them.
+        lasting = len(self.indexes) == len(rows.trees) and not self.indexes.tables
+        later = self.lanes == 1 and rows.ring and lasting and not self._copies and not self.bare.limited
         position, first = self.bare.next_position(lane) + rows.pending, self.bare.next_ticket + rows.pending
         if later:
             write = Write((position + torch.arange(n, device="cpu")) % length, first)
