@@ -94,22 +94,22 @@ class Access(NamedTuple):
     """Addresses of servers, and how they are reached: all that a pickled buffer takes along. It holds no secret."""
 
     addresses: tuple[protocol.Address, ...]
+    #: The path of the file.
     token: str | None
-    """The path of the file."""
+    #: The paths of certificates that sign theirs; empty: those of the system.
     root_certificates: tuple[str, ...]
-    """The paths of certificates that sign theirs; empty: those of the system."""
+    #: For how long servers that are gone are looked for.
     patience_s: float
-    """For how long servers that are gone are looked for."""
+    #: What a write does that has no credits; None: writes wait for their acknowledgement.
     full: Full | None = None
-    """What a write does that has no credits; None: writes wait for their acknowledgement."""
+    #: Whether draws, numbers and priorities wait for no server that does not answer at once: other stores go on. Writes do.
     hurried: bool = False
-    """Whether draws, numbers and priorities wait for no server that does not answer at once: other stores go on. Writes do."""
+    #: The paths of the client's certificate and its key.
     own_certificate: tuple[str, str] | None = None
-    """The paths of the client's certificate and its key."""
+    #: By which rows are compressed on their way.
     compression: str | None = None
-    """By which rows are compressed on their way."""
+    #: Where the addresses of a fleet are listed; None: they do not change.
     members: MemberList | None = None
-    """Where the addresses of a fleet are listed; None: they do not change."""
 
     @property
     def reached(self) -> Access:
@@ -468,10 +468,10 @@ class Message(NamedTuple):
     """A message to a server."""
 
     command: bytes
+    #: A record batch, or None.
     rows: pa.RecordBatch | None = None
-    """A record batch, or None."""
+    #: Whether it is sent once more where its server is gone before it answered.
     again: bool = True
-    """Whether it is sent once more where its server is gone before it answered."""
 
 
 class Answer(NamedTuple):
@@ -479,8 +479,8 @@ class Answer(NamedTuple):
 
     metadata: bytes
     rows: pa.RecordBatch
+    #: Of the rows.
     columns: list[wire.Column]
-    """Of the rows."""
 
 
 class Exchange:

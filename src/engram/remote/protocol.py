@@ -26,13 +26,13 @@ _MAX_TOKEN = 4096
 class Address(NamedTuple):
     """The address of one server."""
 
+    #: ``unix``, ``grpc`` (TCP) or ``grpc+tls``.
     scheme: str
-    """``unix``, ``grpc`` (TCP) or ``grpc+tls``."""
+    #: Of a Unix socket: its path.
     host: str
-    """Of a Unix socket: its path."""
     port: int = 0
+    #: The name that its certificate has, if that is not the host.
     certified: str = ""
-    """The name that its certificate has, if that is not the host."""
 
     @property
     def uri(self) -> str:
@@ -163,22 +163,22 @@ def check_fits(what: str, rows: int, row_bytes: int, verb: str) -> None:
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="do", tag="sample"):
     """Command to draw a batch for each key. The answer is one message with all their rows."""
 
+    #: Of each batch.
     rows: int
-    """Of each batch."""
+    #: 64 bits for each batch, from which its draw follows.
     keys: list[int]
-    """64 bits for each batch, from which its draw follows."""
+    #: So many rows of each batch, which other stores draw the rest of: then its masses come back.
     parts: list[int] = []
-    """So many rows of each batch, which other stores draw the rest of: then its masses come back."""
+    #: Of parts without replacement: those of this epoch alone. 0: of the one that goes on.
     epoch: int = 0
-    """Of parts without replacement: those of this epoch alone. 0: of the one that goes on."""
+    #: And where none goes on, the next one begins if this was the last; 0: none was.
     ended: int = 0
-    """And where none goes on, the next one begins if this was the last; 0: none was."""
+    #: As many rows as have so many tokens, ``rows`` at most, 0: any number; 0: so many rows.
     max_tokens: Number = 0
-    """As many rows as have so many tokens, ``rows`` at most, 0: any number; 0: so many rows."""
+    #: Path of the field whose items count; empty: of each row those of the longest one.
     tokens_of: list[str] = []
-    """Path of the field whose items count; empty: of each row those of the longest one."""
+    #: Rows are padded, and the padding counts: what divides their length. 0: they are not.
     multiple: Number = 0
-    """Rows are padded, and the padding counts: what divides their length. 0: they are not."""
 
 
 class Prioritize(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="prioritize"):
@@ -194,10 +194,10 @@ class Append(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     """
 
     writer: UUID | None = None
+    #: Of the message's first request, from 1 on. Those of further lanes follow, in the order of the lanes' numbers: eight at most.
     number: Number = 0
-    """Of the message's first request, from 1 on. Those of further lanes follow, in the order of the lanes' numbers: eight at most."""
+    #: For lanes beyond eight: the same of the next eight, which are requests of the next name (the UUID plus 1), and so on.
     more: list[Number] = []
-    """For lanes beyond eight: the same of the next eight, which are requests of the next name (the UUID plus 1), and so on."""
 
     def names(self) -> list[tuple[UUID, int]]:
         """The names of the writers whose requests these are, and the number of the first one of each."""
@@ -248,8 +248,8 @@ class CanSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Make(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Command to make the store, if there is none: ``{}``. The first one decides what rows are. It may be as long as a schema."""
 
+    #: ``store.json``. Rows and lanes are the server's.
     schema: str
-    """``store.json``. Rows and lanes are the server's."""
 
 
 class CanRemove(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -281,19 +281,19 @@ class Limit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tolerance: Annotated[float, msgspec.Meta(ge=0)]
     min_size: Number
     in_flight: Number
+    #: The number of these limits.
     fleet: Annotated[int, msgspec.Meta(ge=1, le=1 << 62)]
-    """The number of these limits."""
+    #: For how many stores they are set.
     stores: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
-    """For how many stores they are set."""
+    #: Where this one's part of the level begins.
     level: float
-    """Where this one's part of the level begins."""
 
 
 class Version(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Command to say up to which policy version the consumer has come, behind this: a number. Raises where the sampler has none."""
 
+    #: Raise it to this one, if it is smaller.
     at_least: Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)] | None = None
-    """Raise it to this one, if it is smaller."""
 
 
 class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -306,13 +306,13 @@ class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
         "index_keys", "rows_of", "rows_with", "update_if_present",
         "open_row", "unsealed", "resume", "show", "append", "seal", "discard",
     ]  # fmt: skip
+    #: Of the text of the arguments.
     length: Number
-    """Of the text of the arguments."""
+    #: Of a row that grows; ``times``: how often it was taken before, and for it.
     slot: Number = 0
-    """Of a row that grows; ``times``: how often it was taken before, and for it."""
     times: Number = 0
+    #: A random name of the client that has the row: only its calls change it.
     holder: UUID | None = None
-    """A random name of the client that has the row: only its calls change it."""
 
 
 #: Actions by name.
@@ -337,20 +337,20 @@ STREAMS: Mapping[Stream, object] = {"learn": Sample | Prioritize, "write": Appen
 class Mass(msgspec.Struct, frozen=True, array_like=True):
     """The masses of a store at the moment when a part of a batch was drawn from it."""
 
+    #: What draws over several stores choose it by: live rows, the sum of its priorities, trajectories, the rest of an epoch.
     total: float
-    """What draws over several stores choose it by: live rows, the sum of its priorities, trajectories, the rest of an epoch."""
+    #: The smallest priority above zero, raised to alpha, which its weights are over.
     least: float
-    """The smallest priority above zero, raised to alpha, which its weights are over."""
+    #: Live rows.
     live: int
-    """Live rows."""
+    #: Exponent of the weights.
     beta: float
-    """Exponent of the weights."""
+    #: Key of the newest epoch; 0: there was none.
     epoch: int
-    """Key of the newest epoch; 0: there was none."""
+    #: Whether something is left of it.
     goes_on: bool
-    """Whether something is left of it."""
+    #: Weights are to be over the largest of the batch. Those of a part, and ``least``, are over the smallest priority of the part.
     over_batch: bool = False
-    """Weights are to be over the largest of the batch. Those of a part, and ``least``, are over the smallest priority of the part."""
 
 
 class Served(msgspec.Struct, frozen=True):
@@ -358,35 +358,35 @@ class Served(msgspec.Struct, frozen=True):
 
     protocol: int
     engram: str
+    #: Equal for all servers of one store.
     store: str
-    """Equal for all servers of one store."""
+    #: ``store.json``; empty: there is no store yet, and the first write makes it.
     schema: str
-    """``store.json``; empty: there is no store yet, and the first write makes it."""
+    #: What the store notes of its buffer: class, sampler, writer, batch size …
     recipe: dict[str, object]
-    """What the store notes of its buffer: class, sampler, writer, batch size …"""
     sampler: str
     writer: str
+    #: Names of :class:`Traits` that hold.
     traits_of_sampler: list[str]
-    """Names of :class:`Traits` that hold."""
     traits_of_writer: list[str]
     computed_keys: list[tuple[list[str], bool]]
     requested_size: int
+    #: Rows that are drawn together, steps of a window or 1, and how many of a batch size they are.
     together: tuple[int, int] = (1, 1)
-    """Rows that are drawn together, steps of a window or 1, and how many of a batch size they are."""
+    #: After how many draws a row is used up; None: never.
     draws_of_a_row: int | None = None
-    """After how many draws a row is used up; None: never."""
+    #: Why batches cannot have rows of other stores, too; empty: they can.
     alone: str = "its server is of an older engram"
-    """Why batches cannot have rows of other stores, too; empty: they can."""
+    #: Of a store that is to be made.
     lanes: int = 1
-    """Of a store that is to be made."""
+    #: Whether it has limits of its own now; None: the server is of an older engram, whose answers do not tell them.
     limited: bool | None = None
-    """Whether it has limits of its own now; None: the server is of an older engram, whose answers do not tell them."""
+    #: How it compresses columns, where a client asks for it.
     compressions: tuple[str | None, ...] = (None,)
-    """How it compresses columns, where a client asks for it."""
+    #: Which one this client is of those that are connected; 0: it is the only one.
     participant: int = 0
-    """Which one this client is of those that are connected; 0: it is the only one."""
+    #: 1: it knows :class:`Call`, and batches by tokens. 0: it is of an older engram.
     level: int = 0
-    """1: it knows :class:`Call`, and batches by tokens. 0: it is of an older engram."""
 
 
 class State(msgspec.Struct, frozen=True):
@@ -395,46 +395,46 @@ class State(msgspec.Struct, frozen=True):
     size: int
     write_count: int
     counters: dict[str, int | float]
+    #: As :class:`Rules`.
     limit: tuple[float, float, int, int]
-    """As :class:`Rules`."""
     limit_counts: dict[str, float]
+    #: None: batches cannot have rows of other stores, or there is nothing to draw.
     mass: Mass | None = None
-    """None: batches cannot have rows of other stores, or there is nothing to draw."""
+    #: Clients that write through this server.
     writers: int = 0
-    """Clients that write through this server."""
     fleet: tuple[int, int] = (0, 0)
     """The number of the limits of several stores that these are a part of, and how many stores; zeros: of this one alone. No stores: the
     counts began again here since."""
+    #: How many fields rows have; 0: the server is of an older engram, which shows those that it began with.
     fields: int = 0
-    """How many fields rows have; 0: the server is of an older engram, which shows those that it began with."""
 
 
 class Removed(msgspec.Struct, frozen=True):
     """The result of a removal."""
 
+    #: How many had the tickets, and are void now.
     removed: int
-    """How many had the tickets, and are void now."""
 
 
 class Sampled(msgspec.Struct, frozen=True, omit_defaults=True):
     """The description of a message of batches, beside its rows."""
 
+    #: The shape of each batch's rows.
     sizes: list[list[int]]
-    """The shape of each batch's rows."""
+    #: An epoch ended with the last of them.
     last: bool
-    """An epoch ended with the last of them."""
+    #: Of each batch, if they are parts.
     masses: list[Mass] = []
-    """Of each batch, if they are parts."""
+    #: As of :class:`Written`.
     limits: int = 0
-    """As of :class:`Written`."""
 
 
 class Written(msgspec.Struct, frozen=True, omit_defaults=True):
     """What an answer says beside the numbers of rows that were written."""
 
     ok: int
+    #: Number of the limits of several stores that hold now; 0: there are none; -1: the store has limits of its own.
     limits: int = 0
-    """Number of the limits of several stores that hold now; 0: there are none; -1: the store has limits of its own."""
 
 
 def decoded(kind: object, raw: bytes, call: str) -> msgspec.Struct:

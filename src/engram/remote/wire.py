@@ -36,10 +36,10 @@ class Column(NamedTuple):
 
     name: str
     dtype: str
+    #: Of one row; of an item, where rows have any number of them.
     shape: tuple[int, ...]
-    """Of one row; of an item, where rows have any number of them."""
+    #: Whether they have.
     ragged: bool = False
-    """Whether they have."""
 
     @property
     def nbytes(self) -> int:
@@ -267,8 +267,8 @@ class _ItemsOf(NamedTuple):
 
     raw: pa.Buffer
     layout: Layout
+    #: int64 ``[rows + 1]``.
     offsets: Tensor
-    """int64 ``[rows + 1]``."""
 
     @classmethod
     def array(cls, column: Column, array: pa.Array) -> _ItemsOf:

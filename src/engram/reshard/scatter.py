@@ -38,12 +38,12 @@ class Extents(NamedTuple):
     All int64 ``[K]`` and contiguous.
     """
 
+    #: Row of the source.
     first: NDArray[np.int64]
-    """Row of the source."""
+    #: Row of the target.
     target: NDArray[np.int64]
-    """Row of the target."""
+    #: How many.
     rows: NDArray[np.int64]
-    """How many."""
 
     def near(self, begin: int, end: int) -> Extents:
         """Those with rows in ``[begin, end)`` of the source."""
@@ -279,8 +279,8 @@ class MovedRows(NamedTuple):
     """Rows of one shard, and where they go."""
 
     items: PartItems
+    #: int64 ``[n]``: the row of the target for each of the shard, -1 where it is left out.
     target: Tensor
-    """int64 ``[n]``: the row of the target for each of the shard, -1 where it is left out."""
 
 
 class MovedItems:

@@ -64,8 +64,8 @@ class Parent(NamedTuple):
     """The same part of an older checkpoint."""
 
     reader: PartReader
+    #: Its ticket numbers, by row.
     numbers: NDArray[np.int64]
-    """Its ticket numbers, by row."""
 
 
 class _LaneRows(NamedTuple):
@@ -74,8 +74,8 @@ class _LaneRows(NamedTuple):
     group: RaggedGroup
     lane: int
     rows: NDArray[np.int64]
+    #: Their offsets, as they are saved.
     first: NDArray[np.int64]
-    """Their offsets, as they are saved."""
     end: NDArray[np.int64]
 
     @property

@@ -165,14 +165,14 @@ _RUN_PIECE = 1 << 18
 class Marks(NamedTuple):
     """Marks of ``n`` rows that say where trajectories begin and end. None: no field says it."""
 
+    #: ``[n, words]``: of another trajectory where other words stand.
     ids: NDArray[np.signedinteger] | None = None
-    """``[n, words]``: of another trajectory where other words stand."""
+    #: ``[n]``: the last step of its trajectory.
     ends: NDArray[np.bool_] | None = None
-    """``[n]``: the last step of its trajectory."""
+    #: ``[n]``: the last step because the trajectory was cut short.
     cut: NDArray[np.bool_] | None = None
-    """``[n]``: the last step because the trajectory was cut short."""
+    #: ``[n]``: the first step of its trajectory.
     starts: NDArray[np.bool_] | None = None
-    """``[n]``: the first step of its trajectory."""
 
 
 def find_runs(

@@ -190,11 +190,11 @@ class ShardSaver:
 class Place(NamedTuple):
     """The place of a shard among those of its buffer."""
 
+    #: 32 hexadecimal digits, by which an actor that takes the place of another one finds temporary rows.
     maker: str
-    """32 hexadecimal digits, by which an actor that takes the place of another one finds temporary rows."""
     number: int
+    #: How many shards there are.
     of: int
-    """How many shards there are."""
 
     def folder(self, scratch_dir: str | None) -> Path:
         """Of the rows, in that of all shards; None: a temporary one."""

@@ -403,8 +403,8 @@ class Listening(NamedTuple):
     address: protocol.Address
     token: bytes
     tls: tuple[bytes, bytes] | None
+    #: Certificates that sign those of clients, PEM; empty: clients need none.
     clients: bytes = b""
-    """Certificates that sign those of clients, PEM; empty: clients need none."""
 
     def __repr__(self) -> str:
         return f"Listening({self.address})"

@@ -174,12 +174,12 @@ class Batches(NamedTuple):
 class _Drawn(NamedTuple):
     """A batch."""
 
+    #: Of its rows.
     shape: torch.Size
-    """Of its rows."""
+    #: What the draw adds to the fields and the rows' numbers.
     entries: tuple[Entry, ...]
-    """What the draw adds to the fields and the rows' numbers."""
+    #: Flat, ``[n, ...]``.
     tensors: list[Tensor]
-    """Flat, ``[n, ...]``."""
 
 
 class Service:

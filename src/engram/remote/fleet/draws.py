@@ -40,8 +40,8 @@ class _Part(NamedTuple):
     shard: Shard
     places: NDArray[np.int64]
     drawn: Drawn
+    #: Of its weights. Where these are to be over the batch's largest: how likely its least likely row was, until all parts are there.
     factor: float
-    """Of its weights. Where these are to be over the batch's largest: how likely its least likely row was, until all parts are there."""
 
 
 class _Batch:

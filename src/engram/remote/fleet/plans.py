@@ -37,8 +37,8 @@ class Share(NamedTuple, Generic[M, Rows]):
     """The rows of a call that are of one member."""
 
     member: M
+    #: Where they are among the rows of the call, int64 ``[k]``.
     at: Tensor
-    """Where they are among the rows of the call, int64 ``[k]``."""
     rows: Rows
 
     def of(self, values: Tensor | None) -> Tensor | None:

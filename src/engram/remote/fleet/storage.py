@@ -575,18 +575,18 @@ _KINDS: dict[str, Callable[[protocol.Served], object]] = {
 class AwaitedFleet(NamedTuple):
     """A fleet of shards, some of whose stores may not exist yet."""
 
+    #: In the order of their numbers.
     shards: Sequence[Awaited]
-    """In the order of their numbers."""
+    #: The same, which are waited for as long as it takes to make stores.
     makers: Sequence[Awaited]
-    """The same, which are waited for as long as it takes to make stores."""
+    #: What happens to one that does not answer: see ``ReplayBuffer.connect``.
     missing: Missing
-    """What happens to one that does not answer: see ``ReplayBuffer.connect``."""
+    #: The number of the store that draws all batches, which was checked; None: all draw.
     stratum: int | None
-    """The number of the store that draws all batches, which was checked; None: all draw."""
+    #: A number that is another one for each client that writes.
     turn: Turn
-    """A number that is another one for each client that writes."""
+    #: Finds stores that are listed later.
     joining: Joining | None = None
-    """Finds stores that are listed later."""
 
     @property
     def number(self) -> int:
