@@ -68,11 +68,10 @@ class Calls:
         return tuple(self._rb.rows_of(keys))
 
     def _rows_with(self, _: protocol.Call, keys: object) -> tuple[Tensor, ...]:
-        """All rows with one of these keys, each once."""
-        once = [*dict.fromkeys(keys)] if isinstance(keys, list) else torch.unique(torch.as_tensor(keys).ravel())
+        """All rows with one of these keys."""
         found = self._rb.storage.keyed("remove")
         assert found is not None  # rows were written
-        return found.all(once, "remove")
+        return found.all(keys, "remove")
 
     def _update_if_present(self, _: protocol.Call, **given: object) -> tuple[Tensor | None, ...]:
         done = self._rb.update_if_present(**given)  # type: ignore[arg-type] # it checks them
