@@ -440,6 +440,25 @@ def test_a_row_of_a_client_that_died_is_abandoned_and_resumed_once(served, monke
     assert len(rb) == ROWS + 1
 
 
+def test_items_of_another_client_are_not_taken_for_ones_that_were_sent_again(tmp_path):
+    folder = tmp_path / "store"
+    with made(folder) as rb, interrupted(folder, rb) as proxy:
+        first, other = (ReplayBuffer.connect(f"unix:{folder}.sock") for _ in range(2))
+        with first, other:
+            row = first.open_row(uid=1)
+            row.append(tokens=[1])
+            proxy.killed()
+            (resumed,) = other.unsealed()
+            resumed.resume().append(tokens=[2])
+            proxy.killed()
+            with pytest.raises(RuntimeError, match="'tokens': expected 1 items, as this client left them, got 2"):
+                row.append(tokens=[3, 4])
+            (shown,) = rb.unsealed()
+            assert shown.lengths["tokens"] == 2
+            row.resume().append(tokens=[3, 4])
+            assert rb[row.seal(reward=0.0)]["tokens"].tolist() == [1, 2, 3, 4]
+
+
 def test_a_client_that_was_silent_goes_on_unless_another_one_has_resumed(served, monkeypatch):
     rb, address = served
     with ReplayBuffer.connect(address) as remote, ReplayBuffer.connect(address) as other:

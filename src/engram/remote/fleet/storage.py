@@ -355,7 +355,7 @@ class FleetStorage(ServedStorage):
         numbers = expected.new_full((n,), -1)
         for share in self._shares(rows.reshape(-1)):
             own = {key: _some(value, share.at) for key, value in patch.items()}
-            mine = {"generation": share.of(expected.reshape(-1)), "patch": own}
+            mine: dict[str, object] = {"generation": share.of(expected.reshape(-1)), "patch": own}
             mine |= {"version": _some(versions, share.at)} if several else {}
             with self.members.needing(share.member, "update_if_present: rows of other stores may be written."):
                 done = share.member.storage.update(share.rows, {**given, **mine})
