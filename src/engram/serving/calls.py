@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from engram.buffer import ReplayBuffer
     from engram.buffer.growing import Fields, Key, OpenRow, ShownRow
+    from engram.storages import TensorStorage
 
 #: A row that grows is abandoned when its client was not heard of for so long.
 LEASE_S = 60.0
@@ -152,7 +153,8 @@ class Calls:
 
         Raises ``RuntimeError``: others have appended since.
         """
-        given, structure, done = paths_of(data, {}, row.groups, "append"), self._rb.storage.written(), set()
+        given, done = paths_of(data, {}, row.groups, "append"), set()
+        structure = cast("TensorStorage", self._rb.storage).written()
         for group, (key, n) in enumerate(row.lengths.items()):
             before, its = lengths.get(key, 0), [it for it in given if row.groups.get(it) == group]
             if n == before:
