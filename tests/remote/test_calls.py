@@ -5,6 +5,7 @@ import json
 import threading
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from pyarrow import flight
@@ -145,6 +146,40 @@ def test_keys_may_be_texts(tmp_path):
             assert remote.rows_of(["prompt 4", "prompt", "prompt 9"]).rows.tolist() == [4, -1, 9]
 
 
+def test_rows_are_removed_by_texts_of_every_form(tmp_path):
+    nine, four = list(b"prompt 9"), list(b"prompt 4")
+    forms = (
+        ("prompt 4", 1),
+        (b"prompt 4", 1),
+        (("prompt 9", "prompt 4"), 2),
+        (["prompt 4", "prompt 4"], 1),
+        (np.array(["prompt 9", "prompt 4"]), 2),
+        (torch.tensor(four, dtype=torch.uint8), 1),
+        (torch.tensor([nine, four], dtype=torch.uint8), 2),
+    )
+    with made(tmp_path / "store") as rb, served_here(rb, tmp_path / "store") as address:
+        rb.index_keys("prompt")
+        with ReplayBuffer.connect(address) as remote:
+            for keys, n in forms:
+                assert remote.rows_of(keys).rows[-1] == remote.rows_of("prompt 4").rows, keys
+                assert remote.remove(keys=keys) == n, keys
+                assert remote.rows_of(["prompt 4"]).rows.tolist() == [-1]
+                assert len(rb) == ROWS - n
+                rb.empty()
+                rb.extend(rows(0, ROWS))
+
+
+def test_a_text_is_no_set_of_bytes(tmp_path):
+    uids = torch.tensor([list(b"ab"), list(b"ba"), list(b"aa")], dtype=torch.uint8)
+    storage = LazyMemmapStorage(9, scratch_dir=tmp_path / "other")
+    with ReplayBuffer(storage=storage, batch_size=1) as rb:
+        rb.extend({"uid": uids})
+        rb.index_keys("uid")
+        with served_here(rb, tmp_path / "other") as address, ReplayBuffer.connect(address) as remote:
+            assert remote.remove(keys=uids[1:2]) == 1
+            assert rb["uid"].tolist() == [list(b"ab"), list(b"aa")]
+
+
 def test_rows_that_were_found_are_updated_unless_they_were_written_since(served):
     rb, address = served
     rb.index_keys("uid")
@@ -206,6 +241,55 @@ def test_a_fleet_says_whose_row_it_is(tmp_path):
         here = buffers[number >> 48]
         assert here[number & (1 << 48) - 1]["tokens"].tolist() == [1, 2]
         assert fleet.rows_of(500).rows.tolist() == [number]
+
+
+def test_an_update_of_a_fleet_is_laid_out_as_one_of_a_store(tmp_path):
+    folders = [tmp_path / "a", tmp_path / "b"]
+    with contextlib.ExitStack() as opened:
+        buffers = [opened.enter_context(made(folder, 100 * k)) for k, folder in enumerate(folders)]
+        for rb, folder in zip(buffers, folders, strict=True):
+            rb.index_keys("uid")
+            opened.enter_context(served_here(rb, folder))
+        fleet = opened.enter_context(ReplayBuffer.connect([f"unix:{folder}.sock" for folder in folders]))
+        found = fleet.rows_of([103, 4, 5, 104])
+        index, generation = found.rows, found.generations
+
+        def rewards():
+            return [float(rb[row]["reward"]) for rb, row in zip(buffers * 2, (4, 3, 5, 4), strict=True)]
+
+        for n, value in enumerate((np.arange(4, dtype=np.float32), torch.arange(4.0), [0.0, 1.0, 2.0, 3.0])):
+            patch = {"reward": value + n if n < 2 else value}
+            assert fleet.update_if_present(index=index, generation=generation, patch=patch).updated_count == 4
+            assert rewards() == [1 + n % 2, n % 2, 2 + n % 2, 3 + n % 2]
+        patch = {"reward": torch.tensor([[5.0, 6.0], [7.0, 8.0]])}
+        done = fleet.update_if_present(index=index.view(2, 2), generation=generation.view(2, 2), patch=patch)
+        assert done.updated.tolist() == [[True, True], [True, True]]
+        assert rewards() == [6.0, 5.0, 7.0, 8.0]
+        for wrong in (
+            {"patch": {"reward": torch.zeros(2)}},
+            {"patch": {"reward": [0.0, 0.0]}},
+            {"patch": {"reward": torch.zeros(4)}, "generation": generation[:2]},
+            {"patch": {"uid": torch.arange(4)}, "version_key": "reward", "version": [9.0, 9.0]},
+        ):
+            with pytest.raises(ValueError, match="update_if_present: "):
+                fleet.update_if_present(**{"index": index, "generation": generation, **wrong})
+        assert rewards() == [6.0, 5.0, 7.0, 8.0]
+        for version in (np.array([9, 9, 1, 9], dtype=np.float32), (9.0, 9.0, 1.0, 9.0)):
+            done = fleet.update_if_present(
+                index=index,
+                generation=generation,
+                patch={"uid": torch.tensor([103, 4, 5, 104])},
+                version_key="reward",
+                version=version,
+            )
+        assert done.version_rejected.tolist() == [False, False, True, False]  # an equal version wins
+        assert rewards() == [9.0, 9.0, 7.0, 9.0]
+        done = fleet.update_if_present(
+            index=index, generation=generation, patch={}, version_key="reward", version=torch.tensor([20.0])
+        )
+        assert rewards() == [20.0] * 4
+        none = torch.empty(0, dtype=torch.int64)
+        assert len(fleet.update_if_present(index=none, generation=none, patch={"reward": torch.zeros(0)})) == 0
 
 
 @pytest.mark.parametrize("fault", [*FAULTS, *KILLS])
@@ -354,6 +438,25 @@ def test_a_row_of_a_client_that_died_is_abandoned_and_resumed_once(served, monke
         number = row.seal(reward=1.0)
     assert rb[number]["tokens"].tolist() == [1, 2, 3, 4]
     assert len(rb) == ROWS + 1
+
+
+def test_items_of_another_client_are_not_taken_for_ones_that_were_sent_again(tmp_path):
+    folder = tmp_path / "store"
+    with made(folder) as rb, interrupted(folder, rb) as proxy:
+        first, other = (ReplayBuffer.connect(f"unix:{folder}.sock") for _ in range(2))
+        with first, other:
+            row = first.open_row(uid=1)
+            row.append(tokens=[1])
+            proxy.killed()
+            (resumed,) = other.unsealed()
+            resumed.resume().append(tokens=[2])
+            proxy.killed()
+            with pytest.raises(RuntimeError, match="'tokens': expected 1 items, as this client left them, got 2"):
+                row.append(tokens=[3, 4])
+            (shown,) = rb.unsealed()
+            assert shown.lengths["tokens"] == 2
+            row.resume().append(tokens=[3, 4])
+            assert rb[row.seal(reward=0.0)]["tokens"].tolist() == [1, 2, 3, 4]
 
 
 def test_a_client_that_was_silent_goes_on_unless_another_one_has_resumed(served, monkeypatch):

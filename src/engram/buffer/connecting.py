@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack, cast
 
+import numpy as np
 import torch
 
 from engram._support import fork
@@ -442,6 +443,12 @@ class RequestsUnderWay:
             self._lock.release()
 
 
+def _listed(keys: object) -> object:
+    """Keys as a server takes them."""
+    texts = isinstance(keys, np.ndarray) and keys.dtype.kind in "USO"
+    return np.ravel(keys).tolist() if texts or isinstance(keys, range) else keys  # type: ignore[call-overload]
+
+
 class ConnectedRowAccess(RowAccess):
     """Rows by number are refused. Trajectories end on the server."""
 
@@ -455,7 +462,7 @@ class ConnectedRowAccess(RowAccess):
 
     def rows_of(self, keys: object) -> KeyedRows:
         """Of several stores that have a key, the first: the numbers of their writes say nothing of each other."""
-        (rows, generations), *others = self._wiring.storage.call_each("rows_of", {"keys": keys})
+        (rows, generations), *others = self._wiring.storage.call_each("rows_of", {"keys": _listed(keys)})
         for more, theirs in others:
             generations, rows = generations.where(rows >= 0, theirs), rows.where(rows >= 0, more)
         return KeyedRows(rows, generations)
@@ -464,7 +471,7 @@ class ConnectedRowAccess(RowAccess):
         if keys is None or rows is not None or generation is not None:
             return super().remove(rows, generation, keys)
         self._check_editable("remove")
-        found = self._wiring.storage.call_each("rows_with", {"keys": keys})
+        found = self._wiring.storage.call_each("rows_with", {"keys": _listed(keys)})
         rows, generations = map(torch.cat, zip(*found, strict=True))
         return super().remove(rows, generations, None)
 
@@ -475,7 +482,10 @@ class ConnectedRowAccess(RowAccess):
         rows, expected = whole("index", self._wiring.rows_named(index)), whole("generation", generation)
         given = {
             "generation": expected,
-            "patch": dict(entries_of_patch(patch)),
+            "patch": {
+                key: [*it.unbind()] if isinstance(it, torch.Tensor) and it.is_nested else it
+                for key, it in entries_of_patch(patch)
+            },
             "version_key": version_key,
             "version": version,
         }

@@ -153,7 +153,9 @@ class FieldUpdates:
         numbers = numbers.reshape(batch)
         place = self._wiring.on_device
         return ConditionalUpdateResult(
-            updated=place(torch.from_numpy(numbers.numpy() >= 0)), version_rejected=rejected, generation=place(numbers)
+            updated=place(torch.from_numpy(np.asarray(numbers.numpy() >= 0))),
+            version_rejected=rejected,
+            generation=place(numbers),
         )
 
     def _newer(

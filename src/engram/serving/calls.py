@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from engram.buffer import ReplayBuffer
     from engram.buffer.growing import Fields, Key, OpenRow, ShownRow
+    from engram.storages import TensorStorage
 
 #: A row that grows is abandoned when its client was not heard of for so long.
 LEASE_S = 60.0
@@ -68,11 +69,10 @@ class Calls:
         return tuple(self._rb.rows_of(keys))
 
     def _rows_with(self, _: protocol.Call, keys: object) -> tuple[Tensor, ...]:
-        """All rows with one of these keys, each once."""
-        once = [*dict.fromkeys(keys)] if isinstance(keys, list) else torch.unique(torch.as_tensor(keys).ravel())
+        """All rows with one of these keys."""
         found = self._rb.storage.keyed("remove")
         assert found is not None  # rows were written
-        return found.all(once, "remove")
+        return found.all(keys, "remove")
 
     def _update_if_present(self, _: protocol.Call, **given: object) -> tuple[Tensor | None, ...]:
         done = self._rb.update_if_present(**given)  # type: ignore[arg-type] # it checks them
@@ -95,13 +95,13 @@ class Calls:
 
     def _append(self, command: protocol.Call, lengths: dict[Key, int], data: Fields) -> dict[Key, int]:
         row = self._mine(command)
-        row.append(_missing(row, lengths, data))
+        row.append(self._missing(row, lengths, data))
         return row.lengths
 
     def _seal(self, command: protocol.Call, lengths: dict[Key, int], data: Fields, lane: int) -> int:
         row = self._mine(command)
         row._lane = lane  # noqa: SLF001 - of a server that has ended the lane is not known
-        return row.seal(_missing(row, lengths, data), timeout=0)
+        return row.seal(self._missing(row, lengths, data), timeout=0)
 
     def _discard(self, command: protocol.Call, **_: object) -> None:
         self._mine(command).discard()
@@ -148,9 +148,22 @@ class Calls:
     def _shown(self, row: OpenRow) -> ShownRow:
         return (*row.place, row.lengths, row.is_abandoned or self._is_late(row))
 
+    def _missing(self, row: OpenRow, lengths: dict[Key, int], data: Fields) -> dict[tuple[str, ...], object]:
+        """What is not there yet, where a message came again. ``lengths``: before. Fields of one length have all of its items, or none.
 
-def _missing(row: OpenRow, lengths: dict[Key, int], data: Fields) -> dict[tuple[str, ...], object]:
-    """What is not there yet, where a message came again. ``lengths``: before. Fields of one length have all of its items, or none."""
-    done = {group for group, (key, n) in enumerate(row.lengths.items()) if n != lengths.get(key)}
-    given = paths_of(data, {}, row.groups, "append")
-    return {key: value for key, value in given.items() if row.groups.get(key) not in done}
+        Raises ``RuntimeError``: others have appended since.
+        """
+        given, done = paths_of(data, {}, row.groups, "append"), set()
+        structure = cast("TensorStorage", self._rb.storage).written()
+        for group, (key, n) in enumerate(row.lengths.items()):
+            before, its = lengths.get(key, 0), [it for it in given if row.groups.get(it) == group]
+            if n == before:
+                continue
+            each = {len(structure.items_in(structure.field_of(it, "append"), given[it], "append")) for it in its}
+            if each != {n - before}:
+                raise RuntimeError(
+                    f"append: {key!r}: expected {before} items, as this client left them, got {n}. Another one has resumed the row since: "
+                    "resume it again, or open another."
+                )
+            done.add(group)
+        return {key: value for key, value in given.items() if row.groups.get(key) not in done}

@@ -10,9 +10,10 @@ import time
 from collections import deque
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,13 +59,25 @@ def random_turn() -> int:
     return random.getrandbits(48)
 
 
-def _some(value: object, at: Tensor, n: int) -> object:
-    """The part of an argument that is of some of ``n`` rows: of each entry of a patch, or of one number for each row."""
-    if isinstance(value, dict):
-        return {key: _some(one, at, n) for key, one in value.items()}
-    if isinstance(value, list) and len(value) == n:
-        return [value[i] for i in at.tolist()]
-    return value[at] if isinstance(value, Tensor) and value.shape[:1] == (n,) else value
+def _flat(what: object, value: object, batch: torch.Size) -> object:
+    """Values of rows ``[*batch]`` in one dimension; what no server takes as it is. Raises ``ValueError``: they are of other rows."""
+    if not isinstance(value, list | tuple | np.ndarray | Tensor):
+        return value
+    of_lists = isinstance(value, list | tuple) and len(batch) == 1
+    values = [*value] if of_lists else torch.as_tensor(value)
+    shape = values.shape[: len(batch)] if isinstance(values, Tensor) else (len(values),)
+    if shape != batch:
+        raise ValueError(
+            f"update_if_present: {what}: expected values of rows {list(batch)}, got {list(shape)}. Nothing is written."
+        )
+    return values.reshape(batch.numel(), *values.shape[len(batch) :]) if isinstance(values, Tensor) else values
+
+
+def _some(values: object, at: Tensor) -> object:
+    """Those of some rows."""
+    if isinstance(values, list):
+        return [values[i] for i in at.tolist()]
+    return values[at] if isinstance(values, Tensor) else values
 
 
 class FleetStorage(ServedStorage):
@@ -323,15 +336,26 @@ class FleetStorage(ServedStorage):
 
     def update(self, rows: Tensor, given: Mapping[str, object]) -> tuple[Tensor | None, ...]:
         self.check_rows(rows, "update_if_present")
-        wholes = (*torch.zeros((2, len(rows)), dtype=torch.bool, device="cpu"), torch.full_like(rows, -1))
-        for share in self._shares(rows):
+        expected, version = cast("Tensor", given["generation"]), given["version"]
+        batch, n = expected.shape, rows.numel()
+        if n != batch.numel():
+            raise ValueError(f"update_if_present: expected one generation per row, got {batch.numel()} for {n} rows.")
+        patch = {key: _flat(key, it, batch) for key, it in cast("dict[object, object]", given["patch"]).items()}
+        several = isinstance(version, list | tuple | np.ndarray | Tensor) and torch.as_tensor(version).numel() != 1
+        versions = _flat("version", version, batch) if several else None
+        updated, rejected = expected.new_zeros((2, n), dtype=torch.bool)
+        numbers = expected.new_full((n,), -1)
+        for share in self._shares(rows.reshape(-1)):
+            own = {key: _some(value, share.at) for key, value in patch.items()}
+            mine: dict[str, object] = {"generation": share.of(expected.reshape(-1)), "patch": own}
+            mine |= {"version": _some(versions, share.at)} if several else {}
             with self.members.needing(share.member, "update_if_present: rows of other stores may be written."):
-                own = {k: _some(v, share.at, len(rows)) for k, v in given.items()}
-                done = share.member.storage.update(share.rows, own)
-            for whole, part in zip(wholes, done, strict=True):
+                done = share.member.storage.update(share.rows, {**given, **mine})
+            for whole, part in zip((updated, rejected, numbers), done, strict=True):
                 if part is not None:
                     whole[share.at] = part
-        return wholes if given["version_key"] is not None else (wholes[0], None, wholes[2])
+        wholes = [whole.reshape(batch) for whole in (updated, rejected, numbers)]
+        return wholes[0], wholes[1] if given["version_key"] is not None else None, wholes[2]
 
     def stores(self, *, home: bool) -> list[OneStore]:
         return [
