@@ -31,20 +31,20 @@ class SummedFile(NamedTuple):
     """A file whose sums are known."""
 
     bytes: int
+    #: Number of its first sum.
     sums_at: int
-    """Number of its first sum."""
 
 
 class Listing(NamedTuple):
     """A part's description, and the files that follow from it. Never changes, so that readers can share it."""
 
     document: Part
+    #: Of ``part.json``.
     sha256: str
-    """Of ``part.json``."""
+    #: Bytes of every file, by its path in the folder.
     sizes: dict[str, int]
-    """Bytes of every file, by its path in the folder."""
+    #: All but ``part.json`` and ``sums.bin``, in the order of their sums.
     files: dict[str, SummedFile]
-    """All but ``part.json`` and ``sums.bin``, in the order of their sums."""
     sums: Sums
     segments: list[description.Segment]
     pieces: list[description.ItemsPiece]
@@ -507,12 +507,12 @@ class Stretch(NamedTuple):
     """Rows of a field that lie in a file."""
 
     file: str
+    #: Of the first row.
     offset: int
-    """Of the first row."""
     field: int
     begin: int
+    #: Which rows of the part.
     end: int
-    """Which rows of the part."""
 
 
 def stretches(reader: PartReader) -> Iterator[Stretch]:

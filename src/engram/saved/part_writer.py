@@ -51,16 +51,16 @@ class PartInfo(NamedTuple):
     """A part that was written."""
 
     folder: Path
+    #: Of its ``part.json``.
     bytes: int
-    """Of its ``part.json``."""
+    #: Of its ``part.json``, which names every sum.
     sha256: str
-    """Of its ``part.json``, which names every sum."""
+    #: Bytes of its files that were written.
     written: int
-    """Bytes of its files that were written."""
+    #: Bytes of its files that are also an older checkpoint's.
     linked: int
-    """Bytes of its files that are also an older checkpoint's."""
+    #: What a reader of it would read.
     listing: Listing
-    """What a reader of it would read."""
 
 
 class _Written(NamedTuple):

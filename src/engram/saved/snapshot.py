@@ -361,14 +361,14 @@ def _compare(reader: _SegmentRoom, it: Segment, numbers: Ints, parent: PartReade
 class WholeSnapshot(NamedTuple):
     """A state that is all of a storage: items of a list, or a storage that was never written."""
 
+    #: The class of the storage.
     kind: str
-    """The class of the storage."""
     state: dict[str, Any]
     clock: int
     steps: int
     nbytes: int
+    #: Whether writers must wait until it is saved.
     needs_pause: bool = False
-    """Whether writers must wait until it is saved."""
 
     def fields(self, roles: Roles | None) -> Sequence[PartField]:  # noqa: ARG002 - it has none
         return ()
@@ -384,21 +384,21 @@ class WholeSnapshot(NamedTuple):
 class RowsSnapshot(NamedTuple):
     """The rows of a store. A row that others change before it is written is left out."""
 
+    #: The class of the storage.
     kind: str
-    """The class of the storage."""
     store: Store
+    #: The storage's, without rows; also without ``numbers`` and ``writes``, where these are read later.
     state: dict[str, Any]
-    """The storage's, without rows; also without ``numbers`` and ``writes``, where these are read later."""
+    #: By how much tickets in the store were larger than those that are saved.
     base: int
-    """By how much tickets in the store were larger than those that are saved."""
+    #: How many rows there were.
     live: int
-    """How many rows there were."""
+    #: Of the rows.
     nbytes: int
-    """Of the rows."""
+    #: Copies of all rows, by field. None: rows are read when they are written.
     copies: Sequence[Tensor] | None = None
-    """Copies of all rows, by field. None: rows are read when they are written."""
+    #: Whether writers must wait until it is saved.
     needs_pause: bool = False
-    """Whether writers must wait until it is saved."""
 
     def fields(self, roles: Roles | None) -> Sequence[PartField]:
         schema = self.store.schema
@@ -511,5 +511,5 @@ class Snapshot(NamedTuple):
     rows: StorageSnapshot
     parts: Parts
     form: Form
+    #: For how long writers waited.
     paused_s: float
-    """For how long writers waited."""

@@ -71,12 +71,12 @@ ALIGNMENT = 64
 class Masses(NamedTuple):
     """What was true of a store when a batch was drawn from it, at the same moment: what exact draws over several stores need."""
 
+    #: Sum of all leaves of priorities; of uniform draws the live rows; of an epoch the rows that are left of it.
     total: float
-    """Sum of all leaves of priorities; of uniform draws the live rows; of an epoch the rows that are left of it."""
+    #: The smallest leaf above zero, which weights are over; 1.0 where each row is equally likely.
     least: float
-    """The smallest leaf above zero, which weights are over; 1.0 where each row is equally likely."""
+    #: Live rows.
     live: int
-    """Live rows."""
 
 
 class BlockLayout:

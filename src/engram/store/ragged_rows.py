@@ -214,12 +214,12 @@ def check_room(
 class Addresses(NamedTuple):
     """Rows as calls of the core take them."""
 
+    #: Of each field; 0 of one whose rows have any number of items.
     columns: tuple[int, ...]
-    """Of each field; 0 of one whose rows have any number of items."""
+    #: Of each group of those.
     items: tuple[tuple[int, int, int, tuple[int, ...]], ...] = ()
-    """Of each group of those."""
+    #: What must stay until the call is over, beside the columns.
     kept: object = None
-    """What must stay until the call is over, beside the columns."""
 
 
 def addresses_of(groups: Sequence[RaggedGroup], columns: Sequence[Tensor | Items]) -> Addresses:

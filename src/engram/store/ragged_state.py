@@ -100,22 +100,22 @@ class Piece(NamedTuple):
     """Items of a lane that lie one after the other, and are put to their place together."""
 
     lane: int
+    #: The offset of the first item, as the spans have it.
     first: int
-    """The offset of the first item, as the spans have it."""
+    #: ``[items, *shape]`` of each member of the group.
     values: Sequence[Tensor]
-    """``[items, *shape]`` of each member of the group."""
 
 
 class SavedItems(Protocol):
     """Rows of any length as they were saved."""
 
+    #: int64 ``[lanes, groups]``: no row has items at these offsets or behind.
     heads: Tensor
-    """int64 ``[lanes, groups]``: no row has items at these offsets or behind."""
+    #: int64 ``[n]``: the lane of each row.
     lane_of: Tensor
-    """int64 ``[n]``: the lane of each row."""
 
+    #: Of each group: those of all rows up to the last one, ``[n]``; length 0 where a row holds nothing. The offsets of live ones grow.
     spans: list[Spans]
-    """Of each group: those of all rows up to the last one, ``[n]``; length 0 where a row holds nothing. The offsets of live ones grow."""
 
     def pieces(self, group: int) -> Iterator[Piece]:
         """The items of all rows."""

@@ -40,10 +40,10 @@ class OutOfOrder(EngramError, RuntimeError):
 class Written(NamedTuple):
     """What became of a request that is done: its rows are in the store."""
 
+    #: int64 ``[n]``: the same whenever the request is repeated.
     rows: Tensor
-    """int64 ``[n]``: the same whenever the request is repeated."""
+    #: How many of them this call wrote: 0 for a request that was done before.
     new: int
-    """How many of them this call wrote: 0 for a request that was done before."""
 
 
 class WritersIndex(LockedIndex[native.Writers]):
