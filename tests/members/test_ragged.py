@@ -51,13 +51,13 @@ def row_of(number):
     return {**row, "log_prob": -tokens.float(), "text": text_of(number), "next": {"reward": torch.ones(())}}
 
 
-def storage(layout, capacity=64, folder=None):
+def storage(layout, capacity=64, folder=None, most=12, **given):
     fields = {
-        "tokens": Ragged(torch.int32, max_length=12),
+        "tokens": Ragged(torch.int32, max_length=most),
         "log_prob": Ragged(torch.float32, like="tokens"),
         "text": Ragged("utf-8", max_length=40),
     }
-    given = {"ragged": fields, "layout": layout}
+    given |= {"ragged": fields, "layout": layout}
     return (
         LazyTensorStorage(capacity, **given)
         if folder is None
@@ -178,6 +178,18 @@ def test_windows_with_a_dimension_of_their_own_are_refused():
     rb = ReplayBufferEnsemble(member(0, 20, "jagged", windows), member(100, 20, "jagged", windows), batch_size=8)
     with pytest.raises(RuntimeError, match=r"expected one batch dimension of rows with ragged fields.*flat windows"):
         rb.sample()
+
+
+@pytest.mark.parametrize(
+    "given", [{"ragged_bytes": 9_000}, {"ragged_layout": "slots"}, {"capacity": 30}, {"most": 20}], ids=repr
+)
+def test_members_need_no_rings_of_one_size(given):
+    other = ReplayBuffer(storage=storage("list", **given))
+    for number in range(100, 120):
+        other.add(row_of(number))
+    for members in ((member(0, 9, "list"), other), (other, member(0, 9, "list"))):
+        numbers = check(ReplayBufferEnsemble(*members, batch_size=8).sample(), "list")
+        assert len({number < 100 for number in numbers}) == 2
 
 
 def test_members_with_other_ragged_fields_are_refused():

@@ -13,6 +13,7 @@ from engram._support.tensordicts import add_fields, is_tensor_collection, put, w
 from engram.buffer.read_path import ReadPath
 from engram.buffer.window_marks import attach
 from engram.errors import NoSampleable
+from engram.format.sizes import without_rings
 from engram.members.components import SamplerEnsemble, naming
 from engram.remote.fleet import plans
 from engram.samplers._base import check_drawable, key_for
@@ -225,10 +226,10 @@ def check_alike(members: Sequence[Member]) -> None:
     """
     first = members[0]
     assert first.memory is not None  # its rows were drawn
-    own = first.memory.schema
+    own = without_rings(first.memory.schema)
     for other in members[1:]:
         assert other.memory is not None
-        other_schema = other.memory.schema
+        other_schema = without_rings(other.memory.schema)
         shared = max(min(len(own.fields), len(other_schema.fields)), own.first_fields, other_schema.first_fields)
         before, then = own.until(shared), other_schema.until(shared)
         if (before.fields, before.structure) == (then.fields, then.structure):
