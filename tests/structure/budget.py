@@ -18,7 +18,7 @@ ROOMS = {
     "env": 1_087,
     "format": 1_100,
     "inspect": 1_117,
-    "members": 1_720,
+    "members": 1_721,
     "modules beside the rooms": 290,
     "remote": 3_473,
     "reshard": 1_066,
