@@ -203,13 +203,6 @@ void bind_writes(nb::class_<Store>& type) {
           "Writes fields of the rows that still hold the writes expected, or, `unedited`, still have these tickets; the first ticket "
           "number, and how many entries were written.")
       .def(
-          "empty",
-          [](Store& self, bool keep_write_count) {
-            nb::gil_scoped_release release;
-            self.empty(keep_write_count);
-          },
-          "keep_write_count"_a)
-      .def(
           "fill",
           [](Store& self) {
             nb::gil_scoped_release release;
@@ -221,6 +214,13 @@ void bind_writes(nb::class_<Store>& type) {
 // Rows out of the store, and rows in, of requests that may be repeated.
 void bind_requests(nb::class_<Store>& type) {
   type
+      .def(
+          "empty",
+          [](Store& self, bool keep_write_count) {
+            nb::gil_scoped_release release;
+            self.empty(keep_write_count);
+          },
+          "keep_write_count"_a)
       .def(
           "remove",
           [](Store& self, Address rows, std::uint64_t n, Address expected) {

@@ -1,7 +1,6 @@
 """Rows by key, updates and rows that grow over a connection: as where the store is, once, whatever becomes of messages and servers."""
 
 import contextlib
-import json
 import threading
 
 import msgspec
@@ -11,11 +10,10 @@ import torch
 from pyarrow import flight
 
 from engram import LazyMemmapStorage, Ragged, RateLimited, ReplayBuffer, RoundRobinWriter, SamplesPerInsert
-from engram.remote.protocol import MAX_COMMAND, address_of
+from engram.remote.protocol import address_of
 from engram.serving import calls
 from engram.serving.server import Server
 from engram.serving.service import Service
-from engram.store.trees import tree_bytes
 from tests import fresh
 from tests.serving.servers import serving, serving_each, start
 from tests.serving.test_exactly_once import Proxy
@@ -518,50 +516,6 @@ def test_a_server_of_an_older_engram_is_named(served):
                 RuntimeError, match=r"expected a server that knows this call, got one of engram 0\.1 at unix"
             ):
                 call()
-
-
-def body(name, given, *, length=None, **more):
-    data, text = tree_bytes(given, "test")
-    command = {"name": name, "length": text if length is None else length, **more}
-    return json.dumps(command).encode() + b"\n" + data.numpy().tobytes()
-
-
-HOLDER = "00000000-0000-0000-0000-000000000001"
-TEXT = b'[{"": ["bytes", "uint8", 16], "at": [0, 16]}, {"": ["bytes", "uint8", 16], "at": [0, 16]}]'
-HOSTILE = {
-    "no method": body("__init__", {}),
-    "another method": body("close", {}),
-    "no data": b'{"name": "rows_of", "length": 5}',
-    "a longer text than came": body("rows_of", {"keys": [1]}, length=1 << 40),
-    "no text": body("rows_of", {"keys": [1]}, length=0),
-    "a part of a text": body("rows_of", {"keys": [1]}, length=5),
-    "no arguments by name": body("rows_of", [1]),
-    "another argument": body("rows_of", {"keys": [1], "more": 2}),
-    "no argument": body("rows_of", {}),
-    "a negative slot": body("append", {"lengths": {}, "data": {}}, slot=-1, times=1, holder=HOLDER),
-    "a slot that is not there": body("append", {"lengths": {}, "data": {}}, slot=1000, times=1, holder=HOLDER),
-    "no holder": body("append", {"lengths": {}, "data": {}}, holder="me"),
-    "data that are none": body("open_row", {"data": 3, "late": None, "lane": 0}, holder=HOLDER),
-    "a lane that is not there": body("open_row", {"data": {}, "late": None, "lane": 7}, holder=HOLDER),
-    "one leaf twice": b'{"name": "rows_of", "length": %d}\n' % len(TEXT) + TEXT + bytes(-len(TEXT) % 16) + bytes(16),
-    "a long command": b'{"name": "rows_of", "length": 5, "x": "' + b"x" * MAX_COMMAND + b'"}\n{}',
-    "deep": body("rows_of", {}, length=100_000)[:34] + b"\n" + b"[" * 100_000,
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_calls_that_are_none_are_refused_and_change_nothing(served, name):
-    rb, address = served
-    with flight.connect(address.replace("unix:", "grpc+unix://")) as client:
-        answer = b"".join(it.body.to_pybytes() for it in client.do_action(flight.Action("call", HOSTILE[name])))
-        said = json.loads(answer)
-        assert said["message"]
-        assert "Traceback" not in said["message"]
-        assert "error" in said
-    assert rb.write_count == ROWS
-    assert rb.unsealed() == []
-    with ReplayBuffer.connect(address) as remote:
-        assert len(remote) == ROWS
 
 
 def test_calls_of_many_clients_take_turns(served):

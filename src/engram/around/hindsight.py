@@ -340,8 +340,9 @@ class Goals:
             part if isinstance(it, Tensor) else cast("Tensor", it)[:n] for part, it in zip(first, given, strict=True)
         ]
         batch: object = cast("TensorStorage", storage).batch(first, (n,))  # expanders take no other
-        made = {key: cast("Tensor", info[key])[:n] for key in computed}
-        add_fields(batch, {key: made[key].squeeze(-1) if flat else made[key] for key, flat in computed.items()})
+        if computed:
+            made = {key: cast("Tensor", info[key])[:n] for key in computed}
+            add_fields(batch, {key: made[key].squeeze(-1) if flat else made[key] for key, flat in computed.items()})
         stored, reward = first[relabelling.reward], relabelling.reward_fn(batch)
         if not isinstance(reward, Tensor) or reward.shape != stored.shape or reward.dtype is not stored.dtype:
             reward = _as_stored(reward, stored)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import numpy as np
@@ -37,7 +38,7 @@ class Lanes:
     """The lane that a buffer named for its writes, and what a write may name."""
 
     def __init__(self, wiring: Wiring, named: int | None = None) -> None:
-        self._wiring, self._environments = wiring, Environments(wiring)
+        self._wiring = wiring
         #: Whether it was logged that no lane was named.
         self.told = False
         #: Rows of the first batches, as long as they may be steps of several environments; None: nothing is to be said any more.
@@ -45,6 +46,10 @@ class Lanes:
         #: Where rows go whose write names no lane; None: it must name one of several.
         self.default: int | None
         self.take(named)
+
+    @cached_property
+    def _environments(self) -> Environments:
+        return Environments(self._wiring)
 
     @property
     def named(self) -> int | None:

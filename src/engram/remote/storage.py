@@ -428,9 +428,12 @@ class RemoteStorage(ServedStorage):
             self._learning.forget()
 
     def draw(self, key: int, rows: int) -> Drawn:
-        with self._learning.alone():
-            self.ask_for([key], rows)
-            return self.answer(rows)[0]()
+        with self._learning.lock:
+            try:
+                self.ask_for([key], rows)
+                return self.answer(rows)[0]()
+            finally:
+                self._learning.forget()
 
     def _batches(self, answer: Answer) -> list[Callable[[], Drawn]]:
         metadata = msgspec.json.decode(answer.metadata, type=protocol.Sampled)

@@ -89,22 +89,15 @@ def create(path: StrPath, nbytes: int, *, sparse: bool = False) -> files.Descrip
         OSError: the file exists, no space, no permission. Nothing is left behind.
     """
     fd = files.Descriptor.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
-    with _or_nothing(fd, path):
+    try:
         if nbytes and (sparse or not files.fallocate(fd, nbytes)):
             os.ftruncate(fd, nbytes)
-    return fd
-
-
-@contextlib.contextmanager
-def _or_nothing(fd: files.Descriptor, path: StrPath) -> Iterator[None]:
-    """Fill a new file. It is removed where that fails."""
-    try:
-        yield
     except BaseException:
         fd.close()
         with contextlib.suppress(OSError):
             os.unlink(path)
         raise
+    return fd
 
 
 def write(fd: int, data: bytes | memoryview, offset: int) -> None:
@@ -273,9 +266,14 @@ def put(path: StrPath, raw: bytes | memoryview, *, now: bool = False) -> None:
         FileExistsError: something is there. OSError: no space, or an I/O error. Nothing is left behind.
     """
     fd = create(path, 0)
-    with _or_nothing(fd, path):
+    try:
         write(fd, raw, 0)
         finish(fd, now=now)
+    except BaseException:
+        fd.close()
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise
 
 
 def publish(path: StrPath, raw: bytes) -> bool:
@@ -487,20 +485,15 @@ def open_folder(path: StrPath) -> files.Descriptor:
     return files.Descriptor.open(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
-def _open_in(folder: int, name: str, flags: int) -> files.Descriptor:
-    """A descriptor of what is in a folder. Where there seems to be nothing, it is looked for again."""
-    try:
-        return files.Descriptor.open(name, flags, dir_fd=folder)
-    except FileNotFoundError:
-        look_again(folder)
-        return files.Descriptor.open(name, flags, dir_fd=folder)
-
-
 def open_below(folder: int, relative: str) -> files.Descriptor:
     """A descriptor of a folder below an open one. Raises ``OSError`` where there is none, or a link is on the way."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
     first, _, rest = relative.partition("/")
-    here = _open_in(folder, first, flags)
+    try:
+        here = files.Descriptor.open(first, flags, dir_fd=folder)
+    except FileNotFoundError:
+        look_again(folder)
+        here = files.Descriptor.open(first, flags, dir_fd=folder)
     return open_below(here, rest) if rest else here
 
 
@@ -513,7 +506,11 @@ def open_file(folder: int, relative: str) -> files.Descriptor:
     parents, _, name = relative.rpartition("/")
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     above = open_below(folder, parents) if parents else folder
-    fd = _open_in(above, name, flags)
+    try:
+        fd = files.Descriptor.open(name, flags, dir_fd=above)
+    except FileNotFoundError:
+        look_again(above)
+        fd = files.Descriptor.open(name, flags, dir_fd=above)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         fd.close()
         raise _irregular(relative)

@@ -33,6 +33,27 @@ def number(rows: Tensor, store: int) -> Tensor:
     return rows if store == 0 else torch.where(rows < 0, rows, rows | store << SHIFT)
 
 
+def flattened(what: object, value: object, batch: torch.Size) -> object:
+    """Values of rows ``[*batch]`` in one dimension; what no server takes as it is. Raises ``ValueError``: they are of other rows."""
+    if not isinstance(value, list | tuple | np.ndarray | torch.Tensor):
+        return value
+    of_lists = isinstance(value, list | tuple) and len(batch) == 1
+    values = [*value] if of_lists else torch.as_tensor(value)
+    shape = values.shape[: len(batch)] if isinstance(values, torch.Tensor) else (len(values),)
+    if shape != batch:
+        raise ValueError(
+            f"update_if_present: {what}: expected values of rows {list(batch)}, got {list(shape)}. Nothing is written."
+        )
+    return values.reshape(batch.numel(), *values.shape[len(batch) :]) if isinstance(values, torch.Tensor) else values
+
+
+def picked(values: object, at: Tensor) -> object:
+    """Those of some rows."""
+    if isinstance(values, list):
+        return [values[i] for i in at.tolist()]
+    return values[at] if isinstance(values, torch.Tensor) else values
+
+
 class Share(NamedTuple, Generic[M, Rows]):
     """The rows of a call that are of one member."""
 

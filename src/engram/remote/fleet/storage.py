@@ -59,27 +59,6 @@ def random_turn() -> int:
     return random.getrandbits(48)
 
 
-def _flat(what: object, value: object, batch: torch.Size) -> object:
-    """Values of rows ``[*batch]`` in one dimension; what no server takes as it is. Raises ``ValueError``: they are of other rows."""
-    if not isinstance(value, list | tuple | np.ndarray | Tensor):
-        return value
-    of_lists = isinstance(value, list | tuple) and len(batch) == 1
-    values = [*value] if of_lists else torch.as_tensor(value)
-    shape = values.shape[: len(batch)] if isinstance(values, Tensor) else (len(values),)
-    if shape != batch:
-        raise ValueError(
-            f"update_if_present: {what}: expected values of rows {list(batch)}, got {list(shape)}. Nothing is written."
-        )
-    return values.reshape(batch.numel(), *values.shape[len(batch) :]) if isinstance(values, Tensor) else values
-
-
-def _some(values: object, at: Tensor) -> object:
-    """Those of some rows."""
-    if isinstance(values, list):
-        return [values[i] for i in at.tolist()]
-    return values[at] if isinstance(values, Tensor) else values
-
-
 class FleetStorage(ServedStorage):
     """The rows of several stores that servers have open, as one storage.
 
@@ -340,15 +319,17 @@ class FleetStorage(ServedStorage):
         batch, n = expected.shape, rows.numel()
         if n != batch.numel():
             raise ValueError(f"update_if_present: expected one generation per row, got {batch.numel()} for {n} rows.")
-        patch = {key: _flat(key, it, batch) for key, it in cast("dict[object, object]", given["patch"]).items()}
+        patch = {
+            key: plans.flattened(key, it, batch) for key, it in cast("dict[object, object]", given["patch"]).items()
+        }
         several = isinstance(version, list | tuple | np.ndarray | Tensor) and torch.as_tensor(version).numel() != 1
-        versions = _flat("version", version, batch) if several else None
+        versions = plans.flattened("version", version, batch) if several else None
         updated, rejected = expected.new_zeros((2, n), dtype=torch.bool)
         numbers = expected.new_full((n,), -1)
         for share in self._shares(rows.reshape(-1)):
-            own = {key: _some(value, share.at) for key, value in patch.items()}
+            own = {key: plans.picked(value, share.at) for key, value in patch.items()}
             mine: dict[str, object] = {"generation": share.of(expected.reshape(-1)), "patch": own}
-            mine |= {"version": _some(versions, share.at)} if several else {}
+            mine |= {"version": plans.picked(versions, share.at)} if several else {}
             with self.members.needing(share.member, "update_if_present: rows of other stores may be written."):
                 done = share.member.storage.update(share.rows, {**given, **mine})
             for whole, part in zip((updated, rejected, numbers), done, strict=True):
