@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -55,7 +56,7 @@ def new_buffer(folder):
     )
     fields = {"tokens": Ragged(torch.int32, max_length=LONGEST), "log_prob": Ragged(torch.float32, like="tokens")}
     more = {"sampler": sampler, "batch_size": GROUPS * ANSWERS}
-    return ReplayBuffer.open_or_create(folder / "store", 4_000, ragged=fields, open_rows=64, layout="padded", **more)
+    return ReplayBuffer.open_or_create(folder / "store", 40_000, ragged=fields, open_rows=64, layout="padded", **more)
 
 
 @torch.no_grad()
@@ -88,6 +89,9 @@ def generate(folder, seed, die_after=None):
                 prompt = int(row.fields["prompt"])
                 print(f"an answer of {row.lengths['tokens']} tokens is finished by another generator", flush=True)
                 grow(row.resume(), model, prompt)
+        if group >= 4 * (version + 8):  # far ahead of the learner: more answers would be stale
+            time.sleep(0.01)
+            continue
         prompt, group = int(torch.randint(DIGITS, ())), group + 1
         for answer in range(ANSWERS):
             answer_id = seed * 1_000_000 + group * ANSWERS + answer

@@ -89,7 +89,7 @@ def test_mistakes():
         with pytest.raises(TypeError, match="expected one of trajectory and end"):
             find_start_stop_traj(**arguments, at_capacity=True)
     for empty in (torch.ones(0), torch.ones(()), torch.ones(3, 0)):
-        with pytest.raises(RuntimeError, match="expected a signal"):
+        with pytest.raises(RuntimeError, match="expected steps, "):
             find_start_stop_traj(end=empty, at_capacity=True)
     for cursor in (torch.tensor([], dtype=torch.int64), [], range(0), slice(0, 0)):
         with pytest.raises(RuntimeError, match="cursor: expected the slots written last, got none"):

@@ -266,7 +266,7 @@ def test_priorities_go_back_through_the_ring(device):
             reading.update_priority(batch["index"], torch.full((8,), -1.0), generation=batch["index_generation"])
             reading.flush()
 
-        with pytest.raises(PriorityError, match="got 8 others"):
+        with pytest.raises(PriorityError, match="left out 8 others"):
             wrong()
     assert not device.counts["receive"]
 
@@ -295,7 +295,7 @@ def test_replay_refuses_what_it_cannot_do(device):
     with pytest.raises(ValueError, match="one priority per row"):
         replayed.update_priority(info["index"], torch.ones(7))
     replayed.update_priority(info["index"], torch.full((8, 1), -1.0))
-    with pytest.raises(PriorityError, match="got 8 others"):
+    with pytest.raises(PriorityError, match="left out 8 others"):
         replayed.flush()
     replayed.check()
     graph = captured(device, replayed, batches)

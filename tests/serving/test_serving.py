@@ -250,12 +250,12 @@ def test_actions_at_a_server_that_leaves_are_done_or_asked_of_the_next(store, mo
     server = Server(service, address_of(f"unix:{store}.sock", "test"))
     do = service.do
 
-    def slow(command):
+    def slow(command, *more):
         if isinstance(command, protocol.Stats):
             begun.set()
             assert go.wait(60)
             assert not ended.is_set()
-        return do(command)
+        return do(command, *more)
 
     monkeypatch.setattr(service, "do", slow)
     remote = ReplayBuffer.connect(f"unix:{store}.sock", patience=0)
