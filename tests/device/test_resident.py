@@ -250,5 +250,5 @@ def test_replay_of_files(device, in_files):
             batch = replayed.sample()
             assert torch.equal(batch["obs"], here[batch["index"]]["obs"])
             here[torch.arange(20)] = steps(20) * turn
-        with pytest.raises(RuntimeError, match="while a graph is captured.*the host sends rows that are in files"):
+        with pytest.raises(RuntimeError, match="while a graph is captured.*the host sends rows of files"):
             captured(device, replayed, [])
