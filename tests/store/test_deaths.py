@@ -122,6 +122,7 @@ def test_stopped_while_it_makes_a_store(ram, monkeypatch):
         pid = os.fork()
         if pid == 0:
             try:
+                engram.store.lifetime.WAIT_S = 60.0  # its own waits go on while it is stopped
                 rb = buffer(folder)
                 at_step(n, lambda: os.kill(os.getpid(), signal.SIGSTOP))
                 rb.extend(ROWS)
