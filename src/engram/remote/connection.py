@@ -274,7 +274,7 @@ class Connection:
 
     def add_address(self, address: protocol.Address) -> None:
         """Another server of the store has answered there."""
-        if isinstance(self.access, Access):
+        if isinstance(self.access, Access) and address not in self.access.addresses:
             self.access = self.access._replace(addresses=(address, *self.access.addresses))
 
     def check(self) -> None:
