@@ -7,6 +7,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -121,18 +122,22 @@ def test_stopped_while_it_makes_a_store(ram, monkeypatch):
         folder.mkdir()
         pid = os.fork()
         if pid == 0:
+            ended = 1
             try:
                 engram.store.lifetime.WAIT_S = 60.0  # its own waits go on while it is stopped
                 rb = buffer(folder)
                 at_step(n, lambda: os.kill(os.getpid(), signal.SIGSTOP))
                 rb.extend(ROWS)
                 rb.close()
+                ended = 0
+            except BaseException:  # noqa: BLE001 - reported
+                traceback.print_exc()
             finally:
-                os._exit(0)
+                os._exit(ended)
         assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
         made = (folder / "store" / ".engram").exists()
         other = buffer(folder) if not made else None
-        limit = Limit(20)
+        limit, first = Limit(20), False
         try:
             if other is None:
                 ReplayBuffer.open(folder / "store").close()
@@ -141,15 +146,35 @@ def test_stopped_while_it_makes_a_store(ram, monkeypatch):
         except StoreInUse:
             pass
         else:  # stopped before it was alone, or after
+            first = not made
             assert made or not other.storage.store.closed
         limit.check("going on")
         if other is not None:
             other.close()
         os.kill(pid, signal.SIGCONT)
-        assert os.waitpid(pid, 0)[1] == 0
+        assert (os.waitpid(pid, 0)[1] == 0) != first  # there is a store: it is refused
         rb = ReplayBuffer.open(folder / "store")
         assert rb[:].tolist()[:7] == ROWS.tolist()
         rb.close()
+
+
+def test_somebody_makes_a_store_in_a_folder_that_another_has_just_made(ram, monkeypatch):
+    """The other is refused, and takes nothing of the store along with its folder."""
+    exclusive, folder = engram.store.lifetime.exclusive, ram / "folder"
+
+    def after_another(directory, made):
+        made.folder(directory)
+        monkeypatch.undo()
+        status = forked(lambda: len(buffer(folder).extend(ROWS)), ram / "report")
+        assert status == 0, (ram / "report").read_text()
+        return exclusive(directory, made)
+
+    monkeypatch.setattr(engram.store.lifetime, "exclusive", after_another)
+    with pytest.raises(RuntimeError, match="already holds a store"):
+        buffer(folder).extend(ROWS)
+    rb = ReplayBuffer.open(folder / "store", unclean="accept")
+    assert rb[:].tolist() == ROWS.tolist()
+    rb.close()
 
 
 def caught_writing(rb, pid):

@@ -83,9 +83,10 @@ class _Recorded(Ranks):
             return self._board.values.get(key)
 
     def claim(self, key, value):
-        self._board.note("claim", key, value)
         with self._board.lock:
-            return self._board.values.setdefault(key, value)
+            held = self._board.values.setdefault(key, value)
+        self._board.note("claim", key, held)  # not what came too late
+        return held
 
     def add(self, key, amount):
         self._board.note("add", key)

@@ -197,7 +197,7 @@ def _write_all(fd: int, raw: bytes) -> None:
 
 
 class Creation:
-    """Makes the files of one store; removes what it made if anything fails.
+    """Makes the files of one store; removes what it made if anything fails, but no folder in which others have files.
 
     >>> with Creation() as made:                               # doctest: +SKIP
     ...     made.folder(directory)
@@ -214,10 +214,8 @@ class Creation:
         if kind is None:
             return
         for path in reversed(self._made):
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                (path.rmdir if path.is_dir() else path.unlink)()
 
     def folder(self, path: Path) -> None:
         """Make a folder and its missing parents, for this user alone; one that exists is left as it is."""
@@ -235,8 +233,8 @@ class Creation:
             os.truncate(path, nbytes)
 
     def published(self, old: Path, new: Path) -> None:
-        """Note that a folder that this made was renamed."""
-        self._made[self._made.index(old)] = new
+        """Note that a file or folder that this made was renamed."""
+        self._made = [new / path.relative_to(old) if path.is_relative_to(old) else path for path in self._made]
 
     def text(self, path: Path, raw: bytes) -> None:
         """Make a small file with this content."""

@@ -191,7 +191,7 @@ def create_store(
     note = None
     if adopted is not None:
         note, paths, metas = _adopting(adopted, paths, metas)
-    with _attaching, files.Creation() as made, lifetime.exclusive(directory, made):
+    with _attaching, files.Creation() as home, lifetime.exclusive(directory, home), files.Creation() as made:
         lifetime.remove_unfinished(directory)
         if maker and lifetime.maker_of(directory) == maker:
             store = _opened_or_attached(directory, "refuse")
