@@ -135,3 +135,17 @@ def as_numbers(what: str, value: object, dtype: torch.dtype | None = None) -> Te
         ) from None
     except ValueError as error:
         raise ValueError(f"{what}: expected an array or tensor of one shape, got {type(value).__name__}.") from error
+
+
+def as_ints(what: str, value: object, wanted: str = "ints") -> Tensor:
+    """Ints of any array, list, range or tensor, of any shape, as int64 on the CPU. What is empty may be of any dtype.
+
+    Raises ``TypeError``: they are none. ``RowError``: ints that no int64 holds. ``ValueError``: they have no common shape.
+    """
+    numbers = value if isinstance(value, Tensor) else as_numbers(what, value)
+    if numbers.dtype.is_floating_point or numbers.dtype.is_complex or numbers.dtype is torch.bool:
+        if numbers.numel():
+            raise TypeError(f"{what}: expected {wanted}, got {numbers.dtype}.")
+    elif numbers.dtype is torch.uint64 and bool((numbers.view(torch.int64) < 0).any()):  # the largest would become -1
+        raise RowError(f"{what}: expected numbers below 2**63, got larger ones.")
+    return numbers.to("cpu", torch.int64)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engram._support import native
-from engram._support.checks import check_choice, check_count, check_number, check_type
+from engram._support.checks import as_ints, check_choice, check_count, check_number, check_type
 from engram._support.field_paths import FieldPath, as_path, public
 from engram._support.retries import Retries
 from engram._support.words import warn_of_mixed
@@ -69,11 +69,7 @@ class UnitReader:
 
 def rows_of(rows: object) -> Tensor:
     """Rows as the native core reads them: int64, on the CPU, contiguous. Raises ``TypeError``: no ints."""
-    if not isinstance(rows, Tensor):
-        rows = torch.as_tensor(rows, device="cpu")
-    if rows.is_floating_point() or rows.is_complex() or rows.dtype is torch.bool:
-        raise TypeError(f"sample_unit: expand: expected an index of ints, got {rows.dtype}.")
-    return rows.to("cpu", torch.int64).reshape(-1).contiguous()
+    return as_ints("sample_unit: expand", rows, "an index of ints").reshape(-1).contiguous()
 
 
 #: Rows as users name them; with ``ndim > 1`` a tuple of coordinates.

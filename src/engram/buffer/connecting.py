@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from engram._support import fork
-from engram._support.checks import check_choice, check_path
+from engram._support.checks import as_ints, check_choice, check_path
 from engram._support.field_paths import checked_path
 from engram._support.native import NotAdmitted
 from engram._support.progress import OnProgress, Work
 from engram._support.unsupported import BY_NUMBER, meant, refused, refusing
 from engram.buffer.configuration import READING_ARGUMENTS, ConnectArguments, Settings
-from engram.buffer.field_updates import CALL, ConditionalUpdateResult, entries_of_patch, whole
+from engram.buffer.field_updates import CALL, ConditionalUpdateResult, entries_of_patch
 from engram.buffer.recipe import kind_of, noted_settings, noted_unit
 from engram.buffer.row_access import KeyedRows, RowAccess
 from engram.buffer.services import Facade, Service
@@ -479,7 +479,8 @@ class ConnectedRowAccess(RowAccess):
         self, index: object, generation: object, patch: object, version_key: object, version: object, *, newer: bool
     ) -> ConditionalUpdateResult:
         self._check_editable(CALL)
-        rows, expected = whole("index", self._wiring.rows_named(index)), whole("generation", generation)
+        rows = as_ints(f"{CALL}: index", self._wiring.rows_named(index))
+        expected = as_ints(f"{CALL}: generation", generation)
         given = {
             "generation": expected,
             "patch": {

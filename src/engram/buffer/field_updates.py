@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engram import storages
 from engram._support import fork, native
-from engram._support.checks import as_numbers
+from engram._support.checks import as_ints
 from engram._support.field_paths import FieldPath, checked_path
 from engram._support.nested import find, flatten, has_entries
 from engram._support.tensordicts import tensordict_type
@@ -242,9 +242,9 @@ class FieldUpdates:
 
     def _named(self, index: object, generation: object) -> tuple[Tensor, Tensor]:
         """Rows ``[n]`` and generations ``[*batch]``. Both may be spread over the batch dimensions of rows, as batches have them."""
-        expected, own = whole("generation", generation), len(self._wiring.storage.written().root.batch)
+        expected, own = as_ints(f"{CALL}: generation", generation), len(self._wiring.storage.written().root.batch)
         rows = self._wiring.rows_named(index)
-        rows = whole("index", rows[0] if isinstance(rows, tuple) and len(rows) == 1 else rows)
+        rows = as_ints(f"{CALL}: index", rows[0] if isinstance(rows, tuple) and len(rows) == 1 else rows)
         if own and expected.ndim > own and rows.shape == expected.shape:
             rows, expected = (x.flatten(x.ndim - own)[..., 0] for x in (rows, expected))
         if rows.numel() != expected.numel():
@@ -296,14 +296,6 @@ class FieldUpdates:
         held, brought, here, won = stored.ctypes.data, given.ctypes.data, live.ctypes.data, wins.ctypes.data
         native.pick_newest(rows.data_ptr(), len(rows), held, brought, floating, newer, here, won)
         return wins, live
-
-
-def whole(what: str, given: object) -> Tensor:
-    """Ints of any shape, int64 on the CPU."""
-    numbers = as_numbers(f"{CALL}: {what}", given)
-    if numbers.dtype.is_floating_point or numbers.dtype.is_complex or numbers.dtype is torch.bool:
-        raise TypeError(f"{CALL}: {what}: expected ints, got {numbers.dtype}.")
-    return numbers.to("cpu", torch.int64)
 
 
 def entries_of_patch(patch: object) -> Iterator[tuple[FieldPath, object]]:

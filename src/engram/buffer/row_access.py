@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engram import storages
-from engram._support.checks import as_numbers
+from engram._support.checks import as_ints
 from engram._support.field_paths import FieldPath, checked_path, public
 from engram._support.nested import entries_of, find, flatten, has_entries, name_of
 from engram._support.tensordicts import is_tensor_collection
@@ -472,21 +472,11 @@ def checked_removal(wiring: Wiring, index: object, generation: object) -> tuple[
     if is_tensor_collection(index):
         raise TypeError(f'{REMOVE}: expected rows, got a {type(index).__name__}. Of a sampled batch: batch["index"].')
     index = index[0] if isinstance(index, tuple) and len(index) == storage.ndim == 1 else index
-    rows = _ints("rows", wiring.rows_named(index))
-    expected = None if generation is None else _ints("generation", generation)
+    rows = as_ints(f"{REMOVE}: rows", wiring.rows_named(index)).reshape(-1).contiguous()
+    expected = None if generation is None else as_ints(f"{REMOVE}: generation", generation).reshape(-1).contiguous()
     if expected is not None and expected.numel() != rows.numel():
         raise ValueError(
             f"{REMOVE}: expected one generation per row, got {rows.numel()} rows and {expected.numel()} generations."
         )
     storage.check_removal(rows)
     return rows, expected
-
-
-def _ints(what: str, given: object) -> Tensor:
-    """Ints ``[n]``, int64 on the CPU."""
-    numbers = as_numbers(f"{REMOVE}: {what}", given)
-    if numbers.numel() == 0:
-        return torch.empty(0, dtype=torch.int64, device="cpu")
-    if numbers.dtype.is_floating_point or numbers.dtype.is_complex or numbers.dtype is torch.bool:
-        raise TypeError(f"{REMOVE}: {what}: expected ints, got {numbers.dtype}.")
-    return numbers.to("cpu", torch.int64).reshape(-1).contiguous()

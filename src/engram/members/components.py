@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engram._support import native
-from engram._support.checks import as_numbers, check_count, check_type
+from engram._support.checks import as_ints, as_numbers, check_count, check_type
 from engram._support.nested import is_tensordict
 from engram._support.state import Loads, check_keys, prepare_load, saved, typed
 from engram._support.tensordicts import is_tensor_collection, tensordict_type
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+MEMBERS = "ints, the numbers of members"
 
 
 @contextmanager
@@ -84,10 +85,9 @@ def members_named(index: object, n: int, who: str) -> int | list[int]:
     else:
         if isinstance(index, bool) or not isinstance(index, int | list | range | np.ndarray | np.integer | Tensor):
             raise TypeError(f"{who}: expected an int, a slice, or ints that name members, got {type(index).__name__}.")
-        named = as_numbers(f"{who}: members", index)
+        named = as_ints(f"{who}: members", index, MEMBERS)
         if named.ndim > 1:
             raise RuntimeError(f"{who}: expected an int or a list of ints, got an index of shape {list(named.shape)}.")
-        _check_ints(f"{who}: members", named)
         for member in named.reshape(-1).tolist():
             if not -n <= member < n:
                 raise IndexError(f"{who}: expected a member in [0, {n}), got {member}.")
@@ -109,17 +109,9 @@ def split_index(index: object, who: str) -> tuple[object, object | None]:
     return index[0], None if not rows else rows[0] if len(rows) == 1 else rows
 
 
-def _check_ints(what: str, numbers: Tensor) -> None:
-    """Raise ``TypeError``: they are no ints."""
-    if numbers.numel() and (numbers.dtype.is_floating_point or numbers.dtype.is_complex or numbers.dtype is torch.bool):
-        raise TypeError(f"{what}: expected ints, the numbers of members, got {numbers.dtype}.")
-
-
 def check_ids(ids: object, n: int, what: str) -> Tensor:
     """Numbers of members, int64 on the CPU, of any shape. Raises ``TypeError``: no ints. ``ValueError``: there is no such member."""
-    numbers = as_numbers(what, ids)
-    _check_ints(what, numbers)
-    numbers = numbers.to("cpu", torch.int64)
+    numbers = as_ints(what, ids, MEMBERS)
     bad = numbers[(numbers < 0) | (numbers >= n)]
     if len(bad):
         raise ValueError(f"{what}: expected members in [0, {n}), got {int(bad[0])}.")

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram._support.checks import as_numbers, check_choice, check_count, check_number
+from engram._support.checks import as_ints, as_numbers, check_choice, check_count, check_number
 from engram._support.devices import named_device
 from engram._support.state import Change, check_keys, tensor_in
 from engram._support.unsupported import reject_unsupported
 from engram._support.words import warn
-from engram.errors import EMPTY, IncompatibleCheckpoint, NoSampleable, RowError
+from engram.errors import EMPTY, IncompatibleCheckpoint, NoSampleable
 from engram.samplers._base import NativeSampler
 from engram.samplers.redraw import DrawOverBatch
 from engram.store import Key, Masses, check_index_name
@@ -563,11 +563,7 @@ def rows_of(index: object, call: str) -> Tensor:
     rows = index if isinstance(index, Tensor) else as_numbers(call, index)
     if rows.dtype is torch.int64 and rows.is_cpu and rows.ndim == 1 and rows.is_contiguous():
         return rows
-    if rows.dtype.is_floating_point or rows.dtype.is_complex or rows.dtype is torch.bool:
-        raise TypeError(f"{call}: expected int rows, got {rows.dtype}.")
-    if rows.dtype is torch.uint64 and bool((rows.view(torch.int64) < 0).any()):  # the largest would become -1
-        raise RowError(f"{call}: expected rows below 2**63, got larger ones.")
-    return rows.to("cpu", torch.int64).reshape(-1).contiguous()
+    return as_ints(call, rows, "int rows").reshape(-1).contiguous()
 
 
 def _number(name: str, value: object) -> float:

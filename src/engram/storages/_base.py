@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engram._support import fork, words
-from engram._support.checks import as_numbers
+from engram._support.checks import as_ints, as_numbers
 from engram._support.closing import end
 from engram._support.overrides import doing, meanwhile, overrides
 from engram.errors import IncompatibleCheckpoint, RowError
@@ -1125,7 +1125,7 @@ class Storage(Declared, Dumpable, Port):
         if isinstance(cursor, slice):
             bounded = self.max_size < torch.iinfo(torch.int64).max
             cursor = range(*cursor.indices(self.max_size if bounded else max(*self.extent().filled, cursor.stop or 0)))
-        rows = torch.tensor([cursor], device="cpu") if single else _to_rows(cursor)
+        rows = torch.tensor([cursor], device="cpu") if single else as_ints("index", cursor).reshape(-1)
         outside = rows[(rows < 0) | (rows >= self.max_size)]
         if len(outside) and (self.initialized or self.ndim == 1):  # slots may still be rounded up
             raise RowError(f"set: row {int(outside[0])} is outside [0, {self.max_size}).")
@@ -1268,7 +1268,7 @@ class Storage(Declared, Dumpable, Port):
                     f"rb[mask]: expected a mask of the {extent.size} live rows, got shape {list(mask.shape)}."
                 )
             return Rows(extent.rows(mask.nonzero().reshape(-1)))
-        return Rows(self._live(_to_rows(index)), single=mask.ndim == 0)
+        return Rows(self._live(as_ints("index", index).reshape(-1)), single=mask.ndim == 0)
 
     def _row_number(self, index: Any) -> Tensor:
         try:
@@ -1325,14 +1325,3 @@ def check_plan(plan: WritePlan, n: int, lanes: int) -> None:
             raise RowError(f"lane: expected lanes in [0, {lanes}), got {lane.tolist()[:8]}….")
     elif lane is not None and not 0 <= lane < lanes:
         raise RowError(f"lane: expected a lane in [0, {lanes}), got {lane}.")
-
-
-def _to_rows(index: Any) -> Tensor:
-    """Rows from a range, list, array or tensor of ints."""
-    rows = as_numbers("index", index)
-    counts = not (rows.dtype.is_floating_point or rows.dtype.is_complex or rows.dtype is torch.bool)
-    if not counts and rows.numel():
-        raise TypeError(f"index: expected ints, got {rows.dtype}.")
-    if rows.dtype is torch.uint64 and bool((rows.view(torch.int64) < 0).any()):  # they would become rows from the end
-        raise RowError("index: expected rows below 2**63, got larger ones.")
-    return rows.to("cpu", torch.int64).reshape(-1)

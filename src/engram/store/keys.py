@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engram._support import native
-from engram._support.checks import as_numbers
+from engram._support.checks import as_ints, as_numbers
 from engram._support.field_paths import FieldPath, public
 from engram.errors import IncompatibleStore
 from engram.format.schema import DTYPES, Field, Schema
@@ -173,16 +173,11 @@ def packed_keys(field: Field, keys: object, call: str) -> tuple[Tensor, int]:
 
 def _packed_numbers(field: Field, keys: object, call: str) -> tuple[Tensor, int]:
     name = public(field.key)
-    numbers = as_numbers(f"{call}: keys", keys)
-    if numbers.dtype.is_floating_point or numbers.dtype.is_complex or numbers.dtype is torch.bool:
-        raise TypeError(
-            f"{call}: keys: expected ints, as the field {name!r} has, got {str(numbers.dtype).removeprefix('torch.')}."
-        )
-    if numbers.dtype is torch.int64 and field.dtype == "int64" and numbers.is_cpu and numbers.is_contiguous():
-        return numbers, numbers.numel()  # as they are, which takes a third of the time
-    given = numbers.to("cpu", torch.int64).reshape(-1).contiguous()
+    given = as_ints(f"{call}: keys", keys, f"ints, as the field {name!r} has").reshape(-1).contiguous()
+    if field.dtype == "int64":
+        return given, len(given)  # as they are, which takes a third of the time
     packed = given.to(getattr(torch, field.dtype))
-    if packed.dtype is not torch.int64 and not torch.equal(packed.to(torch.int64), given):
+    if not torch.equal(packed.to(torch.int64), given):
         wrong = given[packed.to(torch.int64) != given][0]
         raise ValueError(f"{call}: keys: expected numbers that the field {name!r}, {field.dtype}, holds, got {wrong}.")
     return packed, len(packed)
