@@ -456,7 +456,7 @@ class RowsTarget(tuple["Tensor", ...]):
 
     #: Writes rows of a field from one on, past its mapping: ``(number, first, rows)``. None: write to the tensors.
     put: Callable[[int, int, Tensor], None] | None = None
-    #: Where the items of ragged fields go, for :func:`engram.store.ragged_state.fill_rings`; None: no field is ragged.
+    #: Where the items of ragged fields go, for :func:`engram.store.rings.fill_rings`; None: no field is ragged.
     rings: object = None
 
 

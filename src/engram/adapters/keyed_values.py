@@ -19,7 +19,7 @@ from engram.storages import LazyMemmapStorage
 from engram.storages.ragged import Ragged
 from engram.store.opening import holds_store
 from engram.store.ragged_rows import Items
-from engram.store.ragged_state import Spans
+from engram.store.rings import Spans
 from engram.store.trees import ALIGNMENT, FORM_OF, dense, tree_bytes, tree_of
 
 if TYPE_CHECKING:

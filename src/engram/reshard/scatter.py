@@ -18,7 +18,7 @@ from engram.saved.documents import corrupt
 from engram.saved.part_reader import PartReader, Stretch, stretches
 from engram.saved.ragged import PartItems, check_longest
 from engram.store.memory import DTYPE_OF
-from engram.store.ragged_state import Piece, check_room, compacted, fill_rings, oldest_first
+from engram.store.rings import Piece, check_room, compacted, fill_rings, oldest_first
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

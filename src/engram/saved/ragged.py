@@ -24,7 +24,7 @@ from engram.saved.part_reader import PartReader, stretches
 from engram.saved.part_writer import PartWriter
 from engram.store.memory import DTYPE_OF
 from engram.store.ragged_rows import offsets_of, places_of
-from engram.store.ragged_state import Piece, Spans, check_room, compacted, oldest_first
+from engram.store.rings import Piece, Spans, check_room, compacted, oldest_first
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -24,7 +24,7 @@ from engram.saved.part_reader import PartReader, Stretch, stretches
 from engram.saved.parts import read_state
 from engram.saved.ragged import PartItems, WholeItems
 from engram.store.memory import write_rows
-from engram.store.ragged_state import fill_rings
+from engram.store.rings import fill_rings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

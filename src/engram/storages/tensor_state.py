@@ -19,7 +19,7 @@ from engram.store import Store, StoreState, add_field, check_index_name, fill_ro
 from engram.store.memory import refuse_ragged, torch_dtype, write_rows
 from engram.store.priorities import NAMES, PriorityConfig, PriorityIndex, check_priorities, priorities_of
 from engram.store.ragged import RaggedStore
-from engram.store.ragged_state import Piece, check_room, compacted, fill_rings, heads_of, oldest_first
+from engram.store.rings import Piece, check_room, compacted, fill_rings, heads_of, oldest_first
 from engram.store.row_indexes import NONE as NO_EPOCH
 from engram.store.row_indexes import EpochIndex, Progress, UsageIndex, checked_progress
 from engram.types import RowsSource, RowsTarget

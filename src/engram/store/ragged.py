@@ -11,7 +11,7 @@ from engram._support import native
 from engram.errors import RowError
 from engram.store.memory import as_rows, dlpack_specs
 from engram.store.ragged_rows import Items, addresses_of, check_room, sharing, source_of
-from engram.store.ragged_state import RingsTarget, heads_of
+from engram.store.rings import RingsTarget, heads_of
 from engram.store.store import Store, StoreState
 from engram.types import Draw, RowsTarget, Write, WritePlan
 
