@@ -141,12 +141,68 @@ class _Entries:
         self.entries, self.batch_size, self.device, self.names = entries, batch_size, device, names
 
 
-class _CompressedItems(ListStorage):
-    """A list of compressed items, which come out as they were."""
+class CompressedListStorage(ListStorage):
+    """A :class:`ListStorage` that keeps tensors compressed, those in TensorDicts, dicts, lists and tuples, too: for images and the like.
 
-    compression_level: int
-    _compress: Callable[[Tensor], Tensor] | None
+    Args:
+        max_size: rows.
+        compression_fn: makes a uint8 tensor ``[n]`` of a tensor. Default: Zstandard, of Python's standard library from 3.14 on, and
+            before of ``engram-replay[zstd]``; zlib, which is slower, where neither is installed. Both are read.
+        decompression_fn: makes a tensor of that and of a dict with its ``"shape"``, ``"dtype"`` and ``"device"``.
+        compression_level: of Zstandard: larger is smaller and slower. Of zlib the nearest one in [1, 9].
+        device: where tensors that are read are to be.
+
+    Raises:
+        ValueError: ``max_size`` below 1, or a level that Zstandard does not know. TypeError: one of the two functions alone, or no
+            function; when rows are written: ``compression_fn`` returned no tensor. ModuleNotFoundError: when rows are read: Zstandard
+            compressed them, and is not installed here.
+
+    Objects that are no tensors are kept as they are. :meth:`bytes` says how much the tensors take.
+
+    Cost: writing compresses each tensor by itself, and reading decompresses it: at Zstandard's speed.
+
+    >>> import torch
+    >>> from engram import CompressedListStorage, ReplayBuffer
+    >>> import zlib
+    >>> def small(tensor):
+    ...     return torch.frombuffer(bytearray(zlib.compress(tensor.numpy().tobytes())), dtype=torch.uint8)
+    >>> def large(data, said):
+    ...     return torch.frombuffer(bytearray(zlib.decompress(data.numpy().tobytes())), dtype=said["dtype"]).view(said["shape"])
+    >>> storage = CompressedListStorage(10, compression_fn=small, decompression_fn=large)
+    >>> rb = ReplayBuffer(storage=storage, batch_size=4)
+    >>> _ = rb.extend([{"pixels": torch.zeros(84, 84)} for _ in range(3)])
+    >>> rb.sample()["pixels"].shape, storage.bytes() < 300
+    (torch.Size([4, 84, 84]), True)
+    """
+
+    _loads = ("CompressedListStorage",)
     _keeps_whole = False
+
+    def __init__(
+        self,
+        max_size: int,
+        *,
+        compression_fn: Callable[[Tensor], Tensor] | None = None,
+        decompression_fn: Callable[[Tensor, dict[str, object]], Tensor] | None = None,
+        compression_level: int = 3,
+        device: torch.device | str | None = "cpu",
+        **later: Unpack[TracingArguments],
+    ) -> None:
+        super().__init__(max_size, device=device, **later)
+        who = type(self).__name__
+        for name, one in (("compression_fn", compression_fn), ("decompression_fn", decompression_fn)):
+            check_callable(f"{who}: {name}", one, "a callable", optional=True)
+        if (compression_fn is None) != (decompression_fn is None):
+            raise TypeError(f"{who}: expected compression_fn and decompression_fn together, got one of them.")
+        level = check_count(f"{who}: compression_level", compression_level, least=-sys.maxsize)
+        self.compression_level = level
+        self._compress, self._decompress = compression_fn, decompression_fn
+        if compression_fn is None and (module := zstd()) is not None:
+            low, high = module.CompressionParameter.compression_level.bounds()
+            if not low <= level <= high:
+                raise ValueError(
+                    f"{who}: compression_level: expected one in [{low}, {high}] of Zstandard, got {level}."
+                )
 
     def _stored(self, items: list[object]) -> list[object]:
         return [self._compressed(item) for item in items]
@@ -209,69 +265,6 @@ class _CompressedItems(ListStorage):
     def nbytes(self) -> int:
         with self._lock:
             return sum(map(_size, self._items))
-
-
-class CompressedListStorage(_CompressedItems):
-    """A :class:`ListStorage` that keeps tensors compressed, those in TensorDicts, dicts, lists and tuples, too: for images and the like.
-
-    Args:
-        max_size: rows.
-        compression_fn: makes a uint8 tensor ``[n]`` of a tensor. Default: Zstandard, of Python's standard library from 3.14 on, and
-            before of ``engram-replay[zstd]``; zlib, which is slower, where neither is installed. Both are read.
-        decompression_fn: makes a tensor of that and of a dict with its ``"shape"``, ``"dtype"`` and ``"device"``.
-        compression_level: of Zstandard: larger is smaller and slower. Of zlib the nearest one in [1, 9].
-        device: where tensors that are read are to be.
-
-    Raises:
-        ValueError: ``max_size`` below 1, or a level that Zstandard does not know. TypeError: one of the two functions alone, or no
-            function; when rows are written: ``compression_fn`` returned no tensor. ModuleNotFoundError: when rows are read: Zstandard
-            compressed them, and is not installed here.
-
-    Objects that are no tensors are kept as they are. :meth:`bytes` says how much the tensors take.
-
-    Cost: writing compresses each tensor by itself, and reading decompresses it: at Zstandard's speed.
-
-    >>> import torch
-    >>> from engram import CompressedListStorage, ReplayBuffer
-    >>> import zlib
-    >>> def small(tensor):
-    ...     return torch.frombuffer(bytearray(zlib.compress(tensor.numpy().tobytes())), dtype=torch.uint8)
-    >>> def large(data, said):
-    ...     return torch.frombuffer(bytearray(zlib.decompress(data.numpy().tobytes())), dtype=said["dtype"]).view(said["shape"])
-    >>> storage = CompressedListStorage(10, compression_fn=small, decompression_fn=large)
-    >>> rb = ReplayBuffer(storage=storage, batch_size=4)
-    >>> _ = rb.extend([{"pixels": torch.zeros(84, 84)} for _ in range(3)])
-    >>> rb.sample()["pixels"].shape, storage.bytes() < 300
-    (torch.Size([4, 84, 84]), True)
-    """
-
-    _loads = ("CompressedListStorage",)
-
-    def __init__(
-        self,
-        max_size: int,
-        *,
-        compression_fn: Callable[[Tensor], Tensor] | None = None,
-        decompression_fn: Callable[[Tensor, dict[str, object]], Tensor] | None = None,
-        compression_level: int = 3,
-        device: torch.device | str | None = "cpu",
-        **later: Unpack[TracingArguments],
-    ) -> None:
-        super().__init__(max_size, device=device, **later)
-        who = type(self).__name__
-        for name, one in (("compression_fn", compression_fn), ("decompression_fn", decompression_fn)):
-            check_callable(f"{who}: {name}", one, "a callable", optional=True)
-        if (compression_fn is None) != (decompression_fn is None):
-            raise TypeError(f"{who}: expected compression_fn and decompression_fn together, got one of them.")
-        level = check_count(f"{who}: compression_level", compression_level, least=-sys.maxsize)
-        self.compression_level = level
-        self._compress, self._decompress = compression_fn, decompression_fn
-        if compression_fn is None and (module := zstd()) is not None:
-            low, high = module.CompressionParameter.compression_level.bounds()
-            if not low <= level <= high:
-                raise ValueError(
-                    f"{who}: compression_level: expected one in [{low}, {high}] of Zstandard, got {level}."
-                )
 
     def bytes(self) -> int:
         """Bytes that the compressed tensors take.
