@@ -198,10 +198,8 @@ class Hindsight(Expander):
                 "environment."
             )
 
-    @property
-    def recordable(self) -> bool:
-        """False: a store cannot note a function."""
-        return False
+    #: A store cannot note a function.
+    recordable = False
 
 
 class Relabelling:

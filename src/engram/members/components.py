@@ -396,9 +396,7 @@ class StorageEnsemble(_Storages):
 class _Loads(Loads):
     """The loads of all storages."""
 
-    @property
-    def capacity(self) -> int:
-        return 0
+    capacity = 0
 
     def allocate(self) -> None:
         """Each does when it is committed."""

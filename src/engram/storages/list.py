@@ -109,9 +109,7 @@ class ListStorage(Storage):
     def max_size(self) -> int:
         return self._max_size if self._max_size is not None else torch.iinfo(torch.int64).max
 
-    @property
-    def initialized(self) -> bool:
-        return True
+    initialized = True
 
     @property
     def device(self) -> torch.device | None:

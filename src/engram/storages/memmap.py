@@ -129,7 +129,6 @@ class LazyMemmapStorage(LazyTensorStorage):
         self._io = check_io("LazyMemmapStorage", io)
         self._scratch_dir = None if scratch_dir is None else check_path("LazyMemmapStorage: scratch_dir", scratch_dir)
         self._existsok = existsok
-        self._auto_cleanup = auto_cleanup
         maker = secrets.token_hex(16)
         home = self._scratch_dir or Path(tempfile.gettempdir()).absolute() / f"engram-{maker}"
         temporary = auto_cleanup is True or (auto_cleanup is None and scratch_dir is None)
@@ -251,7 +250,6 @@ class LazyMemmapStorage(LazyTensorStorage):
         storage._io = io
         storage._scratch_dir = home.folder
         storage._existsok = False
-        storage._auto_cleanup = None
         storage._home = home
         return storage
 

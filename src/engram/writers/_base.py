@@ -381,9 +381,7 @@ class ImmutableDatasetWriter(NativeWriter):
     def __init__(self, compilable: bool = False, **unknown: Unpack[NoArguments]) -> None:
         super().__init__(compilable, **unknown)
 
-    @property
-    def write_count(self) -> int:
-        return 0
+    write_count = 0
 
     def place(self, extent: Extent, n: int, lane: int | Tensor, data: object) -> NoReturn:
         raise RuntimeError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeGuard, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypeGuard, Unpack
 
 import numpy as np
 import torch
@@ -446,10 +446,8 @@ class RemovingWriter(NativeWriter):
             )
         super().register_storage(storage)
 
-    @property
-    def ranking(self) -> Literal["newest"]:
-        """Which rows are kept of saved ones, if there is no room for all."""
-        return "newest"
+    #: Which rows are kept of saved ones, if there is no room for all.
+    ranking = "newest"
 
     def state_dict(self) -> dict[str, object]:
         """That rows are in no order: on other ranks each goes by itself, and the newest stay.
