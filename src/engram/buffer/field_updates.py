@@ -16,6 +16,7 @@ from torch import Tensor
 from engram import storages
 from engram._support import fork, native
 from engram._support.checks import as_numbers
+from engram._support.copies import raw_bytes
 from engram._support.field_paths import FieldPath, checked_path
 from engram._support.nested import find, flatten, has_entries
 from engram._support.tensordicts import tensordict_type
@@ -28,6 +29,7 @@ from engram.storages._types import as_tensor, cast
 from engram.store import DTYPE_NAMES, DTYPE_OF
 from engram.store import add_field as add_to_store
 from engram.store.open_rows import OpenRowIndex
+from engram.store.ragged_rows import items_in
 from engram.types import Write
 
 if TYPE_CHECKING:
@@ -157,6 +159,46 @@ class FieldUpdates:
             version_rejected=rejected,
             generation=place(numbers),
         )
+
+    def apply_once(
+        self,
+        index: object,
+        generation: object,
+        patch: object,
+        version_key: object,
+        version: object,
+        require_newer: bool,
+        tickets: object,
+    ) -> tuple[Tensor, ...]:
+        """As :meth:`apply`, of rows that still have these tickets, ``[*batch]``: the same call has no second effect. None: it writes
+        nothing.
+
+        Returns of each entry whether its version was rejected; the number of its write, -1 where nothing was updated; and of other rows
+        that hold the write the ticket that they have now, and again the number where they have the patch, else -1.
+        """
+        rows, expected = self._named(index, generation)
+        which, columns, versions = self._checked(patch, version_key, version, batch := expected.shape)
+        known = torch.full_like(rows, -1) if tickets is None else whole("tickets", tickets).reshape(-1)
+        expected, store = expected.reshape(-1), self._storage.store
+        if len(known) != len(rows):
+            raise ValueError(f"{CALL}: tickets: expected one per row, {len(rows)}, got {len(known)}.")
+        held = store.tickets_of_writes(rows, expected)
+        held, rejected = held.where(held == known, -1), torch.zeros(len(rows), dtype=torch.bool, device="cpu")
+        if versions is not None:
+            which, columns = [*which, versions[0]], [*columns, versions[1]]
+            wins, live = map(torch.from_numpy, self._newest(rows, held, which[-1], columns[-1], newer=require_newer))
+            held, rejected = held.where(wins, -1), live & ~wins
+        numbers = torch.full_like(rows, -1)
+        if tickets is not None:
+            write, numbers = self._storage.patch_fields(rows, which, columns, held, unedited=True)
+            if len(write.rows):
+                self._storage.notify(write, None)
+        others = store.tickets_of_writes(rows, expected.where((numbers < 0) & ~rejected, -1))
+        found, moved = store.read(rows.clamp(min=0), expected=others, which=which)
+        same = [_same_rows(*pair) for pair in zip(found, columns, strict=True)]
+        alike = expected.where(torch.stack([others >= 0, *same]).all(0), -1)
+        alike[moved] = -1
+        return rejected.reshape(batch), numbers.reshape(batch), others.reshape(batch), alike.reshape(batch)
 
     def _newer(
         self,
@@ -296,6 +338,13 @@ class FieldUpdates:
         held, brought, here, won = stored.ctypes.data, given.ctypes.data, live.ctypes.data, wins.ctypes.data
         native.pick_newest(rows.data_ptr(), len(rows), held, brought, floating, newer, here, won)
         return wins, live
+
+
+def _same_rows(columns: Tensor, others: Tensor) -> Tensor:
+    """Which rows of a field are the same in both, bit by bit: bool ``[n]``."""
+    pairs = [items.rows() if (items := items_in(it)) is not None else it.unbind() for it in (columns, others)]
+    same = [torch.equal(*map(raw_bytes, pair)) for pair in zip(*pairs, strict=True)]
+    return torch.tensor(same, dtype=torch.bool, device="cpu")
 
 
 def whole(what: str, given: object) -> Tensor:

@@ -329,10 +329,10 @@ class Connection:
 
     def ask(self, name: str, command: msgspec.Struct, kind: type[T], *, hurried: bool = False) -> T:
         """Do an action that may be done twice. Raises what the server does, and as :meth:`again`."""
-        return msgspec.json.decode(self._asked(name, msgspec.json.encode(command), hurried=hurried), type=kind)
+        return msgspec.json.decode(self._asked(name, msgspec.json.encode(command), hurried=hurried)[0], type=kind)
 
-    def _asked(self, name: str, body: bytes, *, hurried: bool = False) -> bytes:
-        """An answer. Raises as :meth:`ask`."""
+    def _asked(self, name: str, body: bytes, *, hurried: bool = False) -> tuple[bytes, bool]:
+        """An answer, and whether the message was sent several times. Raises as :meth:`ask`."""
         again = False
         while True:
             client = self.client(hurried=hurried)
@@ -343,10 +343,15 @@ class Connection:
                 again = True
                 continue
             refuse(raw, again=again)  # outside: an OSError of the server's is no server that is gone
-            return raw
+            return raw, again
 
     def call(self, name: str, given: Mapping[str, object], *row: object) -> object:
-        """Call a method of the buffer that a server has: what it returns. ``row``: of a :class:`protocol.Call`.
+        """As :meth:`called`, what the method returns."""
+        return self.called(name, given, *row)[0]
+
+    def called(self, name: str, given: Mapping[str, object], *row: object) -> tuple[object, bool]:
+        """Call a method of the buffer that a server has: what it returns, and whether the message was sent several times. ``row``: of a
+        :class:`protocol.Call`.
 
         -1 of a row that is gone as the first one of several messages sealed or discarded it, whose answer was lost.
 
@@ -356,12 +361,13 @@ class Connection:
         data, length = tree_bytes({**given}, name)
         command = msgspec.json.encode(protocol.Call(name, length, *row))  # type: ignore[arg-type] # the server checks them
         try:
-            head, _, tree = self._asked("call", command + b"\n" + data.numpy().tobytes()).partition(b"\n")
+            raw, again = self._asked("call", command + b"\n" + data.numpy().tobytes())
         except protocol.RowGone as error:
             if error.again and name in ("seal", "discard"):
-                return -1
+                return -1, True
             raise
-        return tree_of(torch.frombuffer(bytearray(tree), dtype=torch.uint8), int(head))
+        head, _, tree = raw.partition(b"\n")
+        return tree_of(torch.frombuffer(bytearray(tree), dtype=torch.uint8), int(head)), again
 
     def fetch_dump(self, folder: Path, progress: Callable[[int], None]) -> None:
         """Write the files of a dump that the server makes. ``progress`` is called with how many bytes came.

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from engram._support import fork, native
 from engram._support.native import NotAdmitted
+from engram._support.retries import Retries
 from engram._support.version import __version__
 from engram.errors import RateLimited, RowError
 from engram.format.schema import decode
@@ -618,7 +619,29 @@ class RemoteStorage(ServedStorage):
         return [cast("tuple[Tensor, ...]", self.connection.call(name, given))]
 
     def update(self, rows: Tensor, given: Mapping[str, object]) -> tuple[Tensor | None, ...]:
-        return self.call_each("update_if_present", {"index": rows, **given})[0]
+        """Each message names the tickets of its rows, so that it is applied once. Of one that was sent again, rows count that have the
+        patch at the end; others that were edited meanwhile do not.
+        """
+
+        def asked(tickets: object, **more: object) -> tuple[list[Tensor], bool]:
+            named = {"index": rows, **given, "tickets": tickets, **more}
+            return cast("tuple[list[Tensor], bool]", self.connection.called("update_if_present", named))
+
+        self._arrive()
+        (_, _, tickets, _), _ = asked(None, patch={}, version_key=None, version=None)
+        rejected, numbers, retries = (
+            torch.zeros_like(tickets, dtype=torch.bool),
+            torch.full_like(tickets, -1),
+            Retries(),
+        )
+        while True:
+            (refused, written, others, alike), again = asked(tickets)
+            rejected, numbers = rejected | refused, numbers.maximum(written.maximum(alike) if again else written)
+            tickets = others.where((tickets >= 0) & (numbers < 0), -1)
+            left = (tickets.reshape(-1) >= 0).nonzero().flatten().tolist()
+            if again or not left:
+                return numbers >= 0, None if given["version_key"] is None else rejected, numbers
+            retries.again(rows.reshape(-1), left)
 
     def stores(self, *, home: bool) -> list[OneStore]:  # noqa: ARG002 - there is one
         return [OneStore(self.connection.call, lambda _: nullcontext(), 0)]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
+from engram.buffer.field_updates import CALL, FieldUpdates
 from engram.buffer.growing import paths_of
 from engram.remote import protocol
 from engram.store.trees import tree_bytes, tree_of
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from engram.buffer import ReplayBuffer
     from engram.buffer.growing import Fields, Key, OpenRow, ShownRow
+    from engram.buffer.wiring import Wiring
     from engram.storages import TensorStorage
 
 #: A row that grows is abandoned when its client was not heard of for so long.
@@ -74,9 +76,10 @@ class Calls:
         assert found is not None  # rows were written
         return found.all(keys, "remove")
 
-    def _update_if_present(self, _: protocol.Call, **given: object) -> tuple[Tensor | None, ...]:
-        done = self._rb.update_if_present(**given)  # type: ignore[arg-type] # it checks them
-        return done.updated, done.version_rejected, done.generation
+    def _update_if_present(self, _: protocol.Call, **given: object) -> tuple[Tensor, ...]:
+        wiring: Wiring = vars(self._rb)["_wiring"]
+        wiring.check_editable(CALL)
+        return FieldUpdates(wiring).apply_once(**given)  # type: ignore[arg-type] # it checks them
 
     # ---- rows that grow ------------------------------------------------------------------------------------------------
 
