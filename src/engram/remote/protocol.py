@@ -70,6 +70,11 @@ def address_of(text: object, call: str, *, scheme: str = "grpc") -> Address:
         if not path.startswith("/") or len(os.fsencode(path)) > 100:
             raise ValueError(f"{call}: address: expected unix: and an absolute path, at most 100 bytes, got {text!r}.")
         return Address("unix", path)
+    if text.startswith(("file:", "dns:")):
+        raise ValueError(
+            f"{call}: address: expected addresses of servers, or a list of them alone, connect({text!r}), got it among others. Write "
+            "all of them into the list."
+        )
     named, separator, place = text.partition("://")
     scheme, place = (named, place) if separator else (scheme, text)
     host, separator, port = place.rpartition(":")

@@ -441,6 +441,8 @@ class Silent:
     def __init__(self, access: Access, addresses: list[protocol.Address]) -> None:
         self._access, self._addresses = access, addresses
         self._listed, self._looked_at = {*access.addresses}, -math.inf
+        #: Why the list could not be used at the last look; and names of stores at whose addresses there are others.
+        self._unusable, self._replaced = "", set[str]()
 
     def left(self) -> bool:
         return bool(self._addresses) or self._access.members is not None
@@ -449,10 +451,16 @@ class Silent:
         members, access = self._access.members, storage.connection.access
         if members is None or not (members.has_all or lost) or not isinstance(access, Access):
             return False
-        return self._listed.isdisjoint(access.addresses)
+        return storage.served.store in self._replaced or self._listed.isdisjoint(access.addresses)
+
+    def replaced(self, storage: RemoteStorage) -> None:
+        access, listed = storage.connection.access, self._access.members is not None
+        if listed and isinstance(access, Access) and storage.served.store not in self._replaced:
+            self._replaced.add(storage.served.store)
+            self._addresses += self._listed.intersection(access.addresses)
 
     def _look(self) -> None:
-        """Read the list again, if it is time. One that cannot be read, or is empty, changes nothing."""
+        """Read the list again, if it is time. One that cannot be read, or is empty, changes nothing, which is logged once."""
         members = self._access.members
         if members is None or time.monotonic() < self._looked_at + members.interval_s:
             return
@@ -460,8 +468,11 @@ class Silent:
         try:
             listed = {*members.addresses()}
         except (OSError, ValueError) as error:
-            _log.warning("the stores of the fleet stay as they are: %s", error)
+            if str(error) != self._unusable:
+                _log.warning("the stores of the fleet stay as they are: %s", error)
+            self._unusable = str(error)
             return
+        self._unusable = ""
         self._addresses = [it for it in self._addresses if it in listed] + sorted(listed - self._listed)
         self._listed = listed
 
@@ -474,6 +485,7 @@ class Silent:
                 answer = _served_at(self._access, address)
                 self._addresses.remove(address)
                 if answer.store in stores:  # another server of a known one
+                    self._replaced.discard(answer.store)
                     stores[answer.store].connection.add_address(address)
                     continue
                 check_stores([first, answer], self._access.full)
