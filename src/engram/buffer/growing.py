@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, NoReturn, TypeAlias, cast
 from uuid import uuid4
 
 import torch
@@ -190,6 +190,12 @@ class OpenRow:
                 "is_abandoned is True."
             )
         return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "pickle: expected rows that are sealed, got an OpenRow: one process or client has it. Find it with rb.unsealed() there, and "
+            "go on with resume() once it is abandoned."
+        )
 
     def _check_mine(self, call: str) -> None:
         if not self.is_mine:
@@ -399,6 +405,14 @@ class ServedOpenRow(OpenRow):
     def __init__(self, store: OneStore, shown: ShownRow, lane: int, holder: UUID | None = None) -> None:
         self._store, self._lane, self._holder = store, lane, holder
         *self._id, self._known, self._ended = shown
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self._id[0], self._id[1]
+
+    @property
+    def is_mine(self) -> bool:
+        return self._holder is not None
 
     @property
     def lengths(self) -> dict[Key, int]:
