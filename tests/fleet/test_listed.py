@@ -111,7 +111,7 @@ def test_a_list_that_cannot_be_used_changes_nothing_and_is_logged_once(three, ca
             (b"", "got none"),
             (b"no address\n", "got 'no address'"),
             (b"# caf\xe9\n", "members: expected a text in UTF-8, got other bytes"),
-            (b"unix:/one.sock\nfile:/more\n", "or a list of them alone"),
+            (b"unix:/one.sock\nfile:/more\n", "A list of addresses stands alone"),
             (None, "No such file"),
         ):
             caplog.clear()
@@ -237,7 +237,7 @@ def test_lists_that_are_none(text, error, message):
 
 @pytest.mark.parametrize("mixed", ["file:/more", "dns:engram.test:1"])
 def test_a_list_stands_alone(mixed):
-    said = f"expected addresses of servers, or a list of them alone, connect\\('{mixed}'\\), got it among others"
+    said = rf"got '{mixed}'\. A list of addresses stands alone: connect\('{mixed}'\)"
     for given in (["unix:/one.sock", mixed], f"unix:/one.sock,{mixed}"):
         with pytest.raises(ValueError, match=said):
             ReplayBuffer.connect(given)

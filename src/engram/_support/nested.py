@@ -182,8 +182,7 @@ def tensors(data: object) -> list[Tensor]:
 
 def parts_of(jagged: Tensor) -> list[Tensor]:
     """The values, offsets and perhaps lengths of a jagged tensor: the same objects at every call."""
-    found = [getattr(jagged, name) for name in ("_values", "_offsets", "_lengths")]
-    return found if found[2] is not None else found[:2]
+    return [part for name in ("_values", "_offsets", "_lengths") if (part := getattr(jagged, name)) is not None]
 
 
 def map_parts(jagged: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
@@ -191,8 +190,9 @@ def map_parts(jagged: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     new = [*map(change, old := parts_of(jagged))]
     if all(map(operator.is_, new, old)):
         return jagged
-    longest, dim = jagged._get_max_seqlen(), jagged._ragged_idx  # type: ignore[attr-defined] # noqa: SLF001 - there is no other way
-    return torch.nested.nested_tensor_from_jagged(*new, jagged_dim=dim, max_seqlen=longest)
+    values, offsets, lengths = new if len(new) == 3 else (*new, None)
+    longest, dim = jagged._get_max_seqlen(), jagged._ragged_idx  # type: ignore[attr-defined] # noqa: SLF001 - no other way
+    return torch.nested.nested_tensor_from_jagged(values, offsets, lengths, dim, max_seqlen=longest)
 
 
 def first_leaf(data: object) -> Any:

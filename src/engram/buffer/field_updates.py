@@ -161,44 +161,50 @@ class FieldUpdates:
         )
 
     def apply_once(
-        self,
-        index: object,
-        generation: object,
-        patch: object,
-        version_key: object,
-        version: object,
-        require_newer: bool,
-        tickets: object,
+        self, index: object, generation: object, tickets: object, *, require_newer: bool, **given: object
     ) -> tuple[Tensor, ...]:
         """As :meth:`apply`, of rows that still have these tickets, ``[*batch]``: the same call has no second effect. None: it writes
-        nothing.
+        nothing. ``given``: the patch, and versions.
 
         Returns of each entry whether its version was rejected; the number of its write, -1 where nothing was updated; and of other rows
         that hold the write the ticket that they have now, and again the number where they have the patch, else -1.
         """
         rows, expected = self._named(index, generation)
-        which, columns, versions = self._checked(patch, version_key, version, batch := expected.shape)
+        which, columns, versions = self._checked(batch=(batch := expected.shape), **given)  # type: ignore[arg-type]
         known = torch.full_like(rows, -1) if tickets is None else whole("tickets", tickets).reshape(-1)
         expected, store = expected.reshape(-1), self._storage.store
         if len(known) != len(rows):
             raise ValueError(f"{CALL}: tickets: expected one per row, {len(rows)}, got {len(known)}.")
-        held = store.tickets_of_writes(rows, expected)
-        held, rejected = held.where(held == known, -1), torch.zeros(len(rows), dtype=torch.bool, device="cpu")
         if versions is not None:
-            which, columns = [*which, versions[0]], [*columns, versions[1]]
-            wins, live = map(torch.from_numpy, self._newest(rows, held, which[-1], columns[-1], newer=require_newer))
-            held, rejected = held.where(wins, -1), live & ~wins
-        numbers = torch.full_like(rows, -1)
+            columns, which = [*columns, versions[1]], [*which, versions[0]]
+        numbers, rejected = torch.full_like(rows, -1), torch.zeros(len(rows), dtype=torch.bool, device="cpu")
         if tickets is not None:
-            write, numbers = self._storage.patch_fields(rows, which, columns, held, unedited=True)
-            if len(write.rows):
-                self._storage.notify(write, None)
+            held = store.tickets_of_writes(rows, expected)
+            newer = None if versions is None else require_newer
+            numbers, rejected = self._patched(rows, held.where(held == known, -1), which, columns, newer)
         others = store.tickets_of_writes(rows, expected.where((numbers < 0) & ~rejected, -1))
         found, moved = store.read(rows.clamp(min=0), expected=others, which=which)
-        same = [_same_rows(*pair) for pair in zip(found, columns, strict=True)]
-        alike = expected.where(torch.stack([others >= 0, *same]).all(0), -1)
-        alike[moved] = -1
+        alike, pairs = torch.full_like(rows, -1), [*zip(map(_rows_of, found), map(_rows_of, columns), strict=True)]
+        for i in (others >= 0).nonzero().flatten().tolist():
+            if i not in moved and all(torch.equal(raw_bytes(one[i]), raw_bytes(other[i])) for one, other in pairs):
+                alike[i] = expected[i]
         return rejected.reshape(batch), numbers.reshape(batch), others.reshape(batch), alike.reshape(batch)
+
+    def _patched(
+        self, rows: Tensor, tickets: Tensor, which: Sequence[int], columns: Sequence[Tensor], newer: bool | None
+    ) -> tuple[Tensor, Tensor]:
+        """Patch rows that have these tickets, where their versions, the last field, allow it; ``newer``: None: there are none.
+
+        Returns the numbers of the writes, -1 where nothing was updated; and which versions were rejected.
+        """
+        rejected = torch.zeros(len(rows), dtype=torch.bool, device="cpu")
+        if newer is not None:
+            wins, live = map(torch.from_numpy, self._newest(rows, tickets, which[-1], columns[-1], newer=newer))
+            tickets, rejected = tickets.where(wins, -1), live & ~wins
+        write, numbers = self._storage.patch_fields(rows, which, columns, tickets, unedited=True)
+        if len(write.rows):
+            self._storage.notify(write, None)
+        return numbers, rejected
 
     def _newer(
         self,
@@ -212,7 +218,7 @@ class FieldUpdates:
     ) -> tuple[Tensor, Tensor]:
         """Patch rows where their versions allow it: the last field. Rows that others edit between the look and the patch come again.
 
-        Returns the numbers of the writes, -1 where nothing was updated; and which versions were rejected. ``done``: of some entries.
+        Returns as :meth:`_patched`. ``done``: of some entries.
         """
         numbers, rejected = torch.full_like(expected, -1), torch.zeros(expected.shape, dtype=torch.bool)
         if done is not None and done.version_rejected is not None:
@@ -222,14 +228,9 @@ class FieldUpdates:
             tickets = self._storage.store.tickets_of_writes(rows[at], expected[at])
             if again and not bool((tickets >= 0).any()):
                 break
-            values, again = [column[at] for column in columns], True
-            look = self._newest(rows[at], tickets, which[-1], values[-1], newer=newer)
-            wins, live = map(torch.from_numpy, look)
-            write, fresh = self._storage.patch_fields(rows[at], which, values, tickets.where(wins, -1), unedited=True)
-            if len(write.rows):
-                self._storage.notify(write, None)
-            numbers[at], rejected[at] = fresh, live & ~wins
-            at = at[(fresh < 0) & ~(live & ~wins)]
+            again, values = True, [column[at] for column in columns]
+            numbers[at], rejected[at] = self._patched(rows[at], tickets, which, values, newer)
+            at = at[(numbers[at] < 0) & ~rejected[at]]
         return numbers, rejected
 
     def _applied_natively(
@@ -340,11 +341,10 @@ class FieldUpdates:
         return wins, live
 
 
-def _same_rows(columns: Tensor, others: Tensor) -> Tensor:
-    """Which rows of a field are the same in both, bit by bit: bool ``[n]``."""
-    pairs = [items.rows() if (items := items_in(it)) is not None else it.unbind() for it in (columns, others)]
-    same = [torch.equal(*map(raw_bytes, pair)) for pair in zip(*pairs, strict=True)]
-    return torch.tensor(same, dtype=torch.bool, device="cpu")
+def _rows_of(column: Tensor) -> Sequence[Tensor]:
+    """The rows of a field."""
+    items = items_in(column)
+    return column.unbind() if items is None else items.rows()
 
 
 def whole(what: str, given: object) -> Tensor:

@@ -407,14 +407,6 @@ class ServedOpenRow(OpenRow):
         *self._id, self._known, self._ended = shown
 
     @property
-    def place(self) -> tuple[int, int]:
-        return self._id[0], self._id[1]
-
-    @property
-    def is_mine(self) -> bool:
-        return self._holder is not None
-
-    @property
     def lengths(self) -> dict[Key, int]:
         return dict(self._known)
 

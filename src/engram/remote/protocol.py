@@ -70,17 +70,15 @@ def address_of(text: object, call: str, *, scheme: str = "grpc") -> Address:
         if not path.startswith("/") or len(os.fsencode(path)) > 100:
             raise ValueError(f"{call}: address: expected unix: and an absolute path, at most 100 bytes, got {text!r}.")
         return Address("unix", path)
-    if text.startswith(("file:", "dns:")):
-        raise ValueError(
-            f"{call}: address: expected addresses of servers, or a list of them alone, connect({text!r}), got it among others. Write "
-            "all of them into the list."
-        )
     named, separator, place = text.partition("://")
     scheme, place = (named, place) if separator else (scheme, text)
     host, separator, port = place.rpartition(":")
-    if scheme not in ("grpc", "grpc+tls") or not (separator and host and port.isdecimal() and int(port) < 1 << 16):
+    listed = text.startswith(("file:", "dns:"))
+    known = scheme in ("grpc", "grpc+tls") and not listed
+    if not (known and separator and host and port.isdecimal() and int(port) < 1 << 16):
+        alone = f" A list of addresses stands alone: connect({text!r})." * listed
         raise ValueError(
-            f"{call}: address: expected unix:/PATH, HOST:PORT, grpc://HOST:PORT or grpc+tls://HOST:PORT, got {text!r}."
+            f"{call}: address: expected unix:/PATH, HOST:PORT, grpc://HOST:PORT or grpc+tls://HOST:PORT, got {text!r}.{alone}"
         )
     return Address(scheme, host.removeprefix("[").removesuffix("]"), int(port))
 

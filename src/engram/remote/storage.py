@@ -622,20 +622,14 @@ class RemoteStorage(ServedStorage):
         """Each message names the tickets of its rows, so that it is applied once. Of one that was sent again, rows count that have the
         patch at the end; others that were edited meanwhile do not.
         """
-
-        def asked(tickets: object, **more: object) -> tuple[list[Tensor], bool]:
-            named = {"index": rows, **given, "tickets": tickets, **more}
-            return cast("tuple[list[Tensor], bool]", self.connection.called("update_if_present", named))
-
         self._arrive()
-        (_, _, tickets, _), _ = asked(None, patch={}, version_key=None, version=None)
-        rejected, numbers, retries = (
-            torch.zeros_like(tickets, dtype=torch.bool),
-            torch.full_like(tickets, -1),
-            Retries(),
-        )
+        name, named = "update_if_present", {"index": rows, **given}
+        look = {**named, "patch": {}, "version_key": None, "version": None, "tickets": None}
+        rejected, numbers, tickets, _ = cast("list[Tensor]", self.connection.call(name, look))
+        retries = Retries()
         while True:
-            (refused, written, others, alike), again = asked(tickets)
+            made, again = self.connection.called(name, {**named, "tickets": tickets})
+            refused, written, others, alike = cast("list[Tensor]", made)
             rejected, numbers = rejected | refused, numbers.maximum(written.maximum(alike) if again else written)
             tickets = others.where((tickets >= 0) & (numbers < 0), -1)
             left = (tickets.reshape(-1) >= 0).nonzero().flatten().tolist()

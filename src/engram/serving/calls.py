@@ -158,7 +158,7 @@ class Calls:
 
         Raises ``RuntimeError``: others have appended since. ``TypeError``: no lengths.
         """
-        if not isinstance(lengths, dict) or {*map(type, lengths.values())} - {int}:
+        if type(lengths) is not dict or {*map(type, lengths.values())} - {int}:
             raise TypeError(f"append: lengths: expected how many items there were, by key, got {lengths!r:.80}.")
         given, done = paths_of(data, {}, row.groups, "append"), set()
         structure = cast("TensorStorage", self._rb.storage).written()
