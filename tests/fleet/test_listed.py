@@ -163,12 +163,13 @@ def test_a_store_leaves_where_another_one_took_its_address(three, tmp_path):
             warnings.filterwarnings("ignore", ".*is gone, with")  # until the other store answers
             assert len(rb) == 30
             first.kill()
+            until(lambda: rb.stats()["shards_missing"] == 1)
             with serving(tmp_path / "2", at) as second:
-                until(lambda: len(rb) == 40)
-                stats = rb.stats()
-                assert (stats["shards"], stats["shards_missing"], stats["rows_missing"]) == (2, 0, 0)
+                until(lambda: len(rb) == 40 and rb.stats()["shards_missing"] == 0)
+                assert (rb.stats()["shards"], rb.stats()["rows_missing"]) == (2, 0)
                 until(lambda: draws(rb, 30, 60))
                 second.kill()
+                until(lambda: rb.stats()["shards_missing"] == 1)
             with serving(tmp_path / "1", at):  # and back
                 until(lambda: len(rb) == 30 and rb.stats()["shards_missing"] == 0)
                 until(lambda: draws(rb, 10, 30))

@@ -130,8 +130,6 @@ def test_a_row_that_grows_is_not_pickled(served):
         (listed,) = remote.unsealed()
         for one in (row, listed, rb.open_row(uid=8)):
             for copied in (pickle.dumps, copy.copy):
-                with pytest.raises(
-                    TypeError, match=r"got an OpenRow: one process or client has it\. Find it with rb\.unsealed"
-                ):
+                with pytest.raises(TypeError, match=r"got an OpenRow, of one process or client\. See rb\.unsealed"):
                     copied(one)
         assert rb[row.seal(reward=1.0)]["uid"] == 7

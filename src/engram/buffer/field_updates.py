@@ -7,7 +7,7 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -117,6 +117,10 @@ class ConditionalUpdateResult:
         return self.updated.numel() - self.updated_count - self.version_rejected_count
 
 
+#: What is done of some entries already.
+_Done: TypeAlias = ConditionalUpdateResult | None
+
+
 class FieldUpdates:
     """Patches the rows of a buffer. It keeps nothing of its own."""
 
@@ -150,7 +154,7 @@ class FieldUpdates:
                 self._storage.notify(write, None)
         else:
             columns, which = [*columns, versions[1]], [*which, versions[0]]
-            numbers, rejected = self._newer(rows, expected, which, columns, result, newer=newer)
+            numbers, rejected = self._newer(rows, expected, which, columns, result, newer)
             rejected = self._wiring.on_device(rejected.reshape(batch))
         numbers = numbers.reshape(batch)
         place = self._wiring.on_device
@@ -169,8 +173,9 @@ class FieldUpdates:
         Returns of each entry whether its version was rejected; the number of its write, -1 where nothing was updated; and of other rows
         that hold the write the ticket that they have now, and again the number where they have the patch, else -1.
         """
+        self._wiring.check_editable(CALL)
         rows, expected = self._named(index, generation)
-        which, columns, versions = self._checked(batch=(batch := expected.shape), **given)  # type: ignore[arg-type]
+        which, columns, versions = self._checked(batch=(batch := expected.shape), **given)
         known = torch.full_like(rows, -1) if tickets is None else whole("tickets", tickets).reshape(-1)
         expected, store = expected.reshape(-1), self._storage.store
         if len(known) != len(rows):
@@ -180,8 +185,8 @@ class FieldUpdates:
         numbers, rejected = torch.full_like(rows, -1), torch.zeros(len(rows), dtype=torch.bool, device="cpu")
         if tickets is not None:
             held = store.tickets_of_writes(rows, expected)
-            newer = None if versions is None else require_newer
-            numbers, rejected = self._patched(rows, held.where(held == known, -1), which, columns, newer)
+            held, newer = held.where(held == known, -1), require_newer if versions else None
+            numbers, rejected = self._patched(rows, held, which, columns, newer)
         others = store.tickets_of_writes(rows, expected.where((numbers < 0) & ~rejected, -1))
         found, moved = store.read(rows.clamp(min=0), expected=others, which=which)
         alike, pairs = torch.full_like(rows, -1), [*zip(map(_rows_of, found), map(_rows_of, columns), strict=True)]
@@ -207,14 +212,7 @@ class FieldUpdates:
         return numbers, rejected
 
     def _newer(
-        self,
-        rows: Tensor,
-        expected: Tensor,
-        which: Sequence[int],
-        columns: Sequence[Tensor],
-        done: ConditionalUpdateResult | None,
-        *,
-        newer: bool,
+        self, rows: Tensor, expected: Tensor, which: Sequence[int], columns: Sequence[Tensor], done: _Done, newer: bool
     ) -> tuple[Tensor, Tensor]:
         """Patch rows where their versions allow it: the last field. Rows that others edit between the look and the patch come again.
 

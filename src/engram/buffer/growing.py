@@ -192,10 +192,7 @@ class OpenRow:
         return self
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "pickle: expected rows that are sealed, got an OpenRow: one process or client has it. Find it with rb.unsealed() there, and "
-            "go on with resume() once it is abandoned."
-        )
+        raise TypeError("pickle: expected sealed rows, got an OpenRow, of one process or client. See rb.unsealed().")
 
     def _check_mine(self, call: str) -> None:
         if not self.is_mine:

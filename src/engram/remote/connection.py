@@ -158,8 +158,8 @@ class Connection:
         self.forked = self._closed = False
         #: Set when it is closed: nothing is looked for then.
         self._ends = threading.Event()
-        #: While no server answers.
-        self.is_searching = False
+        #: While no server answers; and since one that serves another store did.
+        self.is_searching = self.is_replaced = False
         #: What the first server said. Others must say the same.
         self.served = self._open(known) if opens or known is None else known
 
@@ -197,7 +197,7 @@ class Connection:
             except PermissionError:
                 raise
             except Final as error:
-                final = error
+                final, self.is_replaced = error, isinstance(error, AnotherStore)
                 self._next += 1
             except GONE as error:
                 why = error
@@ -274,6 +274,7 @@ class Connection:
 
     def add_address(self, address: protocol.Address) -> None:
         """Another server of the store has answered there."""
+        self.is_replaced = False
         if isinstance(self.access, Access) and address not in self.access.addresses:
             self.access = self.access._replace(addresses=(address, *self.access.addresses))
 

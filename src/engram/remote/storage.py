@@ -22,7 +22,6 @@ from torch import Tensor
 
 from engram._support import fork, native
 from engram._support.native import NotAdmitted
-from engram._support.retries import Retries
 from engram._support.version import __version__
 from engram.errors import RateLimited, RowError
 from engram.format.schema import decode
@@ -626,16 +625,13 @@ class RemoteStorage(ServedStorage):
         name, named = "update_if_present", {"index": rows, **given}
         look = {**named, "patch": {}, "version_key": None, "version": None, "tickets": None}
         rejected, numbers, tickets, _ = cast("list[Tensor]", self.connection.call(name, look))
-        retries = Retries()
         while True:
             made, again = self.connection.called(name, {**named, "tickets": tickets})
             refused, written, others, alike = cast("list[Tensor]", made)
             rejected, numbers = rejected | refused, numbers.maximum(written.maximum(alike) if again else written)
             tickets = others.where((tickets >= 0) & (numbers < 0), -1)
-            left = (tickets.reshape(-1) >= 0).nonzero().flatten().tolist()
-            if again or not left:
+            if again or not bool((tickets >= 0).any()):
                 return numbers >= 0, None if given["version_key"] is None else rejected, numbers
-            retries.again(rows.reshape(-1), left)
 
     def stores(self, *, home: bool) -> list[OneStore]:  # noqa: ARG002 - there is one
         return [OneStore(self.connection.call, lambda _: nullcontext(), 0)]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 
 from engram._support.checks import check_count
-from engram.buffer.field_updates import CALL, FieldUpdates
+from engram.buffer.field_updates import FieldUpdates
 from engram.buffer.growing import paths_of
 from engram.remote import protocol
 from engram.store.trees import tree_bytes, tree_of
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from engram.buffer import ReplayBuffer
     from engram.buffer.growing import Fields, Key, OpenRow, ShownRow
-    from engram.buffer.wiring import Wiring
     from engram.storages import TensorStorage
 
 #: A row that grows is abandoned when its client was not heard of for so long.
@@ -78,9 +77,7 @@ class Calls:
         return found.all(keys, "remove")
 
     def _update_if_present(self, _: protocol.Call, **given: object) -> tuple[Tensor, ...]:
-        wiring: Wiring = vars(self._rb)["_wiring"]
-        wiring.check_editable(CALL)
-        return FieldUpdates(wiring).apply_once(**given)  # type: ignore[arg-type] # it checks them
+        return FieldUpdates(vars(self._rb)["_wiring"]).apply_once(**given)  # type: ignore[arg-type] # it checks them
 
     # ---- rows that grow ------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,6 @@ import msgspec
 from engram._support import fork
 from engram._support.words import count, warn
 from engram.remote import protocol
-from engram.remote.connection import AnotherStore
 from engram.remote.served import RETRY_INTERVAL_S, Limits
 from engram.store.limits import Rules
 from engram.store.ragged import RowsWithin
@@ -93,9 +92,6 @@ class Joining(Protocol):
 
     def has_left(self, storage: RemoteStorage, *, lost: bool) -> bool:
         """Whether a store is no more of the fleet, as its servers are not listed. ``lost``: none of them answers."""
-
-    def replaced(self, storage: RemoteStorage) -> None:
-        """Servers of another store answer where those of a store were."""
 
 
 class Members:
@@ -212,9 +208,7 @@ class Members:
             shard.storage.forget_asked()  # what came before it was lost is answered otherwise
             if self.version is not None:
                 shard.storage.consumer_version(self.version)
-        except (OSError, ValueError, RuntimeError) as error:
-            if isinstance(error, AnotherStore) and self.joining is not None:
-                self.joining.replaced(shard.storage)
+        except (OSError, ValueError, RuntimeError):
             return
         shard.updated_at = -math.inf
         shard.lost = False

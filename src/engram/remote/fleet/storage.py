@@ -441,23 +441,17 @@ class Silent:
     def __init__(self, access: Access, addresses: list[protocol.Address]) -> None:
         self._access, self._addresses = access, addresses
         self._listed, self._looked_at = {*access.addresses}, -math.inf
-        #: Why the list could not be used at the last look; and names of stores at whose addresses there are others.
-        self._unusable, self._replaced = "", set[str]()
+        #: Why the list could not be used at the last look.
+        self._unusable = ""
 
     def left(self) -> bool:
         return bool(self._addresses) or self._access.members is not None
 
     def has_left(self, storage: RemoteStorage, *, lost: bool) -> bool:
-        members, access = self._access.members, storage.connection.access
-        if members is None or not (members.has_all or lost) or not isinstance(access, Access):
+        members, connection = self._access.members, storage.connection
+        if members is None or not (members.has_all or lost):
             return False
-        return storage.served.store in self._replaced or self._listed.isdisjoint(access.addresses)
-
-    def replaced(self, storage: RemoteStorage) -> None:
-        access, listed = storage.connection.access, self._access.members is not None
-        if listed and isinstance(access, Access) and storage.served.store not in self._replaced:
-            self._replaced.add(storage.served.store)
-            self._addresses += self._listed.intersection(access.addresses)
+        return connection.is_replaced or self._listed.isdisjoint(connection.access.reached.addresses)
 
     def _look(self) -> None:
         """Read the list again, if it is time. One that cannot be read, or is empty, changes nothing, which is logged once."""
@@ -480,12 +474,14 @@ class Silent:
         """Stores that answer now, and are not known yet. Those that cannot belong to the fleet are named in a warning, once."""
         self._look()
         first, stores = known[0].served, {storage.served.store: storage for storage in known}
+        if self._access.members is not None:  # where another store took an address
+            taken = [at for it in known if it.connection.is_replaced for at in it.connection.access.reached.addresses]
+            self._addresses = [*dict.fromkeys([*self._addresses, *self._listed.intersection(taken)])]
         for address in tuple(self._addresses):
             try:
                 answer = _served_at(self._access, address)
                 self._addresses.remove(address)
                 if answer.store in stores:  # another server of a known one
-                    self._replaced.discard(answer.store)
                     stores[answer.store].connection.add_address(address)
                     continue
                 check_stores([first, answer], self._access.full)
