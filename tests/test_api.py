@@ -303,7 +303,7 @@ INTERNAL = (
     "TooMany",
     "Untrusted",
     "WrongCount",
-    "_AnotherStore",
+    "AnotherStore",
     "_Changed",
     "_ReplacedAgain",
 )

@@ -25,8 +25,12 @@ def _looks_often(monkeypatch):
 
 def write(path, addresses, comment="# the stores of this run"):
     """As an operator would: a reader sees the old list or the new one."""
+    replace(path, ("\n".join([comment, "", *(f"{address}  # up" for address in addresses)]) + "\n").encode())
+
+
+def replace(path, content):
     new = path.with_suffix(".new")
-    new.write_text("\n".join([comment, "", *(f"{address}  # up" for address in addresses)]) + "\n")
+    new.write_bytes(content)
     new.replace(path)
 
 
@@ -47,6 +51,12 @@ def shares(rb, batches=60):
     """Of the rows that are drawn, how many are of each store."""
     drawn = torch.cat([rb.sample()["a"] for _ in range(batches)])
     return np.histogram(drawn.numpy(), bins=[0, 10, 30, 60])[0] / len(drawn)
+
+
+def draws(rb, begin, end):
+    """Whether a batch has rows of the store that counts from there."""
+    drawn = rb.sample()["a"]
+    return bool(((drawn >= begin) & (drawn < end)).any())
 
 
 def connected(path, **more):
@@ -91,21 +101,32 @@ def test_a_writer_whose_store_leaves_begins_another_trajectory_elsewhere(three):
         assert len(rb) == 24
 
 
-def test_a_list_that_cannot_be_used_changes_nothing(three, caplog):
+def test_a_list_that_cannot_be_used_changes_nothing_and_is_logged_once(three, caplog, monkeypatch):
     servers, path = three
     write(path, [server.address for server in servers[:2]])
+    looks, addresses = [], MemberList.addresses
+    monkeypatch.setattr(MemberList, "addresses", lambda it: looks.append(1) or addresses(it))
     with connected(path) as rb:
-        for text in ("", "# nobody\n", "no address\n"):
-            path.write_text(text)
+        for text, why in (
+            (b"", "got none"),
+            (b"no address\n", "got 'no address'"),
+            (b"# caf\xe9\n", "members: expected a text in UTF-8, got other bytes"),
+            (b"unix:/one.sock\nfile:/more\n", "A list of addresses stands alone"),
+            (None, "No such file"),
+        ):
             caplog.clear()
+            path.unlink() if text is None else replace(path, text)
             until(lambda: "stay as they are" in caplog.text)
+            before = len(looks)
+            until(lambda: len(looks) > before + 5)
+            said = [it for it in caplog.messages if "stay as they are" in it]
+            assert len(said) == 1
+            assert why in said[0]
             assert (len(rb), rb.stats()["shards"]) == (30, 2)
-        path.unlink()
-        caplog.clear()
-        until(lambda: "stay as they are" in caplog.text)
-        assert len(rb) == 30
         write(path, [servers[1].address])
         until(lambda: len(rb) == 20)
+        path.unlink()  # the same as before, once more
+        until(lambda: len([it for it in caplog.messages if "No such file" in it]) == 2)
 
 
 def test_a_store_that_dies_is_looked_for_as_long_as_it_is_listed(three, tmp_path):
@@ -131,6 +152,27 @@ def test_a_store_at_another_address_is_the_same_store(three, tmp_path):
             warnings.filterwarnings("ignore", ".*is gone, with")  # until the new list is read
             until(lambda: any((rb.sample()["a"] >= 10).any() for _ in range(5)))
         assert (len(rb), rb.stats()["shards"]) == (30, 2)
+
+
+def test_a_store_leaves_where_another_one_took_its_address(three, tmp_path):
+    servers, path = three
+    at = f"unix:{tmp_path}/taken.sock"
+    with serving(tmp_path / "1", at) as first:
+        write(path, [servers[0].address, at])
+        with connected(path, patience=0.2) as rb, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*is gone, with")  # until the other store answers
+            assert len(rb) == 30
+            first.kill()
+            until(lambda: rb.stats()["shards_missing"] == 1)
+            with serving(tmp_path / "2", at) as second:
+                until(lambda: len(rb) == 40 and rb.stats()["shards_missing"] == 0)
+                assert (rb.stats()["shards"], rb.stats()["rows_missing"]) == (2, 0)
+                until(lambda: draws(rb, 30, 60))
+                second.kill()
+                until(lambda: rb.stats()["shards_missing"] == 1)
+            with serving(tmp_path / "1", at):  # and back
+                until(lambda: len(rb) == 30 and rb.stats()["shards_missing"] == 0)
+                until(lambda: draws(rb, 10, 30))
 
 
 def test_a_pickled_buffer_follows_the_list(three):
@@ -192,6 +234,14 @@ def test_what_is_listed_is_read_as_addresses(tmp_path, monkeypatch):
 def test_lists_that_are_none(text, error, message):
     with pytest.raises(error, match=message):
         ReplayBuffer.connect(text, patience=0)
+
+
+@pytest.mark.parametrize("mixed", ["file:/more", "dns:engram.test:1"])
+def test_a_list_stands_alone(mixed):
+    said = rf"got '{mixed}'\. A list of addresses stands alone: connect\('{mixed}'\)"
+    for given in (["unix:/one.sock", mixed], f"unix:/one.sock,{mixed}"):
+        with pytest.raises(ValueError, match=said):
+            ReplayBuffer.connect(given)
 
 
 def test_an_empty_list_is_refused(tmp_path):

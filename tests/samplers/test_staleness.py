@@ -230,7 +230,7 @@ def test_rows_without_a_version():
     with pytest.raises(KeyError, match="made_by"):
         rb.sample()
     rb = buffer(torch.zeros(2, 3), 1)
-    with pytest.raises(ValueError, match=r"one number per row.*\[3\]"):
+    with pytest.raises(TypeError, match=r"version_key: 'policy_version': expected one real number per row.*\[3\]"):
         rb.sample()
     rb = ReplayBuffer(storage=ListStorage(5), sampler=StalenessAwareSampler(), batch_size=1)
     with pytest.raises(NoSampleable):

@@ -11,6 +11,7 @@ from collections import namedtuple
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from engram._support.tensordicts import children, is_bare, is_non_tensor, is_tensor_collection, wrap
@@ -18,7 +19,6 @@ from engram._support.tensordicts import children, is_bare, is_non_tensor, is_ten
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    import torch
     from tensordict import TensorDictBase
 
 Path = tuple[str, ...]
@@ -178,6 +178,21 @@ def tensors(data: object) -> list[Tensor]:
 
     map_leaves(data, note)
     return found
+
+
+def parts_of(jagged: Tensor) -> list[Tensor]:
+    """The values, offsets and perhaps lengths of a jagged tensor: the same objects at every call."""
+    return [part for name in ("_values", "_offsets", "_lengths") if (part := getattr(jagged, name)) is not None]
+
+
+def map_parts(jagged: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """A jagged tensor around its changed parts: itself, where none has changed."""
+    new = [*map(change, old := parts_of(jagged))]
+    if all(map(operator.is_, new, old)):
+        return jagged
+    longest, dim = jagged._get_max_seqlen(), jagged._ragged_idx  # type: ignore[attr-defined] # noqa: SLF001 - no other way
+    lengths = new[2] if len(new) > 2 else None
+    return torch.nested.nested_tensor_from_jagged(new[0], new[1], lengths, dim, max_seqlen=longest)
 
 
 def first_leaf(data: object) -> Any:

@@ -7,7 +7,7 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from engram import storages
 from engram._support import fork, native
 from engram._support.checks import as_ints
+from engram._support.copies import raw_bytes
 from engram._support.field_paths import FieldPath, checked_path
 from engram._support.nested import find, flatten, has_entries
 from engram._support.tensordicts import tensordict_type
@@ -28,6 +29,7 @@ from engram.storages._types import as_tensor, cast
 from engram.store import DTYPE_NAMES, DTYPE_OF
 from engram.store import add_field as add_to_store
 from engram.store.open_rows import OpenRowIndex
+from engram.store.ragged_rows import items_in
 from engram.types import Write
 
 if TYPE_CHECKING:
@@ -115,6 +117,10 @@ class ConditionalUpdateResult:
         return self.updated.numel() - self.updated_count - self.version_rejected_count
 
 
+#: What is done of some entries already.
+_Done: TypeAlias = ConditionalUpdateResult | None
+
+
 class FieldUpdates:
     """Patches the rows of a buffer. It keeps nothing of its own."""
 
@@ -148,7 +154,7 @@ class FieldUpdates:
                 self._storage.notify(write, None)
         else:
             columns, which = [*columns, versions[1]], [*which, versions[0]]
-            numbers, rejected = self._newer(rows, expected, which, columns, result, newer=newer)
+            numbers, rejected = self._newer(rows, expected, which, columns, result, newer)
             rejected = self._wiring.on_device(rejected.reshape(batch))
         numbers = numbers.reshape(batch)
         place = self._wiring.on_device
@@ -158,19 +164,59 @@ class FieldUpdates:
             generation=place(numbers),
         )
 
+    def apply_once(
+        self, index: object, generation: object, tickets: object, *, require_newer: bool, **given: object
+    ) -> tuple[Tensor, ...]:
+        """As :meth:`apply`, of rows that still have these tickets, ``[*batch]``: the same call has no second effect. None: it writes
+        nothing. ``given``: the patch, and versions.
+
+        Returns of each entry whether its version was rejected; the number of its write, -1 where nothing was updated; and of other rows
+        that hold the write the ticket that they have now, and again the number where they have the patch, else -1.
+        """
+        self._wiring.check_editable(CALL)
+        rows, expected = self._named(index, generation)
+        which, columns, versions = self._checked(batch=(batch := expected.shape), **given)
+        known = torch.full_like(rows, -1) if tickets is None else whole("tickets", tickets).reshape(-1)
+        expected, store = expected.reshape(-1), self._storage.store
+        if len(known) != len(rows):
+            raise ValueError(f"{CALL}: tickets: expected one per row, {len(rows)}, got {len(known)}.")
+        if versions is not None:
+            columns, which = [*columns, versions[1]], [*which, versions[0]]
+        numbers, rejected = torch.full_like(rows, -1), torch.zeros(len(rows), dtype=torch.bool, device="cpu")
+        if tickets is not None:
+            held = store.tickets_of_writes(rows, expected)
+            held, newer = held.where(held == known, -1), require_newer if versions else None
+            numbers, rejected = self._patched(rows, held, which, columns, newer)
+        others = store.tickets_of_writes(rows, expected.where((numbers < 0) & ~rejected, -1))
+        found, moved = store.read(rows.clamp(min=0), expected=others, which=which)
+        alike, pairs = torch.full_like(rows, -1), [*zip(map(_rows_of, found), map(_rows_of, columns), strict=True)]
+        for i in (others >= 0).nonzero().flatten().tolist():
+            if i not in moved and all(torch.equal(raw_bytes(one[i]), raw_bytes(other[i])) for one, other in pairs):
+                alike[i] = expected[i]
+        return rejected.reshape(batch), numbers.reshape(batch), others.reshape(batch), alike.reshape(batch)
+
+    def _patched(
+        self, rows: Tensor, tickets: Tensor, which: Sequence[int], columns: Sequence[Tensor], newer: bool | None
+    ) -> tuple[Tensor, Tensor]:
+        """Patch rows that have these tickets, where their versions, the last field, allow it; ``newer``: None: there are none.
+
+        Returns the numbers of the writes, -1 where nothing was updated; and which versions were rejected.
+        """
+        rejected = torch.zeros(len(rows), dtype=torch.bool, device="cpu")
+        if newer is not None:
+            wins, live = map(torch.from_numpy, self._newest(rows, tickets, which[-1], columns[-1], newer=newer))
+            tickets, rejected = tickets.where(wins, -1), live & ~wins
+        write, numbers = self._storage.patch_fields(rows, which, columns, tickets, unedited=True)
+        if len(write.rows):
+            self._storage.notify(write, None)
+        return numbers, rejected
+
     def _newer(
-        self,
-        rows: Tensor,
-        expected: Tensor,
-        which: Sequence[int],
-        columns: Sequence[Tensor],
-        done: ConditionalUpdateResult | None,
-        *,
-        newer: bool,
+        self, rows: Tensor, expected: Tensor, which: Sequence[int], columns: Sequence[Tensor], done: _Done, newer: bool
     ) -> tuple[Tensor, Tensor]:
         """Patch rows where their versions allow it: the last field. Rows that others edit between the look and the patch come again.
 
-        Returns the numbers of the writes, -1 where nothing was updated; and which versions were rejected. ``done``: of some entries.
+        Returns as :meth:`_patched`. ``done``: of some entries.
         """
         numbers, rejected = torch.full_like(expected, -1), torch.zeros(expected.shape, dtype=torch.bool)
         if done is not None and done.version_rejected is not None:
@@ -180,14 +226,9 @@ class FieldUpdates:
             tickets = self._storage.store.tickets_of_writes(rows[at], expected[at])
             if again and not bool((tickets >= 0).any()):
                 break
-            values, again = [column[at] for column in columns], True
-            look = self._newest(rows[at], tickets, which[-1], values[-1], newer=newer)
-            wins, live = map(torch.from_numpy, look)
-            write, fresh = self._storage.patch_fields(rows[at], which, values, tickets.where(wins, -1), unedited=True)
-            if len(write.rows):
-                self._storage.notify(write, None)
-            numbers[at], rejected[at] = fresh, live & ~wins
-            at = at[(fresh < 0) & ~(live & ~wins)]
+            again, values = True, [column[at] for column in columns]
+            numbers[at], rejected[at] = self._patched(rows[at], tickets, which, values, newer)
+            at = at[(numbers[at] < 0) & ~rejected[at]]
         return numbers, rejected
 
     def _applied_natively(
@@ -296,6 +337,12 @@ class FieldUpdates:
         held, brought, here, won = stored.ctypes.data, given.ctypes.data, live.ctypes.data, wins.ctypes.data
         native.pick_newest(rows.data_ptr(), len(rows), held, brought, floating, newer, here, won)
         return wins, live
+
+
+def _rows_of(column: Tensor) -> Sequence[Tensor]:
+    """The rows of a field."""
+    items = items_in(column)
+    return column.unbind() if items is None else items.rows()
 
 
 def entries_of_patch(patch: object) -> Iterator[tuple[FieldPath, object]]:

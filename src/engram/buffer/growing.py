@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, NoReturn, TypeAlias, cast
 from uuid import uuid4
 
 import torch
@@ -190,6 +190,9 @@ class OpenRow:
                 "is_abandoned is True."
             )
         return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("pickle: expected sealed rows, got an OpenRow, of one process or client. See rb.unsealed().")
 
     def _check_mine(self, call: str) -> None:
         if not self.is_mine:

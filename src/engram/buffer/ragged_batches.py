@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 LayoutOfCall: TypeAlias = LayoutKind | Mapping[str, object] | None
 Tokens: TypeAlias = int | Mapping[Entry, int] | None
 
-#: Rows that are drawn first, while nothing is known of their lengths; and of how many forms a buffer remembers how many rows fit.
-_FIRST, _MAX_FORMS = 16, 64
+#: Rows that are drawn first, while nothing is known of their lengths.
+_FIRST = 16
 
 
 class SampleArguments(TypedDict, total=False):
@@ -285,11 +285,11 @@ def read_within(wiring: Wiring, form: BatchForm, rows: int, key: int) -> tuple[l
     source, retries = wiring.source, Retries()
     budget = TokenBudget(wiring, form, rows)
     if wiring.draws_uniformly and (read := budget.read_uniform(key)) is not None:
-        _remember(wiring, form, read[1])
+        wiring.rows_within.note(form, len(read[1].rows))
         return read
     while True:
         draw = draw_within(wiring, budget, retries.key_of(key))
-        _remember(wiring, form, draw)
+        wiring.rows_within.note(form, len(draw.rows))
         try:
             while len(draw.rows):
                 columns, moved = wiring.storage.read(draw.rows, draw.tickets)
@@ -305,11 +305,3 @@ def read_within(wiring: Wiring, form: BatchForm, rows: int, key: int) -> tuple[l
             source.give_back(draw, draw.rows[:0])
             raise
         budget = TokenBudget(wiring, form, rows)
-
-
-def _remember(wiring: Wiring, form: BatchForm, draw: Draw) -> None:
-    """How many rows fit, for the first draw of the next batch."""
-    if len(wiring.rows_within) >= _MAX_FORMS:
-        wiring.rows_within.clear()
-    n = len(draw.rows)
-    wiring.rows_within[form] = 0.9 * wiring.rows_within.get(form, n) + 0.1 * n

@@ -18,6 +18,7 @@ from engram.errors import RowError
 from engram.store import Key, Process, Store
 from engram.store.device.accelerator import Accelerator
 from engram.store.limits import Gate, Limit, Rules, rules_of
+from engram.store.ragged import RowsWithin
 from engram.types import Declared, Sampler, Traits, Writer
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class Wiring:
         #: Where this buffer's calls wait for the limits of the store.
         self.gate = Gate()
         #: Rows that batches of each form with a budget of tokens had lately.
-        self.rows_within: dict[object, float] = {}
+        self.rows_within = RowsWithin()
         #: What sets the draws of this process apart, as :func:`engram._support.fork.stream` says; None: not known yet.
         self.stream: int | None = None
         fork.registered(self, uses_others=True)

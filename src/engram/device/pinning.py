@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engram._support import native
-from engram._support.nested import is_tensordict, map_tensors, map_with_paths, tensors
+from engram._support.nested import is_tensordict, map_parts, map_tensors, map_with_paths, parts_of, tensors
 from engram._support.tensordicts import children, is_plain_tensordict, tensordict_type
 from engram._support.words import warn
 from engram.store.blocks import ALIGNMENT
@@ -55,7 +55,7 @@ class Pinning:
             device: the device to set on a TensorDict without one, if all its leaves are there.
 
         Raises:
-            RuntimeError: a CPU tensor is not dense (sparse, nested, quantized); the message names its place.
+            RuntimeError: a CPU tensor is neither dense nor jagged (sparse, quantized); the message names its place.
         """
         return _Walk(self.memory, device).walk(data, ())
 
@@ -104,6 +104,8 @@ class _Walk:
         memory = self.memory
         if memory is None or not tensor.is_cpu:
             return tensor
+        if tensor.layout is torch.jagged:
+            return map_parts(tensor, lambda part: self._leaf(part, path))
         known = self.done.get(id(tensor))
         if known is not None:
             return known[1]
@@ -241,10 +243,11 @@ class Blocks:
         Tensors that are on the device stay. Those on other devices, and those of a graph, are copied one by one.
 
         Raises:
-            RuntimeError: a CPU tensor is not dense (sparse, nested, quantized); the message names its place.
+            RuntimeError: a CPU tensor is neither dense nor jagged (sparse, quantized); the message names its place.
         """
         streams = self._streams
-        of_host = {id(it): it for it in tensors(batch) if it.is_cpu and not (it.requires_grad or streams.holds(it))}
+        parts = [it for leaf in tensors(batch) for it in (parts_of(leaf) if leaf.layout is torch.jagged else (leaf,))]
+        of_host = {id(it): it for it in parts if it.is_cpu and not (it.requires_grad or streams.holds(it))}
         leaves = list(of_host.values())
         if not all(map(is_dense, leaves)):
             self._pinning(batch)  # raises
@@ -270,6 +273,8 @@ class Blocks:
             view = views.get(id(leaf))
             if view is not None:
                 return view
+            if leaf.layout is torch.jagged:
+                return map_parts(leaf, on_device)
             memory.append(leaf if streams.holds(leaf) else streams.send(self._pinning(leaf)))
             return memory[-1]
 

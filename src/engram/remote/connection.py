@@ -135,7 +135,7 @@ class Untrusted(Final):
     """Raised for a server with which no TLS connection can be made."""
 
 
-class _AnotherStore(Final, ValueError):
+class AnotherStore(Final, ValueError):
     """Raised for a server whose rows are not those of the servers before: of a fleet, the store is gone."""
 
 
@@ -158,8 +158,8 @@ class Connection:
         self.forked = self._closed = False
         #: Set when it is closed: nothing is looked for then.
         self._ends = threading.Event()
-        #: While no server answers.
-        self.is_searching = False
+        #: While no server answers; and since one that serves another store did.
+        self.is_searching = self.is_replaced = False
         #: What the first server said. Others must say the same.
         self.served = self._open(known) if opens or known is None else known
 
@@ -197,7 +197,7 @@ class Connection:
             except PermissionError:
                 raise
             except Final as error:
-                final = error
+                final, self.is_replaced = error, isinstance(error, AnotherStore)
                 self._next += 1
             except GONE as error:
                 why = error
@@ -230,7 +230,7 @@ class Connection:
             refuse(raw)
             served = msgspec.json.decode(raw, type=protocol.Served)
             if known is not None and served.store != known.store and not self.access.replaces_lost:
-                raise _AnotherStore(f"connect: {address} serves another store than the servers before. Connect again.")
+                raise AnotherStore(f"connect: {address} serves another store than the servers before. Connect again.")
             if access.compression not in served.compressions:
                 raise Final(
                     f"connect: {address}: its engram sends no rows by {access.compression}. Connect without compression=."
@@ -274,6 +274,7 @@ class Connection:
 
     def add_address(self, address: protocol.Address) -> None:
         """Another server of the store has answered there."""
+        self.is_replaced = False
         if isinstance(self.access, Access) and address not in self.access.addresses:
             self.access = self.access._replace(addresses=(address, *self.access.addresses))
 
@@ -308,7 +309,7 @@ class Connection:
             return
         held = self.ask("health", protocol.Health(), dict[str, str], hurried=hurried).get("store", self.served.store)
         if held != self.served.store:
-            raise _AnotherStore(f"connect: {self.access} serves another store than the servers before. Connect again.")
+            raise AnotherStore(f"connect: {self.access} serves another store than the servers before. Connect again.")
 
     def pause(self, seconds: float) -> None:
         """Sleep. Raises ``RuntimeError``: it was closed meanwhile."""
@@ -329,10 +330,10 @@ class Connection:
 
     def ask(self, name: str, command: msgspec.Struct, kind: type[T], *, hurried: bool = False) -> T:
         """Do an action that may be done twice. Raises what the server does, and as :meth:`again`."""
-        return msgspec.json.decode(self._asked(name, msgspec.json.encode(command), hurried=hurried), type=kind)
+        return msgspec.json.decode(self._asked(name, msgspec.json.encode(command), hurried=hurried)[0], type=kind)
 
-    def _asked(self, name: str, body: bytes, *, hurried: bool = False) -> bytes:
-        """An answer. Raises as :meth:`ask`."""
+    def _asked(self, name: str, body: bytes, *, hurried: bool = False) -> tuple[bytes, bool]:
+        """An answer, and whether the message was sent several times. Raises as :meth:`ask`."""
         again = False
         while True:
             client = self.client(hurried=hurried)
@@ -343,10 +344,15 @@ class Connection:
                 again = True
                 continue
             refuse(raw, again=again)  # outside: an OSError of the server's is no server that is gone
-            return raw
+            return raw, again
 
     def call(self, name: str, given: Mapping[str, object], *row: object) -> object:
-        """Call a method of the buffer that a server has: what it returns. ``row``: of a :class:`protocol.Call`.
+        """As :meth:`called`, what the method returns."""
+        return self.called(name, given, *row)[0]
+
+    def called(self, name: str, given: Mapping[str, object], *row: object) -> tuple[object, bool]:
+        """Call a method of the buffer that a server has: what it returns, and whether the message was sent several times. ``row``: of a
+        :class:`protocol.Call`.
 
         -1 of a row that is gone as the first one of several messages sealed or discarded it, whose answer was lost.
 
@@ -356,12 +362,13 @@ class Connection:
         data, length = tree_bytes({**given}, name)
         command = msgspec.json.encode(protocol.Call(name, length, *row))  # type: ignore[arg-type] # the server checks them
         try:
-            head, _, tree = self._asked("call", command + b"\n" + data.numpy().tobytes()).partition(b"\n")
+            raw, again = self._asked("call", command + b"\n" + data.numpy().tobytes())
         except protocol.RowGone as error:
             if error.again and name in ("seal", "discard"):
-                return -1
+                return -1, True
             raise
-        return tree_of(torch.frombuffer(bytearray(tree), dtype=torch.uint8), int(head))
+        head, _, tree = raw.partition(b"\n")
+        return tree_of(torch.frombuffer(bytearray(tree), dtype=torch.uint8), int(head)), again
 
     def fetch_dump(self, folder: Path, progress: Callable[[int], None]) -> None:
         """Write the files of a dump that the server makes. ``progress`` is called with how many bytes came.

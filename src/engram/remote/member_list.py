@@ -31,11 +31,14 @@ class MemberList(NamedTuple):
 
         Raises:
             OSError: the file cannot be read. ConnectionError: no DNS server answers, or none knows the name.
-            ValueError: no address, or what is none.
+            ValueError: no address, what is none, or no text.
         """
         if self.text.startswith(_FILE):
             path = Path(self.text.removeprefix(_FILE))
-            lines = [line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
+            try:
+                lines = [line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
+            except UnicodeDecodeError as error:
+                raise ValueError(f"connect: {path}: expected a text in UTF-8, got other bytes: {error}.") from error
             if not any(lines):
                 raise ValueError(f"connect: {path}: expected an address of a server in each line, got none.")
             return tuple(addresses_of([line for line in lines if line], f"connect: {path}"))

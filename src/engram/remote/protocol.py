@@ -73,9 +73,11 @@ def address_of(text: object, call: str, *, scheme: str = "grpc") -> Address:
     named, separator, place = text.partition("://")
     scheme, place = (named, place) if separator else (scheme, text)
     host, separator, port = place.rpartition(":")
-    if scheme not in ("grpc", "grpc+tls") or not (separator and host and port.isdecimal() and int(port) < 1 << 16):
+    alone = f" A list of addresses stands alone: connect({text!r})." * text.startswith(("file:", "dns:"))
+    known = scheme in ("grpc", "grpc+tls") and not alone
+    if not (known and separator and host and port.isdecimal() and int(port) < 1 << 16):
         raise ValueError(
-            f"{call}: address: expected unix:/PATH, HOST:PORT, grpc://HOST:PORT or grpc+tls://HOST:PORT, got {text!r}."
+            f"{call}: address: expected unix:/PATH, HOST:PORT, grpc://HOST:PORT or grpc+tls://HOST:PORT, got {text!r}.{alone}"
         )
     return Address(scheme, host.removeprefix("[").removesuffix("]"), int(port))
 

@@ -618,7 +618,20 @@ class RemoteStorage(ServedStorage):
         return [cast("tuple[Tensor, ...]", self.connection.call(name, given))]
 
     def update(self, rows: Tensor, given: Mapping[str, object]) -> tuple[Tensor | None, ...]:
-        return self.call_each("update_if_present", {"index": rows, **given})[0]
+        """Each message names the tickets of its rows, so that it is applied once. Of one that was sent again, rows count that have the
+        patch at the end; others that were edited meanwhile do not.
+        """
+        self._arrive()
+        name, named = "update_if_present", {"index": rows, **given}
+        look = {**named, "patch": {}, "version_key": None, "version": None, "tickets": None}
+        rejected, numbers, tickets, _ = cast("list[Tensor]", self.connection.call(name, look))
+        while True:
+            made, again = self.connection.called(name, {**named, "tickets": tickets})
+            refused, written, others, alike = cast("list[Tensor]", made)
+            rejected, numbers = rejected | refused, numbers.maximum(written.maximum(alike) if again else written)
+            tickets = others.where((tickets >= 0) & (numbers < 0), -1)
+            if again or not bool((tickets >= 0).any()):
+                return numbers >= 0, None if given["version_key"] is None else rejected, numbers
 
     def stores(self, *, home: bool) -> list[OneStore]:  # noqa: ARG002 - there is one
         return [OneStore(self.connection.call, lambda _: nullcontext(), 0)]

@@ -15,8 +15,7 @@ from engram._support.field_paths import FieldPath, checked_path, plain, public
 from engram._support.state import Change, check_keys, integer, tensor_in
 from engram.errors import IncompatibleCheckpoint, NoSampleable
 from engram.samplers._base import DeclaredSampler, NativeSampler, check_drawable
-from engram.store import Masses, Store, check_index_name
-from engram.store.ragged_rows import items_in
+from engram.store import Masses, Store, check_index_name, row_indexes
 from engram.store.row_indexes import MAX_READY, MAX_USES, ConsumerVersionIndex, ConsumptionIndex, GroupRules, Groups
 from engram.types import Commit, Draw, Extent
 
@@ -135,8 +134,8 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
 
     Raises:
         TypeError: no int, or ``staleness_weight_fn`` is no callable. ValueError: ``max_staleness`` below -1.
-        KeyError (when drawing): no such field. TypeError: a list storage, which has no fields.
-        ValueError (when drawing): more than one number per row, or weights that are none, negative or infinite, or another number of them.
+        KeyError (when drawing): no such field. TypeError: a list storage, which has no fields, or versions that are no real numbers,
+            one per row. ValueError: weights that are none, negative or infinite, or another number of them.
         NoSampleable (when drawing): no row, or all are too stale or have weight zero (a ``RuntimeError``).
 
     Cost: drawing ``B`` rows takes O(B log V + V), and O(rows written) after appends, for versions that are read; after an edit, or a
@@ -256,8 +255,7 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
             if weights.shape != staleness.shape or not bool((weights.isfinite() & (weights >= 0)).all()):
                 raise ValueError(
                     f"sample: staleness_weight_fn: expected {len(staleness)} finite weights of at least 0, [V], got "
-                    f"{weights.tolist()!r:.80} of "
-                    f"shape {list(weights.shape)}."
+                    f"{weights.tolist()!r:.80} of shape {list(weights.shape)}."
                 )
         if self.max_staleness >= 0:
             weights = torch.where(staleness <= self.max_staleness, weights, 0.0)
@@ -279,29 +277,13 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
             rows, numbers = table.catch_up()
             if not len(rows):
                 break
-            values, moved = self._read(storage, rows, numbers)
+            number, _ = row_indexes.specified(store, "version_key", self._key)
+            (values,), moved = store.read(rows, expected=numbers, which=(number,))
+            values = values.to("cpu", torch.float64).reshape(-1).contiguous()
             table.set(rows, numbers, values, moved)  # all of it, or nothing: what fails is named again
             if len(moved) < len(rows):
                 break
         return table
-
-    def _read(self, storage: SampledStorage, rows: Tensor, numbers: Tensor) -> tuple[Tensor, list[int]]:
-        """float64 ``[n]``: the versions of rows, and which of them moved."""
-        try:
-            found, moved = storage.field(self._key, rows, numbers)
-        except KeyError as error:
-            raise KeyError(
-                f"sample: expected rows with the field {self.version_key!r}, the policy version that made them. {error.args[0]} Store it "
-                "with every row, or name another field: version_key=…."
-            ) from error
-        values = cast("Tensor", found)
-        if items_in(values) is not None:
-            raise ValueError(f"sample: {self.version_key!r}: expected one number per row, got any number of items.")
-        if values.numel() != len(rows) or values.is_complex():
-            raise ValueError(
-                f"sample: {self.version_key!r}: expected one number per row, got shape {list(values.shape[1:])} of {values.dtype}."
-            )
-        return values.to("cpu", torch.float64).reshape(-1).contiguous(), moved
 
     # ---- state ---------------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
+from engram._support.checks import check_count
+from engram.buffer.field_updates import FieldUpdates
 from engram.buffer.growing import paths_of
 from engram.remote import protocol
 from engram.store.trees import tree_bytes, tree_of
@@ -74,13 +76,13 @@ class Calls:
         assert found is not None  # rows were written
         return found.all(keys, "remove")
 
-    def _update_if_present(self, _: protocol.Call, **given: object) -> tuple[Tensor | None, ...]:
-        done = self._rb.update_if_present(**given)  # type: ignore[arg-type] # it checks them
-        return done.updated, done.version_rejected, done.generation
+    def _update_if_present(self, _: protocol.Call, **given: object) -> tuple[Tensor, ...]:
+        return FieldUpdates(vars(self._rb)["_wiring"]).apply_once(**given)  # type: ignore[arg-type] # it checks them
 
     # ---- rows that grow ------------------------------------------------------------------------------------------------
 
     def _open_row(self, command: protocol.Call, data: Fields, late: Fields | None, lane: int) -> ShownRow:
+        lane = check_count("open_row: lane", lane, least=0, most=self._rb.storage.lanes - 1)
         return self._hold(self._rb.open_row(data, lane=lane, late=late, timeout=0), command)
 
     def _unsealed(self, _: protocol.Call) -> list[ShownRow]:
@@ -99,7 +101,7 @@ class Calls:
         return row.lengths
 
     def _seal(self, command: protocol.Call, lengths: dict[Key, int], data: Fields, lane: int) -> int:
-        row = self._mine(command)
+        lane, row = check_count("seal: lane", lane, least=0, most=self._rb.storage.lanes - 1), self._mine(command)
         row._lane = lane  # noqa: SLF001 - of a server that has ended the lane is not known
         return row.seal(self._missing(row, lengths, data), timeout=0)
 
@@ -151,8 +153,10 @@ class Calls:
     def _missing(self, row: OpenRow, lengths: dict[Key, int], data: Fields) -> dict[tuple[str, ...], object]:
         """What is not there yet, where a message came again. ``lengths``: before. Fields of one length have all of its items, or none.
 
-        Raises ``RuntimeError``: others have appended since.
+        Raises ``RuntimeError``: others have appended since. ``TypeError``: no lengths.
         """
+        if type(lengths) is not dict or {*map(type, lengths.values())} - {int}:
+            raise TypeError(f"append: lengths: expected how many items there were, by key, got {lengths!r:.80}.")
         given, done = paths_of(data, {}, row.groups, "append"), set()
         structure = cast("TensorStorage", self._rb.storage).written()
         for group, (key, n) in enumerate(row.lengths.items()):

@@ -108,7 +108,9 @@ class Geometry(NamedTuple):
             slots = check_count(f"{where}: open_rows", slots, "row", least=0, most=ragged_fields.MAX_OPEN_ROWS)
             in_slots = ragged_fields.checked_slots(arguments.pop("ragged_layout", None), nbytes, where)
             if elsewhere and (fields or nbytes is not None or slots or in_slots):
-                raise ValueError(f"{where}: ragged: expected none with {elsewhere}, got {[*map(public, fields)]}.")
+                got = [*map(public, fields)]
+                instead = "ndim= out, and use lanes=" if self.ndim > 1 else "device= out, and use a DeviceLoader"
+                raise ValueError(f"{where}: ragged: expected none with {elsewhere}, got {got}. Leave {instead}.")
             layout = ragged_fields.RaggedLayout.checked(arguments.pop("layout", "jagged"), where)
             options = options._replace(fields=fields, nbytes=nbytes, layout=layout, open_rows=slots, slots=in_slots)
             options.check_room()

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     ItemsRead: TypeAlias = Sequence[tuple[list[int], int, int, Tensor, Tensor, Tensor, list[Tensor]]]
 
 
+#: Kinds of batches by tokens of which it is known how many rows fit.
+MAX_FORMS = 64
+
+
 def counted_groups(schema: Schema, field: FieldPath | None, call: str) -> list[int]:
     """The groups of fields of which the longest is the length of a row: that of a field, or those of all that are no texts, if any.
 
@@ -39,6 +43,16 @@ def counted_groups(schema: Schema, field: FieldPath | None, call: str) -> list[i
         raise KeyError(f"{call}: expected one of the ragged fields {[*of_key]}, got {field}.")
     numeric = [place for n, place in places.items() if not schema.ragged[n].kind] or [*places.values()]
     return numeric if field is None else [of_key[field]]
+
+
+class RowsWithin(dict[object, float]):
+    """How many rows batches by tokens had lately, by what was asked of them."""
+
+    def note(self, form: object, rows: int) -> None:
+        """A batch had so many."""
+        if len(self) >= MAX_FORMS:
+            self.clear()
+        self[form] = 0.9 * self.get(form, rows) + 0.1 * rows
 
 
 class RaggedStore(Store):

@@ -386,15 +386,15 @@ def _policy_of(store: Store, key: FieldPath, rules: GroupRules) -> Any:
     """The rules as the core takes them, which knows fields by their numbers. Raises ``KeyError``, ``TypeError``."""
     number = _key_field(store, key)
     ready, version = _fields_of(store, rules)
-    reward = None if rules.reward is None else _specified(store, "reward_key", rules.reward)
+    reward = None if rules.reward is None else specified(store, "reward_key", rules.reward)
     key_bytes, most = key_bytes_of(store.schema.fields[number]), rules.max_uses or 0
     return number, key_bytes, ready, most, version, rules.max_staleness, rules.order, rules.least, reward
 
 
 def _fields_of(store: Store, rules: GroupRules) -> tuple[tuple[Specified, ...], Specified | None]:
     """The fields that are to be ready, and the version. Raises ``KeyError``, ``TypeError``."""
-    ready = tuple(_specified(store, "ready", path) for path in rules.ready)
-    return ready, None if rules.version is None else _specified(store, "policy_version", rules.version)
+    ready = tuple(specified(store, "ready", path) for path in rules.ready)
+    return ready, None if rules.version is None else specified(store, "policy_version", rules.version)
 
 
 def _numbers_of(policy: Any) -> GroupPolicy:
@@ -476,7 +476,7 @@ class Groups:
         if draw.strategy in ("random", "recency"):
             return core.draw(key, groups, each, draw.strategy == "recency", without, complete, floor, which)
         assert self._reward is not None  # the strategy asks for it
-        reward, spread = _specified(store, "reward_key", self._reward), draw.strategy == "variance"
+        reward, spread = specified(store, "reward_key", self._reward), draw.strategy == "variance"
         return core.draw_best(store.core, reward, key, groups, each, spread, without, complete, floor, which)
 
     def take_back(self, rows: Tensor, tickets: Tensor) -> None:
@@ -499,7 +499,8 @@ _SAYS = {
     "group_key": "which says what group a row is in",
     "reward_key": "by which the sampler's strategy compares them",
     "ready": "which is NaN until it is ready",
-    "policy_version": "the policy version that made them",
+    "policy_version": (version := "the policy version that made them"),
+    "version_key": version,
 }
 
 
@@ -524,14 +525,14 @@ def _stored(store: Store, argument: str, key: FieldPath) -> tuple[int, Field]:
     raise not_known(argument, key, sorted(field.key for field in store.schema.fields))
 
 
-def _specified(store: Store, argument: str, key: FieldPath) -> Specified:
+def specified(store: Store, argument: str, key: FieldPath) -> Specified:
     """The number of a field that an argument names, and what its values are. Raises ``KeyError``; ``TypeError``: it is no such field."""
     number, field = _stored(store, argument, key)
     is_real, got = not field.dtype.startswith("complex"), f"{field.dtype} {list(field.shape)}"
     if argument == "reward_key" and not (is_real and field.row_bytes):
         raise TypeError(f"sample: {public(key)!r}: expected rewards that are real numbers, got {got}.")
-    if argument == "policy_version" and not (is_real and field.row_bytes == DTYPES[field.dtype]):
-        raise TypeError(f"sample: policy_version: {public(key)!r}: expected one real number per row, got {got}.")
+    if argument in ("policy_version", "version_key") and not (is_real and field.row_bytes == DTYPES[field.dtype]):
+        raise TypeError(f"sample: {argument}: {public(key)!r}: expected one real number per row, got {got}.")
     if argument == "ready" and not (field.dtype in READY_DTYPES and field.row_bytes):
         raise TypeError(
             f"sample: ready: {public(key)!r}: expected floating numbers, which are NaN until they are ready, got {got}. No value of it "

@@ -152,7 +152,7 @@ class Draws:
                     raise message.error
                 for drawn in found:
                     units = drawn.rows.numel() // self._together
-                    shard.fitted(form, units)
+                    shard.rows_within.note(form, units)
                     batch = _Batch(key, units, np.full(units, at), masses, shards)
                     self._take(batch, shard, drawn)
                     return self._assembled(batch)

@@ -19,6 +19,7 @@ from engram._support.words import count, warn
 from engram.remote import protocol
 from engram.remote.served import RETRY_INTERVAL_S, Limits
 from engram.store.limits import Rules
+from engram.store.ragged import RowsWithin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -35,8 +36,6 @@ Missing: TypeAlias = Literal["skip", "wait"]
 SKIP_S = 10.0
 #: A mass is asked for that no answer has told for so long.
 _MAX_MASS_AGE_S = 1.0
-#: Kinds of batches by tokens of which it is known how many rows fit.
-_MAX_FORMS = 64
 #: Between two looks for a store that is gone.
 _RECONNECT_INTERVAL_S = 1.0
 
@@ -64,13 +63,7 @@ class Shard:
         #: Whether it is lost because it is no longer listed: then it is no more of the fleet.
         self.left = False
         #: Rows that its last batches by tokens had, by what was asked.
-        self.rows_within: dict[tuple[object, ...], float] = {}
-
-    def fitted(self, form: tuple[object, ...], rows: int) -> None:
-        """A batch by tokens had so many rows."""
-        if len(self.rows_within) >= _MAX_FORMS:
-            self.rows_within.clear()
-        self.rows_within[form] = 0.95 * self.rows_within.get(form, rows) + 0.05 * rows
+        self.rows_within = RowsWithin()
 
     def change(self) -> None:
         """Its mass is another one now: it is asked for before it is used."""

@@ -441,18 +441,20 @@ class Silent:
     def __init__(self, access: Access, addresses: list[protocol.Address]) -> None:
         self._access, self._addresses = access, addresses
         self._listed, self._looked_at = {*access.addresses}, -math.inf
+        #: Why the list could not be used at the last look.
+        self._unusable = ""
 
     def left(self) -> bool:
         return bool(self._addresses) or self._access.members is not None
 
     def has_left(self, storage: RemoteStorage, *, lost: bool) -> bool:
-        members, access = self._access.members, storage.connection.access
-        if members is None or not (members.has_all or lost) or not isinstance(access, Access):
+        members, connection = self._access.members, storage.connection
+        if members is None or not (members.has_all or lost):
             return False
-        return self._listed.isdisjoint(access.addresses)
+        return connection.is_replaced or self._listed.isdisjoint(connection.access.reached.addresses)
 
     def _look(self) -> None:
-        """Read the list again, if it is time. One that cannot be read, or is empty, changes nothing."""
+        """Read the list again, if it is time. One that cannot be read, or is empty, changes nothing, which is logged once."""
         members = self._access.members
         if members is None or time.monotonic() < self._looked_at + members.interval_s:
             return
@@ -460,8 +462,11 @@ class Silent:
         try:
             listed = {*members.addresses()}
         except (OSError, ValueError) as error:
-            _log.warning("the stores of the fleet stay as they are: %s", error)
+            if str(error) != self._unusable:
+                _log.warning("the stores of the fleet stay as they are: %s", error)
+            self._unusable = str(error)
             return
+        self._unusable = ""
         self._addresses = [it for it in self._addresses if it in listed] + sorted(listed - self._listed)
         self._listed = listed
 
@@ -469,6 +474,9 @@ class Silent:
         """Stores that answer now, and are not known yet. Those that cannot belong to the fleet are named in a warning, once."""
         self._look()
         first, stores = known[0].served, {storage.served.store: storage for storage in known}
+        if self._access.members is not None:  # where another store took an address
+            taken = [at for it in known if it.connection.is_replaced for at in it.connection.access.reached.addresses]
+            self._addresses = [*dict.fromkeys([*self._addresses, *self._listed.intersection(taken)])]
         for address in tuple(self._addresses):
             try:
                 answer = _served_at(self._access, address)
