@@ -12,6 +12,7 @@
 
 #include "../core/gather.h"
 #include "../core/pool.h"
+#include "column.h"
 #include "tensors.h"
 
 namespace nb = nanobind;
@@ -85,6 +86,39 @@ nb::list received(const nb::list& memories, const Layout& layout, std::int64_t b
     tensors.append(copies[i] ? std::move(*copies[i]).tensor(n) : view_of(layout.specs()[i], from[i].second, n, 0, from[i].first));
   }
   return tensors;
+}
+
+// Some units, of `each` rows that lie one behind the other, of columns [rows, *shape]: [n, each, *shape], or [n * each, *shape] if `flat`.
+nb::list units_of(const nb::list& columns, std::int64_t each, Numbers units, bool flat) {
+  check(each > 0, "units of a row at least");
+  std::vector<RowSpec> specs;  // buffers refer to them
+  specs.reserve(columns.size());
+  std::vector<Field> fields;
+  OutputBuffers out;
+  const auto n = static_cast<std::int64_t>(units.size);
+  std::uint64_t bytes = 0;
+  for (nb::handle column : columns) {
+    Values values;
+    check(look_at_tensor(column.ptr(), values) && values.ndim > 0 && values.contiguous(), "contiguous tensors on the CPU");
+    const std::int64_t there = values.shape[0] / each;
+    check(std::ranges::all_of(units.span(), [there](std::int64_t unit) { return unit >= 0 && unit < there; }), "units that there are");
+    specs.push_back({values.code, values.bits, {values.shape + 1, values.shape + values.ndim}});
+    fields.emplace_back(const_cast<std::byte*>(values.data), bytes_of_rows(specs.back(), each));
+    out.add(specs.back(), n * each);
+    bytes += bytes_of_rows(specs.back(), n * each);
+  }
+  const auto copy = [&] {
+    for (std::size_t i = 0; i < fields.size(); ++i) {
+      gather_rows(fields[i], units.data, units.size, out.at<std::byte>(i), i + 1 < fields.size() ? &fields[i + 1] : nullptr);
+    }
+  };
+  if (bytes >= kLarge) {
+    nb::gil_scoped_release others_run;
+    copy();
+  } else {
+    copy();
+  }
+  return std::move(out).tensors(n * each, flat ? 0 : each);
 }
 
 }  // namespace
@@ -213,6 +247,8 @@ void bind_block(nb::module_& m) {
   m.def("block_views", &views, "memory"_a, "layout"_a, "begins"_a, "n"_a, "Tensors [n, *shape] around parts of an object's bytes.");
   m.def("received", &received, "memories"_a, "layout"_a, "begin"_a, "n"_a,
         "Tensors [n, *shape] of rows whose columns lie in an object each: copies, but for large ones.");
+  m.def("units_of", &units_of, "columns"_a, "each"_a, "units"_a, "flat"_a,
+        "Some units of `each` rows of columns [rows, *shape], as new tensors [n, each, *shape], or [n * each, *shape] if `flat`.");
 }
 
 }  // namespace engram

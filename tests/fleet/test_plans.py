@@ -13,7 +13,7 @@ LEFT = st.lists(st.integers(0, 50), min_size=1, max_size=6).filter(any)
 
 @given(KEYS, st.lists(st.sampled_from([0.0, 1e-9, 1.0, 7.5]), min_size=1, max_size=6).filter(any), st.integers(1, 40))
 def test_stores_without_mass_are_never_chosen(key, masses, n):
-    found = plans.chosen(np.array(masses), plans.random_of(key, 0).random(n))
+    found = plans.chosen(np.array(masses), plans.fractions([key], [n], 0))
     assert len(found) == n
     assert all(masses[store] > 0 for store in found)
 
@@ -73,9 +73,17 @@ def test_keys_of_parts_are_all_different():
     assert max(keys) < 1 << 63
 
 
-def test_parts_are_put_at_their_places():
+def test_units_are_put_at_their_places():
     tensors = [torch.tensor([[30], [0]]), torch.tensor([[10], [20]])]
-    order = plans.order_of([np.array([7, 0]), np.array([2, 4])])  # places that are missing are closed up
-    assert plans.joined(tensors, order).flatten().tolist() == [0, 10, 20, 30]
-    assert plans.order_of([np.array([0, 3])]) is None
+    assert plans.joined(tensors, torch.tensor([1, 2, 3, 0])).flatten().tolist() == [0, 10, 20, 30]
+    assert plans.joined(tensors, torch.tensor([1, 0]), 2).tolist() == [[[10], [20]], [[30], [0]]]
     assert plans.joined(tensors[:1], None) is tensors[0]
+
+
+def test_places_of_a_key_are_its_own_whatever_others_are_asked_for():
+    together = plans.fractions([5, 6, 7], [300, 0, 200], 1)
+    assert together.tolist() == [*plans.fractions([5], [300], 1), *plans.fractions([7], [200], 1)]
+    assert together[:200].tolist() != plans.fractions([5], [200], 2).tolist()
+    assert ((together >= 0) & (together < 1)).all()
+    tenths = np.bincount((plans.fractions([9], [20_000], 0) * 10).astype(int), minlength=10)
+    assert ((tenths - 2000) ** 2 / 2000).sum() < 40  # of 9 degrees of freedom

@@ -176,7 +176,7 @@ class FieldUpdates:
         self._wiring.check_editable(CALL)
         rows, expected = self._named(index, generation)
         which, columns, versions = self._checked(batch=(batch := expected.shape), **given)
-        known = torch.full_like(rows, -1) if tickets is None else whole("tickets", tickets).reshape(-1)
+        known = torch.full_like(rows, -1) if tickets is None else as_ints(f"{CALL}: tickets", tickets).reshape(-1)
         expected, store = expected.reshape(-1), self._storage.store
         if len(known) != len(rows):
             raise ValueError(f"{CALL}: tickets: expected one per row, {len(rows)}, got {len(known)}.")

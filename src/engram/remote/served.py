@@ -12,7 +12,7 @@ from torch import Tensor
 from engram._support.unsupported import BY_NUMBER, refused, refusing
 from engram.errors import PriorityError, RateLimited
 from engram.format.sizes import usual_row_bytes
-from engram.remote.protocol import COALESCED_BYTES, MAX_BATCHES, Mass, Sample, Served, State
+from engram.remote.protocol import COALESCED_BYTES, MAX_BATCHES, Sample, Served, State
 from engram.samplers._base import DeclaredSampler
 from engram.samplers.prioritized import as_priorities, rows_of
 from engram.samplers.staleness import check_version
@@ -112,8 +112,6 @@ class Drawn(NamedTuple):
     info: Info
     last: bool
     """An epoch ended with it."""
-    mass: Mass | None = None
-    """Of the store, if it is a part of a batch."""
 
 
 class OneStore(NamedTuple):

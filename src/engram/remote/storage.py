@@ -12,7 +12,7 @@ import warnings
 from collections import deque
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 from uuid import uuid4
 
 import msgspec
@@ -31,7 +31,7 @@ from engram.remote.connection import Answer, Connection, Exchange, Message
 from engram.remote.served import RETRY_INTERVAL_S, Drawn, Limits, OneStore, ServedStorage
 from engram.store.ragged_rows import items_in
 from engram.store.requests import IN_DOUBT
-from engram.types import Info, Write, WritePlan
+from engram.types import Entry, Info, Write, WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -300,6 +300,24 @@ class ServedLimits(Limits):
         """The server counts none of these."""
 
 
+class Parts(NamedTuple):
+    """What a store has drawn of some batches, one behind the other."""
+
+    #: Of the rows of each part.
+    sizes: list[list[int]]
+    #: Of the store, at each.
+    masses: list[protocol.Mass]
+    #: Of all rows ``[n, ...]``, as are the rows and the entries of info.
+    columns: list[Tensor]
+    rows: Tensor
+    info: dict[Entry, Tensor]
+
+
+def _fields_in(answer: Answer) -> int:
+    """How many columns of an answer are fields."""
+    return next(k for k, it in enumerate(answer.columns) if it.name == wire.ROW_NUMBER)
+
+
 class RemoteStorage(ServedStorage):
     """The rows of a store that a server has open."""
 
@@ -405,11 +423,30 @@ class RemoteStorage(ServedStorage):
                 self.adopt_fields()
             self._learning.send(Message(msgspec.json.encode(command)))
 
-    def redraw(self, command: protocol.Sample) -> list[Drawn]:
+    def redraw(self, command: protocol.Sample) -> Parts:
         """What a command draws, whatever is under way. Raises as :meth:`answer`."""
         with self._redrawing.alone():
             self._redrawing.send(Message(msgspec.json.encode(command)))
-            return [batch() for batch in self._batches(self._redrawing.receive())]
+            return self._parts(self._redrawing.receive())
+
+    def answer_parts(self) -> Parts:
+        """As :meth:`answer`, of batches that other stores draw the rest of."""
+        with self._learning.lock:
+            return self._parts(self._learning.receive())
+
+    def _parts(self, answer: Answer) -> Parts:
+        sampled = self._sampled(answer)
+        tensors = wire.tensors_in(answer.rows, answer.columns)
+        fields, known = _fields_in(answer), len(self._schema.fields)
+        entries = [wire.entry_of(it.name) for it in answer.columns[fields + 1 :]]
+        info = dict(zip(entries, tensors[fields + 1 :], strict=True))
+        return Parts(sampled.sizes, sampled.masses, tensors[: min(fields, known)], tensors[fields], info)
+
+    def _sampled(self, answer: Answer) -> protocol.Sampled:
+        sampled = msgspec.json.decode(answer.metadata, type=protocol.Sampled)
+        if sampled.masses:
+            self.limits.tell(sampled.limits)
+        return sampled
 
     def answer(self, rows: int) -> list[Callable[[], Drawn]]:
         with self._learning.lock:
@@ -436,10 +473,7 @@ class RemoteStorage(ServedStorage):
                 self._learning.forget()
 
     def _batches(self, answer: Answer) -> list[Callable[[], Drawn]]:
-        metadata = msgspec.json.decode(answer.metadata, type=protocol.Sampled)
-        if metadata.masses:
-            self.limits.tell(metadata.limits)
-        fields = next(k for k, it in enumerate(answer.columns) if it.name == wire.ROW_NUMBER)
+        metadata, fields = self._sampled(answer), _fields_in(answer)
         counts = [math.prod(shape) for shape in metadata.sizes]
         entries = [wire.entry_of(it.name) for it in answer.columns[fields + 1 :]]
 
@@ -449,8 +483,7 @@ class RemoteStorage(ServedStorage):
             info: Info = dict(zip(entries, tensors[fields + 1 :], strict=True))
             # Storages put columns together themselves: rows of windows lie one after the other.
             last = metadata.last and number == len(counts) - 1
-            mass = metadata.masses[number] if metadata.masses else None
-            return Drawn(tensors[: min(fields, known)], tensors[fields], info, last, mass)
+            return Drawn(tensors[: min(fields, known)], tensors[fields], info, last)
 
         known = len(self._schema.fields)
         batches = wire.batches_in(answer.rows, answer.columns, counts)

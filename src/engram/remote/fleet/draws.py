@@ -12,12 +12,13 @@ import msgspec
 import numpy as np
 import torch
 
-from engram._support import fork
+from engram._support import fork, native
 from engram._support.native import NotAdmitted
 from engram.errors import NoSampleable, RateLimited
 from engram.remote import protocol
 from engram.remote.fleet import plans
 from engram.remote.served import Drawn
+from engram.store import ragged_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,65 +27,86 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.remote.fleet.members import Members, Shard
-    from engram.remote.storage import RemoteStorage
-    from engram.types import Entry, Info
+    from engram.remote.storage import Parts
+    from engram.types import Info
 
 #: Rounds in a row that give no row, after which there is none.
 _MAX_EMPTY_ROUNDS = 200
 _WEIGHT = "priority_weight"
 
 
-class _Part(NamedTuple):
-    """The part of a batch that one store has drawn."""
+class _Round(NamedTuple):
+    """Units of the batches of a message that stores are asked for together."""
 
-    shard: Shard
-    places: NDArray[np.int64]
-    drawn: Drawn
-    #: Of its weights. Where these are to be over the batch's largest: how likely its least likely row was, until all parts are there.
-    factor: float
+    attempt: int
+    shards: list[Shard]
+    #: Masses that the stores were chosen by.
+    used: NDArray[np.float64]
+    #: Units of each batch and store.
+    counts: NDArray[np.int64]
+    #: Units of each store, batch by batch: places in the message.
+    places: list[NDArray[np.int64]]
 
-
-class _Batch:
-    """A batch whose parts are still arriving."""
-
-    def __init__(
-        self, key: int, wanted: int, owners: NDArray[np.int64], used: NDArray[np.float64], shards: list[Shard]
-    ) -> None:
-        #: ``wanted``: units. Of an epoch there may be fewer.
-        self.key, self.wanted, self.used, self.shards = key, wanted, used, shards
-        #: Place in ``shards`` of the store of each unit.
-        self.owners = owners
-        #: Units of each store.
-        self.counts = np.bincount(owners, minlength=len(shards))
-        self.parts: list[_Part] = []
-        self.there = np.zeros(len(owners), bool)
-
-    def take(self, shard: Shard, drawn: Drawn, together: int) -> protocol.Mass:
-        """The part of a store, of whose units the last may be missing: what is true of the store."""
-        at, mass = self.shards.index(shard), drawn.mass
-        assert mass is not None  # it is a part
-        places = np.flatnonzero((self.owners == at) & ~self.there)[: drawn.rows.numel() // together]
-        factor = 1.0
-        if _WEIGHT in drawn.info:
-            now, least = ([getattr(it.mass, name) for it in self.shards] for name in ("total", "least"))
-            now[at], least[at] = mass.total, mass.least
-            if mass.over_batch:
-                factor = mass.least * float(self.used[at] / self.used.sum()) / mass.total
-            else:
-                factor = plans.factor(mass.beta, at, self.used.tolist(), now, least)
-        self.there[places] = True
-        self.parts.append(_Part(shard, places, drawn, factor))
-        return mass
+    @classmethod
+    def of(
+        cls,
+        attempt: int,
+        shards: list[Shard],
+        used: NDArray[np.float64],
+        where: NDArray[np.int64],
+        owners: NDArray[np.int64],
+        form: tuple[int, int],
+    ) -> _Round:
+        """``where``: places of the units; ``owners``: the place in ``shards`` of the store of each. ``form``: batches, and their units."""
+        batches, units = form
+        counts = np.bincount(where // units * len(shards) + owners, minlength=batches * len(shards)).reshape(
+            batches, len(shards)
+        )
+        by_store = where[np.argsort(owners, kind="stable")]
+        return cls(attempt, shards, used, counts, np.split(by_store, np.cumsum(counts.sum(0))[:-1]))
 
 
 class _Message:
-    """Batches that were requested together."""
+    """Batches that are requested together, and what has come of them."""
 
-    def __init__(self, batches: list[_Batch]) -> None:
-        self.batches = batches
-        #: Stores that have not answered yet, how often each was lost and changed then, and the batches that it has a part of.
-        self.left: deque[tuple[Shard, tuple[int, int], list[int]]] = deque()
+    def __init__(self, keys: Sequence[int], units: int) -> None:
+        #: ``units``: of each batch. Of an epoch there may be fewer.
+        self.keys, self.units = keys, units
+        #: Where each unit of each batch is among the units that came; -1: it is not there.
+        self.at = np.full((len(keys), units), -1)
+        #: What stores have drawn: rows of all their parts, one behind the other.
+        self.came: list[tuple[Shard, Parts]] = []
+        #: How many units these are, and of each by how much its weight is to be multiplied. Where weights are to be over the batch's
+        #: largest: how likely the least likely row of its part was.
+        self.count, self.factors = 0, [np.zeros(0)]
+        #: Stores that have not answered yet, and how often each was lost and changed when it was asked.
+        self.left: deque[tuple[int, tuple[int, int]]] = deque()
+        self.first: _Round
         self.error: Exception | None = None
+
+    def take(self, asked: _Round, at: int, parts: Parts, together: int) -> None:
+        """The parts of a store, of whose units the last may be missing."""
+        counts, which = asked.counts[:, at], np.flatnonzero(asked.counts[:, at])
+        got = np.array([math.prod(size) // together for size in parts.sizes], np.int64)
+        places, units = asked.places[at], np.arange(got.sum())
+        if not np.array_equal(got, counts[which]):
+            each = zip(np.split(places, np.cumsum(counts[which])[:-1]), np.split(units, np.cumsum(got)), strict=False)
+            kept = [(some[: len(came)], came[: len(some)]) for some, came in each]
+            places, units = (np.concatenate(them) for them in zip(*kept, strict=True))
+        self.at.flat[places] = units + self.count
+        self.came.append((asked.shards[at], parts))
+        self.count += int(got.sum())
+        if _WEIGHT in parts.info:
+            self.factors.append(np.repeat([_factor(asked, at, mass) for mass in parts.masses], got))
+
+
+def _factor(asked: _Round, at: int, mass: protocol.Mass) -> float:
+    """As of :attr:`_Message.factors`, for the part of a store with this mass."""
+    if mass.over_batch:
+        return mass.least * float(asked.used[at] / asked.used.sum()) / mass.total
+    now, least = ([getattr(it.mass, name) for it in asked.shards] for name in ("total", "least"))
+    now[at], least[at] = mass.total, mass.least
+    return plans.factor(mass.beta, at, asked.used.tolist(), now, least)
 
 
 class Draws:
@@ -113,7 +135,8 @@ class Draws:
         Raises ``ValueError``: a batch is larger than a message may be, or no multiple of a window. ``NoSampleable``: no store has rows.
         """
         with self._lock:
-            message = _Message([self._planned(key, self._units(rows)) for key in keys])
+            message = _Message(keys, self._units(rows))
+            message.first = self._planned(message)
             self.pending.append(message)
             try:
                 self._send(message)
@@ -126,7 +149,7 @@ class Draws:
         with self._lock:
             self.ask_for([key], rows)
             try:
-                return self.answer()[0]
+                return self.answer()[0]()
             finally:
                 if self.pending:  # it was interrupted
                     self.forget_asked()
@@ -143,19 +166,27 @@ class Draws:
                 known = [shard.rows_within.get(form, 0.0) for shard in shards]
                 usual = sum(known) / max(1, sum(map(bool, known))) or 1.0
                 shares = masses / np.array([n or usual for n in known])
-                at = int(plans.chosen(shares, plans.random_of(key, attempt).random(1))[0])
-                shard, message = shards[at], _Message([])
-                part = msgspec.structs.replace(command, parts=[1], epoch=shard.epoch, ended=shard.ended or 0)
-                ask = partial(_drawn_alone, shard.storage, plans.key_of(key, shard.number, attempt), part)
-                found = self._received(message, shard, shard.losses, ask)
-                if message.error is not None:
-                    raise message.error
-                for drawn in found:
-                    units = drawn.rows.numel() // self._together
-                    shard.rows_within.note(form, units)
-                    batch = _Batch(key, units, np.full(units, at), masses, shards)
-                    self._take(batch, shard, drawn)
-                    return self._assembled(batch)
+                at = int(plans.chosen(shares, plans.fractions([key], [1], attempt))[0])
+                shard, asked = shards[at], _Message([key], 0)
+                protocol.check_level(shard.storage.served, str(shard.storage.connection.access), "sample: max_tokens")
+                part = msgspec.structs.replace(
+                    command,
+                    keys=[plans.key_of(key, shard.number, attempt)],
+                    parts=[1],
+                    epoch=shard.epoch,
+                    ended=shard.ended or 0,
+                )
+                found = self._received(asked, shard, shard.losses, partial(shard.storage.redraw, part))
+                if asked.error is not None:
+                    raise asked.error
+                if found is None:
+                    continue
+                message = _Message([key], len(found.rows) // self._together)
+                shard.rows_within.note(form, message.units)
+                owners = np.full(message.units, at)
+                of = _Round.of(attempt, shards, masses, np.arange(message.units), owners, message.at.shape)
+                self._take(message, of, at, found)
+                return self._assembled(message)[0]()
         raise NoSampleable("sample: no store has given a row, at any try. Add data first.")
 
     def _units(self, rows: int) -> int:
@@ -171,16 +202,22 @@ class Draws:
             )
         return units
 
-    def _planned(self, key: int, units: int, attempt: int = 0, *, begins: bool = True) -> _Batch:
-        """Which store draws which unit. Raises as :meth:`_chosen_by`."""
-        shards, masses = self._chosen_by(begins=begins)
+    def _planned(self, message: _Message, attempt: int = 0) -> _Round:
+        """Which store draws which of the units that are not there. Raises as :meth:`_chosen_by`."""
+        shards, masses = self._chosen_by(begins=not (self._epochs and message.came))
+        missing = message.at < 0
+        where = np.flatnonzero(missing)
         if not self._epochs:
+            owners = plans.chosen(masses, plans.fractions(message.keys, missing.sum(1).tolist(), attempt))
             used = np.array([shard.weight for shard in shards])
-            return _Batch(key, units, plans.chosen(masses, plans.random_of(key, attempt).random(units)), used, shards)
-        batch = _Batch(key, units, plans.dealt(key, attempt, masses.astype(np.int64), units), masses, shards)
-        for shard, n in zip(shards, batch.counts, strict=True):
+            return _Round.of(attempt, shards, used, where, owners, message.at.shape)
+        owners = plans.dealt(message.keys[0], attempt, masses.astype(np.int64), len(where))
+        if not message.came:
+            message.at = message.at[:, : len(owners)]
+        planned = _Round.of(attempt, shards, masses, where[: len(owners)], owners, message.at.shape)
+        for shard, n in zip(shards, planned.counts[0], strict=True):
             shard.weight -= n
-        return batch
+        return planned
 
     def _chosen_by(self, *, begins: bool) -> tuple[list[Shard], NDArray[np.float64]]:
         """The stores, and what they are chosen by. ``begins``: an epoch, where nothing is left of one. Raises ``NoSampleable``: none has
@@ -206,27 +243,26 @@ class Draws:
         return np.array([shard.weight if stratum in (None, shard.number) else 0.0 for shard in shards])
 
     def _send(self, message: _Message) -> None:
-        for shard in {shard: None for batch in message.batches for shard in batch.shards}:
-            which = [k for k, batch in enumerate(message.batches) if self._count(batch, shard)]
-            if not which or shard.lost:
+        for at, shard in enumerate(message.first.shards):
+            if shard.lost or not message.first.counts[:, at].any():
                 continue
             moment = shard.losses, shard.changes
             with self._members.reaching(shard):
-                shard.storage.ask(self._command(shard, [message.batches[k] for k in which]))
-                message.left.append((shard, moment, which))
+                shard.storage.ask(self._command(message, message.first, at))
+                message.left.append((at, moment))
 
-    @staticmethod
-    def _count(batch: _Batch, shard: Shard) -> int:
-        return int(batch.counts[batch.shards.index(shard)]) if shard in batch.shards else 0
-
-    def _command(self, shard: Shard, batches: list[_Batch], attempt: int = 0) -> protocol.Sample:
-        parts = [self._count(batch, shard) * self._counted for batch in batches]
-        keys = [plans.key_of(it.key, shard.number, attempt) for it in batches]
+    def _command(self, message: _Message, asked: _Round, at: int) -> protocol.Sample:
+        """What asks a store for its parts."""
+        shard, counts = asked.shards[at], asked.counts[:, at].tolist()
+        keys = [
+            plans.key_of(key, shard.number, asked.attempt) for key, n in zip(message.keys, counts, strict=True) if n
+        ]
+        parts = [n * self._counted for n in counts if n]
         return protocol.Sample(max(parts), keys, parts, shard.epoch, shard.ended or 0)
 
     # ---- answers -------------------------------------------------------------------------------------------------------
 
-    def answer(self) -> list[Drawn]:
+    def answer(self) -> list[Callable[[], Drawn]]:
         """The batches that were asked for first. An interrupt loses none: the next call goes on.
 
         Raises: what a store has raised.
@@ -234,26 +270,24 @@ class Draws:
         with self._lock:
             message = self.pending[0]
             while message.left:
-                shard, (losses, changes), which = message.left[0]
-                batches = [message.batches[k] for k in which]
-                drawn = self._received(message, shard, losses, partial(_answer, shard.storage))
-                for batch, part in zip(batches, drawn, strict=False):
-                    self._take(batch, shard, part, tells=changes == shard.changes)
+                at, (losses, changes) = message.left[0]
+                shard = message.first.shards[at]
+                parts = self._received(message, shard, losses, shard.storage.answer_parts)
+                if parts is not None:
+                    self._take(message, message.first, at, parts, tells=changes == shard.changes)
                 message.left.popleft()
             try:
-                if message.error is not None:
-                    raise message.error
-                made = [self._completed(batch) for batch in message.batches]
+                made = self._completed(message)
             except Exception:
                 self.pending.popleft()
                 raise
             self.pending.popleft()
             return made
 
-    def _received(self, message: _Message, shard: Shard, losses: int, ask: Callable[[], list[Drawn]]) -> list[Drawn]:
+    def _received(self, message: _Message, shard: Shard, losses: int, ask: Callable[[], Parts]) -> Parts | None:
         """What a store has drawn: nothing where it is gone, has no row any more, or no window there."""
         if shard.lost or shard.losses != losses:
-            return []
+            return None
         self._requests += 1
         begun = time.perf_counter()
         try:
@@ -268,76 +302,69 @@ class Draws:
             message.error = error
         finally:
             self._waited_s += time.perf_counter() - begun
-        return []
+        return None
 
-    def _take(self, batch: _Batch, shard: Shard, drawn: Drawn, *, tells: bool = True) -> None:
-        mass = batch.take(shard, drawn, self._together)
+    def _take(self, message: _Message, asked: _Round, at: int, parts: Parts, *, tells: bool = True) -> None:
+        message.take(asked, at, parts, self._together)
+        shard, mass = asked.shards[at], parts.masses[-1]
         if self._epochs:
             shard.epoch = mass.epoch
         if tells and (not self._epochs or len(self.pending) <= 1):
             shard.tell(mass, epochs=self._epochs)
 
-    def _completed(self, batch: _Batch) -> Drawn:
-        """The batch, once all of its units are there; fewer at the end of an epoch."""
+    def _completed(self, message: _Message) -> list[Callable[[], Drawn]]:
+        """The batches, once all of their units are there; fewer at the end of an epoch. Raises what a store has raised."""
         attempt, empty_rounds = 0, 0
-        while not batch.there.all():
+        while message.error is None and (message.at < 0).any():
             attempt += 1
-            if not batch.parts:  # of the next epoch, perhaps
-                batch.there = np.zeros(batch.wanted, bool)
-            missing = np.flatnonzero(~batch.there)
+            if not message.came:  # of the next epoch, perhaps
+                message.at = np.full((len(message.keys), message.units), -1)
             try:
-                rest = self._planned(batch.key, len(missing), attempt, begins=not batch.parts)
+                rest = self._planned(message, attempt)
             except NoSampleable:
-                if batch.parts and self._epochs:
+                if message.came and self._epochs:
                     break
                 raise
-            for at in np.unique(rest.owners):
-                self._redraw(rest, rest.shards[at], attempt)
-            batch.parts += [part._replace(places=missing[part.places]) for part in rest.parts]
-            batch.there[missing[: len(rest.there)][rest.there]] = True  # an epoch may have had fewer
-            empty_rounds = 0 if rest.parts else empty_rounds + 1
+            before = message.count
+            for at in np.flatnonzero(rest.counts.sum(0)).tolist():
+                shard = rest.shards[at]
+                ask = partial(shard.storage.redraw, self._command(message, rest, at))
+                if (parts := self._received(message, shard, shard.losses, ask)) is not None:
+                    self._take(message, rest, at, parts)
+            empty_rounds = 0 if message.count > before else empty_rounds + 1
             if empty_rounds > _MAX_EMPTY_ROUNDS:
                 raise NoSampleable("sample: no store has given a row, at any try. Add data first.")
-        return self._assembled(batch)
-
-    def _redraw(self, batch: _Batch, shard: Shard, attempt: int) -> None:
-        message = _Message([batch])
-        command = self._command(shard, [batch], attempt)
-        for drawn in self._received(message, shard, shard.losses, partial(shard.storage.redraw, command)):
-            self._take(batch, shard, drawn)
         if message.error is not None:
             raise message.error
+        return self._assembled(message)
 
-    def _assembled(self, batch: _Batch) -> Drawn:
-        """All parts as one batch."""
-        parts, together = batch.parts, self._together
-        mass = cast("protocol.Mass", parts[0].drawn.mass)  # they are parts
-        if mass.over_batch:
-            least = min((part.factor for part in parts if part.factor), default=1.0)
-            parts = [part._replace(factor=(least / (part.factor or 1.0)) ** mass.beta) for part in parts]
-        units, first = int(batch.there.sum()), parts[0].drawn
-        dims, flat = first.rows.ndim, first.rows.ndim == 1
-        shape = (units * together,) if flat else (units, together)
-        order = plans.order_of([part.places for part in parts])
-
-        def joined(tensors: list[Tensor]) -> Tensor:
-            if together > 1 and flat:
-                of_row = tensors[0].shape[dims:]
-                tensors = [tensor.reshape(-1, together, *of_row) for tensor in tensors]
-                return plans.joined(tensors, order).reshape(*shape, *of_row)
-            return plans.joined(tensors, order)
-
-        info: Info = {name: joined([_weighed(name, part) for part in parts]) for name in first.info}
-        if self._stratum is not None:
-            info["loss_factor"] = torch.full(shape, self._loss_factor(), device="cpu")
-        if mass.over_batch:
-            weights = cast("Tensor", info[_WEIGHT])
-            info[_WEIGHT] = weights / weights.max().clamp_min(torch.finfo(weights.dtype).tiny)
-        fields = min(len(part.drawn.columns) for part in parts)  # one may have been asked for some that others lack
-        columns = [joined([part.drawn.columns[k] for part in parts]) for k in range(fields)]
-        rows = joined([plans.number(part.drawn.rows, part.shard.number) for part in parts])
+    def _assembled(self, message: _Message) -> list[Callable[[], Drawn]]:
+        """All parts as batches. Each is copied out of what came when it is called for: into the block of a loader that draws."""
+        came, first = message.came, message.came[0][1]
+        fields = min(len(parts.columns) for _, parts in came)  # one may have been asked for some that others lack
+        columns = [ragged_rows.joined([parts.columns[k] for _, parts in came]) for k in range(fields)]
+        columns.append(ragged_rows.joined([plans.number(parts.rows, shard.number) for shard, parts in came]))
+        columns += [ragged_rows.joined([parts.info[name] for _, parts in came]) for name in first.info]
+        ragged = {k for k, column in enumerate(columns) if ragged_rows.items_in(column) is not None}
+        plain, flat = [column for k, column in enumerate(columns) if k not in ragged], len(first.sizes[0]) == 1
+        factors = np.concatenate(message.factors)
         last = self._epochs and not self._masses(self._members.present()).any()
-        return Drawn(columns, rows, info, last)
+
+        def made(places: NDArray[np.int64]) -> Drawn:
+            units = places[places >= 0] if self._epochs else places
+            picked = torch.from_numpy(units)
+            found = native.units_of(plain, self._together, picked, flat)
+            for k in sorted(ragged):
+                found.insert(k, plans.joined([columns[k]], picked, message.count))
+            info: Info = dict(zip(first.info, found[fields + 1 :], strict=True))
+            if len(factors):
+                weights = cast("Tensor", info[_WEIGHT])  # a server sends nothing else
+                info[_WEIGHT] = _weighed(weights, factors[units], first.masses[0])
+            if self._stratum is not None:
+                info["loss_factor"] = torch.full(found[fields].shape, self._loss_factor(), device="cpu")
+            return Drawn(found[:fields], found[fields], info, last)
+
+        return [partial(made, places) for places in message.at]
 
     def _loss_factor(self) -> float:
         """``S * T_s / T``: how much more a row counts that is drawn from its own store alone."""
@@ -370,14 +397,12 @@ class Draws:
                 shard.change()  # it may have other rows now
 
 
-def _weighed(name: Entry, part: _Part) -> Tensor:
-    value: Tensor = part.drawn.info[name]  # type: ignore[assignment] # a server sends nothing else
-    return value * part.factor if name == _WEIGHT and part.factor != 1.0 else value
-
-
-def _drawn_alone(storage: RemoteStorage, key: int, command: protocol.Sample) -> list[Drawn]:
-    return [storage.draw_within(key, command)]
-
-
-def _answer(storage: RemoteStorage) -> list[Drawn]:
-    return [batch() for batch in storage.answer(0)]
+def _weighed(weights: Tensor, factors: NDArray[np.float64], mass: protocol.Mass) -> Tensor:
+    """The weights of a batch. ``factors``: of its units, as :attr:`_Message.factors`."""
+    if mass.over_batch:
+        likely = factors[factors > 0]
+        least = float(likely.min(initial=1.0))
+        factors = (least / np.where(factors > 0, factors, 1.0)) ** mass.beta
+    by = torch.from_numpy(factors).to(weights.dtype)
+    weights = weights * by.repeat_interleave(weights.shape[0] // len(factors)).view(-1, *(1,) * (weights.ndim - 1))
+    return weights / weights.max().clamp_min(torch.finfo(weights.dtype).tiny) if mass.over_batch else weights

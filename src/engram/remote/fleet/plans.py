@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, cast
 import numpy as np
 import torch
 
+from engram._support import native
 from engram.store import ragged_rows
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ SHIFT = 48
 _WORD = (1 << 64) - 1
 #: The number of a store's draws may not meet that of the choice among them.
 _CHOICE = 1 << 62
+_FINE = 1 << 53
 #: Numbers that NumPy deals without replacement.
 _MAX_DEALT_ROWS = 10**9
 
@@ -94,6 +96,16 @@ def chosen(masses: NDArray[np.float64], at: NDArray[np.float64]) -> NDArray[np.i
     return cast("NDArray[np.int64]", np.minimum(np.searchsorted(ends, at * ends[-1], side="right"), last))
 
 
+def fractions(keys: Sequence[int], counts: Sequence[int], attempt: int) -> NDArray[np.float64]:
+    """Places in [0, 1), so many of each key, one behind the other: others at each attempt."""
+    numbers = native.empty_rows(sum(counts))
+    parts = numbers.split([*counts])  # type: ignore[no-untyped-call]
+    for key, some in zip(keys, parts, strict=True):
+        if len(some):
+            native.uniform(key_of(key, _CHOICE, attempt), _FINE, some)
+    return numbers.numpy() / _FINE
+
+
 def dealt(key: int, attempt: int, left: NDArray[np.int64], n: int) -> NDArray[np.int64]:
     """int64 ``[min(n, all)]``: the store of each in a random order of all that are left, so that counts are hypergeometric."""
     random, total = random_of(key, attempt), int(left.sum())
@@ -121,12 +133,6 @@ def factor(beta: float, at: int, used: Sequence[float], now: Sequence[float], le
     likely = [it * use / mass for it, use, mass in zip(least, used, now, strict=True) if it > 0 < use and mass > 0]
     own = least[at] * used[at] / now[at] if now[at] > 0 else 0.0
     return float((min(likely) / own) ** beta) if own > 0 else 1.0
-
-
-def order_of(parts: Sequence[NDArray[np.int64]]) -> Tensor | None:
-    """Which unit of all parts, one behind the other, comes at each place, int64; None: they are in order. ``parts``: places of each."""
-    places = np.concatenate(parts)
-    return None if (places[1:] > places[:-1]).all() else torch.from_numpy(np.argsort(places))
 
 
 def joined(parts: Sequence[Tensor], order: Tensor | None, units: int | None = None) -> Tensor:

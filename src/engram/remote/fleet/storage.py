@@ -182,7 +182,7 @@ class FleetStorage(ServedStorage):
 
     def answer(self, rows: int) -> list[Callable[[], Drawn]]:  # noqa: ARG002 - the plan of the batch says it
         try:
-            return [partial(Drawn, *batch) for batch in self.draws.answer()]
+            return self.draws.answer()
         finally:
             self._count()
 
