@@ -55,7 +55,7 @@ class RecordedParallel(BaseParallelWrapper):  # type: ignore[misc] # it ships no
     def step(self, actions: dict[str, object]) -> object:
         """As the environment's."""
         recording = self._recording
-        acting = recording.act()
+        acting = recording.answer()
         kept: dict[str, object] = {  # the step may change them in place
             agent: copied(conformed(self._specs[1], actions[agent], f"action of {agent!r}"))
             for agent, acts in zip(self._agents, acting, strict=True)
@@ -72,7 +72,7 @@ class RecordedParallel(BaseParallelWrapper):  # type: ignore[misc] # it ships no
             reward, terminated, truncated = ([as_number(of.get(agent, 0)) for agent in self._agents] for of in outcome)
             flags = flags_of(terminated, truncated, len(self._agents))
             running = there & ~flags[-1]
-            recording.write(acting, action, observed, reward, flags, self._told(infos, acting))
+            recording.write(acting, observed, reward, flags, self._told(infos, acting), action)
             recording.go_on(observed, self._told(infos, running), running, acting)
         return result
 
