@@ -1,10 +1,8 @@
 #include "steps.h"
 
-#include <nanobind/stl/array.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -69,35 +67,38 @@ bool some(std::span<const std::byte> mask) {
 class Steps {
  public:
   enum class Autoreset { next_step, same_step, disabled };
-  // Fields of the store: of an observation, of the next one (leaf by leaf), of an action; and terminated, truncated, done.
-  struct Roles {
-    Fields seen, followed, acted;
-    std::array<std::uint64_t, 3> flags;
-  };
 
-  Steps(const Store& store, const Intake& action, const Intake& outcome, Roles roles, std::vector<std::int64_t> lanes, nb::handle masks,
-        bool batched, Autoreset when)
-      : action_(action), outcome_(outcome), roles_(std::move(roles)), lanes_(std::move(lanes)), batched_(batched), when_(when) {
-    check(store.fields() == outcome.specs().size() && store.fields() == action.specs().size(), "a spec for each field of the store");
-    for (std::uint64_t f = 0; f < store.fields(); ++f) {
-      bytes_.push_back(bytes_of_rows(outcome.specs()[f], 1));
-      check(bytes_[f] == store.row_bytes(f) && bytes_[f] == bytes_of_rows(action.specs()[f], 1), "specs of the fields of the store");
+  // `seen`, `action` and `outcome` take observations, actions, and (next observation, reward, terminated, truncated, …) apart. `done`:
+  // the field of terminated or truncated.
+  Steps(const Store& store, const Intake& seen, const Intake& action, const Intake& outcome, std::uint64_t done,
+        std::vector<std::int64_t> lanes, nb::handle masks, bool batched, Autoreset when)
+      : action_(action), outcome_(outcome), seen_(seen.fields()), acted_(action.fields()), done_(done), lanes_(std::move(lanes)),
+        batched_(batched), when_(when) {
+    for (const RowSpec& spec : outcome.specs()) bytes_.push_back(bytes_of_rows(spec, 1));
+    const Fields given = outcome.fields();
+    check(given.size() >= seen_.size() + 3, "an observation, a reward and two flags");
+    const auto flags = given.begin() + static_cast<std::ptrdiff_t>(seen_.size());
+    followed_.assign(given.begin(), flags), terminated_ = flags[1], truncated_ = flags[2];
+    std::vector<int> named(bytes_.size());
+    for (const Fields& fields : {seen_, acted_, given, Fields{done}}) {
+      for (const std::uint64_t field : fields) ++named.at(field);
     }
-    for (const Fields* fields : {&roles_.seen, &roles_.followed, &roles_.acted}) check_fields(*fields);
-    check_fields(roles_.flags);
-    for (const std::uint64_t flag : roles_.flags) check(bytes_[flag] == 1, "flags of one byte");
-    check(!lanes_.empty() && (batched || lanes_.size() == 1) && roles_.seen.size() == roles_.followed.size(), "a lane per environment");
-    for (std::size_t k = 0; k < roles_.seen.size(); ++k) {
-      check(bytes_[roles_.seen[k]] == bytes_[roles_.followed[k]], "observations like the next ones");
+    complete_ = std::ranges::all_of(named, [](int times) { return times == 1; }) && suits(store);
+    for (const std::uint64_t flag : {terminated_, truncated_, done}) check(bytes_[flag] == 1, "flags of one byte");
+    for (const Intake* other : {&seen, &action}) {
+      check(other->specs().size() == bytes_.size(), "a spec for each field of the store");
+      for (std::size_t f = 0; f < bytes_.size(); ++f) check(bytes_of_rows(other->specs()[f], 1) == bytes_[f], "the same specs");
     }
+    for (std::size_t k = 0; k < seen_.size(); ++k) complete_ = complete_ && bytes_[seen_[k]] == bytes_[followed_[k]];
+    check(!lanes_.empty() && (batched || lanes_.size() == 1), "a lane per environment");
     masks_ = std::make_unique<HeldArrays>(masks, std::vector<std::size_t>(4, lanes_.size()));
     check(masks_->fit(), "masks of a byte per environment");
   }
 
-  // Keeps the next observations and actions in these arrays. False: they are others than those of the fields.
+  // Keeps the next observations and actions in these arrays. False: they are others than the store holds, or it has more fields.
   bool hold(nb::handle before, nb::handle acted) {
-    held_ = std::make_shared<Held>(before, bytes_of(roles_.seen), acted, bytes_of(roles_.acted));
-    if (!held_->before.fit() || !held_->acted.fit()) held_.reset();
+    held_ = std::make_shared<Held>(before, bytes_of(seen_), acted, bytes_of(acted_));
+    if (!complete_ || !held_->before.fit() || !held_->acted.fit()) held_.reset();
     return held_ != nullptr;
   }
 
@@ -117,9 +118,6 @@ class Steps {
   std::span<std::byte> open() const { return (*masks_)[2]; }
   std::span<std::byte> waiting() const { return (*masks_)[3]; }
 
-  void check_fields(std::span<const std::uint64_t> fields) const {
-    for (const std::uint64_t field : fields) check(field < bytes_.size(), "fields of the store");
-  }
   std::vector<std::size_t> bytes_of(const Fields& fields) const {
     std::vector<std::size_t> made;
     for (const std::uint64_t field : fields) made.push_back(n() * bytes_[field]);
@@ -136,7 +134,11 @@ class Steps {
   void append(Store& store, std::vector<const std::byte*> columns, const std::vector<std::size_t>& rows) const;
 
   const Intake &action_, &outcome_;
-  const Roles roles_;
+  const Fields seen_, acted_;
+  Fields followed_;  // leaf by leaf like seen_
+  std::uint64_t terminated_ = 0, truncated_ = 0;
+  const std::uint64_t done_;
+  bool complete_ = false;  // each field is given once
   const std::vector<std::int64_t> lanes_;
   const bool batched_;
   const Autoreset when_;
@@ -152,8 +154,8 @@ bool Steps::act(nb::handle action) {
   if (some(running())) {
     Taken taken;
     if (!take(action_, action, taken)) return false;
-    for (std::size_t k = 0; k < roles_.acted.size(); ++k) {
-      std::memcpy(held->acted[k].data(), taken.columns()[roles_.acted[k]], held->acted[k].size());
+    for (std::size_t k = 0; k < acted_.size(); ++k) {
+      std::memcpy(held->acted[k].data(), taken.columns()[acted_[k]], held->acted[k].size());
     }
   }
   std::ranges::copy(running(), acting().begin());
@@ -167,7 +169,7 @@ bool Steps::go_on(Store& store, nb::handle outcome) {
   Taken taken;
   if (held == nullptr || !suits(store) || store.limits().on() || !take(outcome_, outcome, taken)) return false;
   std::vector<const std::byte*> columns(taken.columns().begin(), taken.columns().end());
-  const std::byte *const terminated = columns[roles_.flags[0]], *const truncated = columns[roles_.flags[1]];
+  const std::byte *const terminated = columns[terminated_], *const truncated = columns[truncated_];
   std::vector<std::byte> over(n()), waits(n());
   std::vector<std::size_t> rows;
   for (std::size_t i = 0; i < n(); ++i) {
@@ -178,13 +180,13 @@ bool Steps::go_on(Store& store, nb::handle outcome) {
     if (acts) rows.push_back(i);
     else if (waits[i] == std::byte{0} && open()[i] != std::byte{0}) return false;  // an episode was cut
   }
-  columns[roles_.flags[2]] = over.data();
-  for (std::size_t k = 0; k < held->before.size(); ++k) columns[roles_.seen[k]] = held->before[k].data();
-  for (std::size_t k = 0; k < held->acted.size(); ++k) columns[roles_.acted[k]] = held->acted[k].data();
+  columns[done_] = over.data();
+  for (std::size_t k = 0; k < held->before.size(); ++k) columns[seen_[k]] = held->before[k].data();
+  for (std::size_t k = 0; k < held->acted.size(); ++k) columns[acted_[k]] = held->acted[k].data();
   if (!rows.empty()) append(store, columns, rows);
   for (const std::size_t i : rows) open()[i] = over[i] ^ std::byte{1};
   for (std::size_t k = 0; k < held->before.size(); ++k) {
-    std::memcpy(held->before[k].data(), columns[roles_.followed[k]], held->before[k].size());
+    std::memcpy(held->before[k].data(), columns[followed_[k]], held->before[k].size());
   }
   for (std::size_t i = 0; i < n(); ++i) waiting()[i] = waits[i], running()[i] = waits[i] ^ std::byte{1};
   return true;
@@ -218,21 +220,20 @@ void bind_steps(nb::module_& m) {
   nb::class_<Steps>(m, "Steps", "The rows of each step of environments that are recorded.")
       .def(
           "__init__",
-          [](Steps* self, const Store& store, const Intake& action, const Intake& outcome, Fields seen, Fields followed, Fields acted,
-             std::array<std::uint64_t, 3> flags, std::vector<std::int64_t> lanes, nb::handle masks, bool batched, const char* autoreset) {
+          [](Steps* self, const Store& store, const Intake& seen, const Intake& action, const Intake& outcome, std::uint64_t done,
+             std::vector<std::int64_t> lanes, nb::handle masks, bool batched, const char* autoreset) {
             const std::string_view mode = autoreset;
             check(mode == "NextStep" || mode == "SameStep" || mode == "Disabled", "an autoreset mode");
             const auto when = mode == "NextStep"   ? Steps::Autoreset::next_step
                               : mode == "SameStep" ? Steps::Autoreset::same_step
                                                    : Steps::Autoreset::disabled;
-            new (self) Steps(store, action, outcome, {std::move(seen), std::move(followed), std::move(acted), flags}, std::move(lanes),
-                             masks, batched, when);
+            new (self) Steps(store, seen, action, outcome, done, std::move(lanes), masks, batched, when);
           },
-          "store"_a, "action"_a, "outcome"_a, "seen"_a, "followed"_a, "acted"_a, "flags"_a, "lanes"_a, "masks"_a, "batched"_a,
-          "autoreset"_a, nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
-          "`action` and `outcome` take apart actions, and (next observation, reward, terminated, truncated, *others), into columns of the "
-          "store. The others are numbers of its fields: of an observation and of the next one, leaf by leaf, of an action, and "
-          "(terminated, truncated, done). `masks`: running, acting, open and waiting, arrays of bools, which change in place.")
+          "store"_a, "seen"_a, "action"_a, "outcome"_a, "done"_a, "lanes"_a, "masks"_a, "batched"_a, "autoreset"_a,
+          nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
+          "How observations, actions, and (next observation, reward, terminated, truncated, *others) are taken apart into fields of the "
+          "store, and the field of terminated or truncated. `masks`: running, acting, open and waiting, arrays of bools, which change in "
+          "place.")
       .def("hold", &Steps::hold, "before"_a, "acted"_a,
            "The arrays, of the leaves, that hold what the next action answers to, and actions; they change in place. False: others than the "
            "fields.")

@@ -474,9 +474,10 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
         torch.Size([8, 4])
         """
         notes, lanes, writing = Notes(store), self._lanes.meant(lane, "record"), self._writing
-        takes, own = writing.takes_tensordicts, any(overrides(type(self), call) for call in ("add", "extend"))
-        appending = (lambda: None) if own else writing.appending
-        recorded = record(env, Target(self, lanes, names, takes, notes, Infos(info_keys), appending))
+        own = any(overrides(type(self), call) for call in ("add", "extend"))
+        how = (writing.takes_tensordicts, notes, Infos(info_keys), (lambda: None) if own else writing.appending)
+        target = Target(self, lanes, names, *how, self._priority_key)
+        recorded = record(env, target)
         writing.notes = notes
         return recorded
 

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from engram.buffer.configuration import BufferArguments
     from engram.buffer.lanes import Lane, Layout
     from engram.buffer.ragged_batches import SampleArguments
-    from engram.store import Store
 
     M = TypeVar("M", bound=Callable[..., object])
 
@@ -81,12 +80,6 @@ class TensorDictWritePath(WritePath):
     """Rows may bring their first priority along. What the sampler would refuse is refused before rows are written."""
 
     takes_tensordicts = True
-
-    def appending(self) -> Store | None:
-        store, key = super().appending(), (self._settings.priority_key,)
-        if store is None or not self._wiring.of_sampler.prioritized:
-            return store
-        return None if any(field.key == key for field in store.schema.fields) else store
 
     def add(self, data: object, lane: int | None, timeout: float) -> Any:
         row, priority = _to_store(data, "add"), self._priority_in(data)

@@ -25,7 +25,7 @@ def recorded(env: object, target: Target) -> object:
         observation = spec_of(env.single_observation_space, "observation")
         action = spec_of(env.single_action_space, "action")
         return RecordedVector(
-            env, mode, observation, VectorRecording(target, env.num_envs, observation, action, mode.value)
+            env, mode, observation, VectorRecording(target, observation, action, (env.num_envs,), mode.value)
         )
     if isinstance(env, gymnasium.Env):
         observation, action = spec_of(env.observation_space, "observation"), spec_of(env.action_space, "action")

@@ -20,6 +20,7 @@ Its observations and actions have a leading dimension ``n``. A step of plain val
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from engram.env.values import Array, Mask, Nested, Spec, Told
-    from engram.format.schema import Field, Node
     from engram.saved.rows import Roles
     from engram.store import Store
 
@@ -106,6 +106,8 @@ class Target(NamedTuple):
     """Which entries of infos rows hold."""
     appending: Callable[[], Store | None]
     """The store, if rows may be appended to it natively: nothing else hears of writes, or changes them."""
+    priority: str | None
+    """The entry that the buffer may take for the priority of a row."""
 
 
 class Recording:
@@ -113,8 +115,9 @@ class Recording:
 
     Args:
         target: where rows go. The trajectories that are open in the lanes end at once: their episodes will not go on.
-        count: ``n``.
         observation, action: their dtypes in one environment.
+        batch: ``(n,)`` of those that are stepped together, ``()`` of one that is not.
+        autoreset: what ends a wait for a reset: ``"NextStep"``, the next step; ``"SameStep"``; ``"Disabled"``, a reset.
 
     Raises:
         TypeError: a list storage, or one with ``ndim > 1``; tuples for TensorDicts. ValueError: not a lane per environment; fields
@@ -122,15 +125,18 @@ class Recording:
     """
 
     def __init__(
-        self, target: Target, count: int, observation: Spec, action: Spec, autoreset: str = "NextStep"
+        self, target: Target, observation: Spec, action: Spec, batch: tuple[int, ...] = (), autoreset: str = "NextStep"
     ) -> None:
-        buffer, lanes, names, tensordicts, notes, infos, self._appending = target
+        buffer, lanes, names, tensordicts, notes, infos, self._appending, self._priority = target
+        count = math.prod(batch)
         _check(buffer.storage, lanes, count)
+        notes.belong_to(*batch)
         if tensordicts and any(map(has_tuple, (observation, action))):
             raise TypeError("record: a TensorDict holds no tuples, but a space of it is one: use a ReplayBuffer.")
         self._buffer = buffer
         self._lanes: NDArray[np.int64] = lanes.numpy().copy()  # the caller's
-        self._observation_spec, self._action_spec, self._autoreset = observation, action, autoreset
+        self._observation_spec, self._action_spec = observation, action
+        self._batched, self._autoreset = bool(batch), autoreset
         self._paths = stored_paths(names, [*notes.leaves, *infos.before, *infos.after])
         self._notes, self._infos = notes, infos
         #: What was noted for the step under way, and entries of infos that came with the observation before it.
@@ -142,7 +148,8 @@ class Recording:
         self._form: Form = {}
         add_fields(self._form, {path: at for at, path in enumerate(self._paths)})
         self._before: Nested | None = None
-        self._acted: Nested | None = None
+        #: What was done in the step under way, if that is a row.
+        self.acted: Nested = ()
         #: Of each environment: whether its next step is a row, which answers to ``_before``; whether the step under way is; whether the
         #: newest row in its lane is no end; and whether it takes no step before it is reset.
         self._running, self.acting, self._open, self.waiting = np.zeros((4, count), np.bool_)
@@ -162,8 +169,8 @@ class Recording:
         if self._notes.leaves:
             self._notes.check(needed=some(self._running))
         if self._steps is None or not self._steps.act(action):
-            kept = copied(conformed(self._action_spec, action, "action")) if some(self._running) else self._acted
-            self._steps, self._acted = None, kept
+            kept = copied(conformed(self._action_spec, action, "action")) if some(self._running) else self.acted
+            self._steps, self.acted = None, kept
             self.acting[:], self._running[:] = self._running, False
         self._noted = self._notes.take(needed=some(self.acting)) if self._notes.leaves else []
 
@@ -177,51 +184,33 @@ class Recording:
     def _prepare(self) -> None:
         """Let the next step be written natively, if it can be."""
         self._steps, store = None, self._appending()
-        if store is None or self._before is None or self._acted is None:
+        if store is None or self._before is None:
             return
         if store is not self._made[0]:
             self._made = store, self._steps_into(store)
-        self._acted = copied(self._acted)  # what was written may be held
+        self.acted = copied(self.acted)  # what was written may be held
         steps = self._made[1]
-        if steps is not None and steps.hold([*leaves_in(self._before)], [*leaves_in(self._acted)]):
+        if steps is not None and steps.hold([*leaves_in(self._before)], [*leaves_in(self.acted)]):
             self._steps = steps
 
     def _steps_into(self, store: Store) -> native.Steps | None:
-        """What writes steps natively. None: rows have entries of infos, or the store holds other rows."""
-        fields, nodes = store.schema.fields, [_node_at(store.schema.structure, path) for path in self._paths]
-        extras = [leaf.dtype for leaf in self._notes.leaves.values()]
-        kinds: list[Spec] = [
-            self._observation_spec,
-            self._action_spec,
-            self._observation_spec,
-            FLOAT32,
-            *[BOOL] * 3,
-            *extras,
-        ]
-        if len(kinds) != len(nodes):
-            return None
+        """What writes steps natively. None: the store holds other rows, or they go through the buffer, which looks at them."""
+        fields, extras = store.schema.fields, [leaf.dtype for leaf in self._notes.leaves.values()]
+        numbers = {(field.key, field.dtype): i for i, field in enumerate(fields) if field.key != (self._priority,)}
+        kinds = [self._observation_spec, self._action_spec, self._observation_spec, FLOAT32, BOOL, BOOL, BOOL, *extras]
         try:
-            trees = [_tree(*both, fields) for both in zip(kinds, nodes, strict=True)]
-        except LookupError:
+            trees = [
+                _tree(*both, numbers) for both in zip(kinds, self._paths, strict=False)
+            ]  # entries of infos come last
+        except KeyError:
             return None
-        of = [_fields_in(tree) for tree in trees]
-        if sum(map(len, of)) != len(fields):
-            return None
-        specs = dlpack_specs(fields)
-        for (number,) in of[_NUMBERS]:
+        specs, outcome = dlpack_specs(fields), [*trees[2:6], *trees[7:]]
+        for number in trees[_NUMBERS]:
             specs[number] = (*specs[number][:2], ())
-        outcome = ("tuple", tuple, [*range(4 + len(extras))], [*trees[2:6], *trees[7:]])
-        numbers = [number for (number,) in of[_NUMBERS][:3]]
-        return native.Steps(
-            store.core,
-            native.Intake(specs, trees[1], ()),
-            native.Intake(specs, outcome, numbers),
-            *(of[0], of[2], of[1], [number for (number,) in of[4:7]]),
-            lanes=self._lanes.tolist(),
-            masks=[self._running, self.acting, self._open, self.waiting],
-            batched=isinstance(self, VectorRecording),
-            autoreset=self._autoreset,
-        )
+        parts = (trees[0], trees[1], ("tuple", tuple, [*range(len(outcome))], outcome))
+        seen, action, followed = (native.Intake(specs, tree, trees[3:6]) for tree in parts)
+        how = ([self._running, self.acting, self._open, self.waiting], self._batched, self._autoreset)
+        return native.Steps(store.core, seen, action, followed, trees[6], self._lanes.tolist(), *how)
 
     def _rows(self, values: Sequence[Value], batch: torch.Size) -> object:
         """Rows in the form of the buffer, or one row, of values in the order of the form."""
@@ -246,11 +235,6 @@ class Recording:
 class SingleRecording(Recording):
     """Writes the steps of one environment, each with one ``add``. Arguments and errors are those of :class:`Recording`."""
 
-    def __init__(self, target: Target, observation: Spec, action: Spec) -> None:
-        super().__init__(target, 1, observation, action)
-        self._notes.belong_to()
-        self._lane = int(self._lanes[0])
-
     def begin(self, observation: object, infos: object) -> None:
         """The environment was reset. An episode that it was in ends as a truncation. Notes for its next step are forgotten."""
         self._notes.take(needed=False)
@@ -272,10 +256,9 @@ class SingleRecording(Recording):
         over = ends[0] | ends[1]
         if self.acting[0]:
             assert self._before is not None  # one that acts has begun
-            assert self._acted is not None
             extras = self._extras([(infos, ...)])
-            values = (self._before, self._acted, following, np.float32(as_number(reward)), *ends, over, *extras)
-            self._buffer.add(self._rows(values, _ONE), lane=self._lane)
+            values = (self._before, self.acted, following, np.float32(as_number(reward)), *ends, over, *extras)
+            self._buffer.add(self._rows(values, _ONE), lane=int(self._lanes[0]))
             self._open[0] = not over
         elif not over:
             self._end(_ONLY)
@@ -287,12 +270,6 @@ class SingleRecording(Recording):
 
 class VectorRecording(Recording):
     """Writes the steps of ``n`` environments that are stepped together. Arguments and errors are those of :class:`Recording`."""
-
-    def __init__(
-        self, target: Target, count: int, observation: Spec, action: Spec, autoreset: str = "NextStep"
-    ) -> None:
-        super().__init__(target, count, observation, action, autoreset)
-        self._notes.belong_to(count)
 
     def begin(self, observation: object, told: Sequence[Told], which: Mask) -> None:
         """Environments were reset, ``which`` of them: bool ``[n]``. Episodes that they were in end as truncations.
@@ -322,15 +299,7 @@ class VectorRecording(Recording):
         self._noted = self._notes.take(needed=some(self.acting))
         return self.acting.copy()
 
-    def write(
-        self,
-        acting: Mask,
-        following: object,
-        reward: object,
-        flags: Flags,
-        told: Sequence[Told],
-        action: Nested | None = None,
-    ) -> None:
+    def write(self, acting: Mask, following: object, reward: object, flags: Flags, told: Sequence[Told]) -> None:
         """Write the step of the environments that were acting.
 
         Args:
@@ -339,17 +308,15 @@ class VectorRecording(Recording):
             reward: ``[n]``.
             flags: as :func:`flags_of` returns them.
             told: infos of the step, of all that were acting.
-            action: arrays of the dtypes of actions, default those that :meth:`act` kept.
 
         Raises ``ValueError``: rewards of another number of environments.
         """
-        action, over = self._acted if action is None else action, flags[-1]
+        over = flags[-1]
         if some(acting):
             assert self._before is not None  # one that acts has begun
-            assert action is not None
             values: tuple[Nested, ...] = (
                 self._before,
-                action,
+                self.acted,
                 conformed(self._observation_spec, following, "next observation"),
                 of_each(reward, FLOAT32, len(acting), "step: reward"),
                 *flags,
@@ -376,29 +343,13 @@ def flags_of(terminated: object, truncated: object, n: int) -> Flags:
     return *ends, ends[0] | ends[1]
 
 
-def _node_at(node: Node | None, path: FieldPath) -> Node | None:
-    """What rows hold under a path; None: nothing."""
-    for name in path:
-        node = None if node is None else node.children.get(name)
-    return node
-
-
-def _tree(spec: Spec, node: Node | None, fields: Sequence[Field]) -> object:
-    """How the core takes a value apart into fields. Raises ``LookupError``: rows hold another one."""
-    if node is None:
-        raise LookupError
+def _tree(spec: Spec, path: FieldPath, numbers: Mapping[tuple[FieldPath, str], int]) -> Any:
+    """How the core takes values apart into fields, whose ``numbers`` are by key and dtype. Raises ``KeyError``: there is none."""
     if isinstance(spec, np.dtype):
-        if node.kind != "leaf" or fields[node.field].dtype != spec.name:
-            raise LookupError
-        return node.field
-    names = [*spec] if isinstance(spec, dict) else [*range(len(spec))]
-    of = [_tree(spec[name], node.children.get(str(name)), fields) for name in names]  # type: ignore[index]
-    return (*(("dict", dict) if isinstance(spec, dict) else ("tuple", tuple)), names, of)
-
-
-def _fields_in(tree: Any) -> list[int]:
-    """The fields of a tree, leaf by leaf."""
-    return [tree] if isinstance(tree, int) else [field for one in tree[3] for field in _fields_in(one)]
+        return numbers[path, spec.name]
+    entries = spec.items() if isinstance(spec, dict) else enumerate(spec)
+    trees = {name: _tree(one, (*path, str(name)), numbers) for name, one in entries}
+    return type(spec).__name__, type(spec), [*trees], [*trees.values()]
 
 
 def _filled(form: Form, values: Sequence[object]) -> dict[str, object]:

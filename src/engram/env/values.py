@@ -56,8 +56,6 @@ def as_array(value: object) -> Array:
 
 def as_number(value: object) -> SupportsFloat:
     """A number that an environment returned: one of Python or NumPy. More than one number: an array of them."""
-    if isinstance(value, (bool, int, float)):  # faster than a union
-        return value
     array = as_array(value)
     return array.item() if array.size == 1 else array
 
@@ -67,8 +65,6 @@ def of_each(value: object, dtype: np.dtype[S], n: int, what: str) -> NDArray[S]:
 
     Raises ``ValueError``: it is of another number of environments; says ``what`` it is.
     """
-    if isinstance(value, np.ndarray) and value.dtype is dtype and value.shape == (n,):
-        return value
     array = as_array(value).astype(dtype, copy=False)
     if array.ndim == 0:
         return np.full(n, array)
@@ -92,8 +88,6 @@ def conformed(spec: Spec, value: object, field: str, says: str = "the environmen
     Raises:
         TypeError: it is nested in another way, or has fractions where the spec says whole numbers; names the entry.
     """
-    if isinstance(value, np.ndarray) and value.dtype is spec:
-        return value
     if isinstance(spec, dict):
         if not isinstance(value, Mapping) or set(value.keys()) != spec.keys():
             got = list(value.keys()) if isinstance(value, Mapping) else type(value).__name__
