@@ -219,6 +219,17 @@ Intake::Node Intake::node_of(nb::handle tree, std::size_t fields) {
   return node;
 }
 
+void Intake::list(const Node& node, std::vector<std::uint64_t>& fields) {
+  if (node.kind == Node::leaf) fields.push_back(node.field);
+  for (const Node& child : node.children) list(child, fields);
+}
+
+std::vector<std::uint64_t> Intake::fields() const {
+  std::vector<std::uint64_t> found;
+  list(root_, found);
+  return found;
+}
+
 bool Intake::take(nb::handle data, bool batched, Taken& taken) const {
 #ifdef Py_GIL_DISABLED  // what containers hold is borrowed for a moment, in which another thread may replace it
   return false;

@@ -76,6 +76,8 @@ class Intake {
   bool take_some(nanobind::handle data, std::int64_t n, Taken& taken, std::vector<std::uint64_t>& which) const;
 
   const std::vector<RowSpec>& specs() const { return specs_; }
+  /// The fields that data is taken apart into, leaf by leaf.
+  std::vector<std::uint64_t> fields() const;
   const std::vector<Group>& groups() const { return groups_; }
   bool is_ragged(std::size_t field) const { return members_[field].group != kNone; }
   bool is_json(std::size_t field) const { return members_[field].kind == Kind::other; }
@@ -96,6 +98,7 @@ class Intake {
   };
 
   static Node node_of(nanobind::handle tree, std::size_t fields);
+  static void list(const Node& node, std::vector<std::uint64_t>& fields);
   bool walk(const Node& node, PyObject* data, Taken& taken) const;
   bool walk_some(const Node& node, PyObject* data, Taken& taken, std::vector<std::uint64_t>& which) const;
   bool take_leaf(std::size_t field, PyObject* leaf, Taken& taken) const;

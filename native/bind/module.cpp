@@ -30,6 +30,7 @@
 #include "priorities.h"
 #include "ragged.h"
 #include "ranking.h"
+#include "steps.h"
 #include "store.h"
 #include "tensors.h"
 #include "trajectories.h"
@@ -141,6 +142,7 @@ NB_MODULE(_core, m) {
   engram::bind_intake(m);
   engram::bind_writers(m);
   engram::bind_store(m);
+  engram::bind_steps(m);
   engram::bind_epoch(m);
   engram::bind_consumption(m);
   engram::bind_groups(m);

@@ -74,6 +74,23 @@ class Intake:
     ) -> None: ...
     def bytes_of(self, data: object) -> list[bytes] | None: ...
 
+class Steps:
+    def __init__(
+        self,
+        store: Store,
+        seen: Intake,
+        action: Intake,
+        outcome: Intake,
+        done: int,
+        lanes: Sequence[int],
+        masks: Sequence[NDArray[np.bool_]],
+        batched: bool,
+        autoreset: str,
+    ) -> None: ...
+    def hold(self, before: Sequence[NDArray[np.generic]], acted: Sequence[NDArray[np.generic]]) -> bool: ...
+    def act(self, action: object) -> bool: ...
+    def go_on(self, store: Store, outcome: object) -> bool: ...
+
 class WindowSpec:
     def __init__(
         self,

@@ -11,6 +11,7 @@ from torch import Tensor
 from engram import inspect, storages, writers
 from engram._support import fork
 from engram._support.closing import end
+from engram._support.overrides import overrides
 from engram._support.unsupported import reject_unsupported
 from engram.buffer import configuration as conf
 from engram.buffer import row_access
@@ -473,8 +474,10 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
         torch.Size([8, 4])
         """
         notes, lanes, writing = Notes(store), self._lanes.meant(lane, "record"), self._writing
-        takes, copies = writing.takes_tensordicts, lambda: writing.copies_at_once
-        recorded = record(env, Target(self, lanes, names, takes, notes, Infos(info_keys), copies))
+        own = any(overrides(type(self), call) for call in ("add", "extend"))
+        how = (writing.takes_tensordicts, notes, Infos(info_keys), (lambda: None) if own else writing.appending)
+        target = Target(self, lanes, names, *how, self._priority_key)
+        recorded = record(env, target)
         writing.notes = notes
         return recorded
 

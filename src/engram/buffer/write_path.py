@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from engram.buffer.configuration import Settings
     from engram.buffer.recipe import Recipe
     from engram.buffer.wiring import Wiring
+    from engram.store import Store
 
     Added = int | Tensor | None
 
@@ -75,13 +76,17 @@ class WritePath:
         self._recipe = recipe
         self._prefetching = prefetching
 
-    @property
-    def copies_at_once(self) -> bool:
-        """Whether nothing holds the data of a write once it has returned, as transforms and samplers that listen may."""
-        wiring = self._wiring
-        memory = wiring.storage.memory
-        plain = wiring.appends_natively and not wiring.transform.writes and memory is not None and memory.is_native
-        return plain and not wiring.has_listeners()
+    def appending(self) -> Store | None:
+        """The store, if rows may be appended to it natively: nothing else hears of writes, or changes them."""
+        wiring, storage = self._wiring, self._wiring.storage
+        memory: Store | None = storage.memory
+        plain = wiring.appends_natively and not wiring.transform.writes and self._recipe.noted and storage.ndim == 1
+        if not plain or memory is None or not memory.is_native or wiring.has_listeners():
+            return None
+        storage.begin_change()
+        if self._prefetching is not None:
+            self._prefetching.materialize()
+        return memory
 
     # ---- one row ---------------------------------------------------------------------------------------------------------
 

@@ -46,15 +46,16 @@ class RecordedEnvironment(dm_env.Environment):  # type: ignore[misc] # it ships 
 
     def step(self, action: object) -> dm_env.TimeStep:
         """As the environment's."""
-        acted = self._recording.act(action)
+        self._recording.act(action)
         timestep = self._env.step(action)
         if timestep.first():  # it was reset, and passed over the action
             self._recording.begin(timestep.observation, {})
             return timestep
         terminated = timestep.last() and not as_array(timestep.discount).any()
         truncated = timestep.last() and not terminated
-        infos = {"discount": timestep.discount}
-        self._recording.go_on(acted, timestep.observation, timestep.reward, terminated, truncated, infos)
+        outcome = (timestep.observation, timestep.reward, terminated, truncated)
+        if not self._recording.follow(*outcome):
+            self._recording.go_on(*outcome, {"discount": timestep.discount})
         return timestep
 
     def observation_spec(self) -> object:

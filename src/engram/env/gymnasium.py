@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, SupportsFloat, TypeAlias
 
 import gymnasium
-import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
 from engram.env.recording import SingleRecording, Target, VectorRecording, flags_of
-from engram.env.values import BOOL, Mask, Nested, Spec, Told, checked_dtype, conformed, copied, of_each, pick, put, some
+from engram.env.values import BOOL, Mask, Spec, Told, checked_dtype, conformed, copied, of_each, pick, put, some
 
 if TYPE_CHECKING:
     Vector: TypeAlias = VectorEnv[object, object, Mask]
@@ -25,7 +24,9 @@ def recorded(env: object, target: Target) -> object:
         mode = autoreset_mode(env)
         observation = spec_of(env.single_observation_space, "observation")
         action = spec_of(env.single_action_space, "action")
-        return RecordedVector(env, mode, observation, VectorRecording(target, env.num_envs, observation, action))
+        return RecordedVector(
+            env, mode, observation, VectorRecording(target, observation, action, (env.num_envs,), mode.value)
+        )
     if isinstance(env, gymnasium.Env):
         observation, action = spec_of(env.observation_space, "observation"), spec_of(env.action_space, "action")
         return RecordedEnv(env, SingleRecording(target, observation, action))
@@ -54,10 +55,6 @@ def autoreset_mode(env: Vector) -> AutoresetMode:
         ) from None
 
 
-#: In place of actions, where no step is a row.
-_NOTHING: Nested = ()
-
-
 class RecordedEnv(gymnasium.Wrapper[object, object, object, object]):
     """One environment, each step of which becomes a row. A step after an end, in place of a reset, is none."""
 
@@ -75,9 +72,10 @@ class RecordedEnv(gymnasium.Wrapper[object, object, object, object]):
 
     def step(self, action: object) -> tuple[object, SupportsFloat, bool, bool, dict[str, object]]:
         """As the environment's."""
-        acted = self._recording.act(action)
+        self._recording.act(action)
         result = self.env.step(action)
-        self._recording.go_on(acted, *result)
+        if not self._recording.follow(*result[:4]):
+            self._recording.go_on(*result)
         return result
 
 
@@ -89,8 +87,6 @@ class RecordedVector(_VectorWrapper):
         self._mode = mode
         self._spec_of_observation = observation
         self._recording = recording
-        #: Which environments take no step before they are reset.
-        self._waiting = np.zeros(env.num_envs, np.bool_)
 
     def reset(
         self, *, seed: int | list[int | None] | None = None, options: dict[str, object] | None = None
@@ -100,30 +96,34 @@ class RecordedVector(_VectorWrapper):
         which: Mask = of_each(True if mask is None else mask, BOOL, self.num_envs, "reset: reset_mask").copy()
         result = self.env.reset(seed=seed, options=options)  # type: ignore[arg-type] # vectors take a list of seeds, too
         self._recording.begin(result[0], [(result[1], which)], which)
-        self._waiting = self._waiting & ~which
         return result
 
     def step(self, actions: object) -> tuple[object, Mask, Mask, Mask, dict[str, object]]:
         """As the environment's."""
-        recording = self._recording
-        acting = recording.act()
-        acted = recording.kept(actions) if some(acting) else _NOTHING  # the step may change it in place
+        self._recording.act(actions)
         result = self.env.step(actions)
-        observation, reward, terminated, truncated, infos = result
-        flags = flags_of(terminated, truncated, self.num_envs)
+        if not self._recording.follow(*result[:4]):
+            self._go_on(*result)
+        return result
+
+    def _go_on(
+        self, observation: object, reward: object, terminated: object, truncated: object, infos: dict[str, object]
+    ) -> None:
+        """Write a step that Python must look at."""
+        recording = self._recording
+        acting, flags = recording.acting, flags_of(terminated, truncated, self.num_envs)
         following, over = observation, flags[-1]
         told: list[Told] = [(infos, acting)]
         if self._mode is AutoresetMode.SAME_STEP and some(over):
             following = self._followed(observation, over, infos)
             told = [(infos, acting & ~over), (infos.get("final_info"), acting & over)]
-        recording.write(acting, acted, following, reward, flags, told)
+        recording.write(acting, following, reward, flags, told)
         if self._mode is AutoresetMode.NEXT_STEP:  # the next step resets those that are over, and is none of theirs
-            self._waiting = over
+            recording.waiting[:] = over
         elif self._mode is AutoresetMode.DISABLED:
-            self._waiting = self._waiting | over
-        running = ~self._waiting
+            recording.waiting |= over
+        running = ~recording.waiting
         recording.go_on(observation, [(infos, running)], running, acting)
-        return result
 
     def _followed(self, observation: object, over: Mask, infos: dict[str, object]) -> object:
         """What followed the step: the last observation of an episode that is over, and not the first of the next one."""

@@ -25,7 +25,7 @@ def recorded(env: object, target: Target) -> object:
                     f"{space_of(agent)} of {agent!r}. Record each kind of agents into a buffer of its own."
                 )
     specs = spec_of(env.observation_space(first), "observation"), spec_of(env.action_space(first), "action")
-    return RecordedParallel(env, specs, VectorRecording(target, 1 + len(others), *specs))
+    return RecordedParallel(env, specs, VectorRecording(target, *specs, (1 + len(others),)))
 
 
 def _form_of(space: spaces.Space[object]) -> object:
@@ -55,7 +55,7 @@ class RecordedParallel(BaseParallelWrapper):  # type: ignore[misc] # it ships no
     def step(self, actions: dict[str, object]) -> object:
         """As the environment's."""
         recording = self._recording
-        acting = recording.act()
+        acting = recording.answer()
         kept: dict[str, object] = {  # the step may change them in place
             agent: copied(conformed(self._specs[1], actions[agent], f"action of {agent!r}"))
             for agent, acts in zip(self._agents, acting, strict=True)
@@ -67,12 +67,12 @@ class RecordedParallel(BaseParallelWrapper):  # type: ignore[misc] # it ships no
         acting = acting & there
         if there.any():
             observed = self._stacked(observations, there, 0, "observation")
-            action = self._stacked(kept, acting, 1, "action") if acting.any() else ()
+            recording.acted = self._stacked(kept, acting, 1, "action") if acting.any() else ()
             outcome = (rewards, terminations, truncations)
             reward, terminated, truncated = ([as_number(of.get(agent, 0)) for agent in self._agents] for of in outcome)
             flags = flags_of(terminated, truncated, len(self._agents))
             running = there & ~flags[-1]
-            recording.write(acting, action, observed, reward, flags, self._told(infos, acting))
+            recording.write(acting, observed, reward, flags, self._told(infos, acting))
             recording.go_on(observed, self._told(infos, running), running, acting)
         return result
 

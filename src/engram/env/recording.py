@@ -3,28 +3,32 @@
 The adapter of one environment calls a :class:`SingleRecording`, which writes rows one by one::
 
     begin(observation, infos)                 after a reset
-    acted = act(action)                       before a step
-    go_on(acted, observation, …)              after it
+    act(action)                               before a step
+    follow(observation, reward, …)            after it; if it refuses
+    go_on(observation, reward, …)
 
 That of ``n`` environments that are stepped together, one to a lane, calls a :class:`VectorRecording`::
 
     begin(observation, told)                  after a reset
-    acting = act()                            before a step
-    write(acting, action, following, …)       after it
-    go_on(observation, told, running, …)      what the next actions answer to
+    act(action)                               before a step
+    follow(observation, reward, …)            after it; if it refuses
+    write(following, reward, …)
+    go_on(observation, told)                  what the next actions answer to
 
-Its observations and actions have a leading dimension ``n``.
+Its observations and actions have a leading dimension ``n``. A step of plain values is followed in one native call.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from engram._support import native
 from engram._support.field_paths import FieldPath, checked_path, public
 from engram._support.tensordicts import add_fields, wrap
 from engram.env.values import (
@@ -36,15 +40,15 @@ from engram.env.values import (
     as_number,
     conformed,
     copied,
-    every,
-    fill,
     has_tuple,
+    leaves_in,
     of_each,
     pick,
     put,
     some,
 )
 from engram.storages import DefaultStorage, Storage
+from engram.store import dlpack_specs
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -52,6 +56,7 @@ if TYPE_CHECKING:
 
     from engram.env.values import Array, Mask, Nested, Spec, Told
     from engram.saved.rows import Roles
+    from engram.store import Store
 
 Names: TypeAlias = Mapping[str, Key] | Mapping[tuple[str, ...], Key] | Mapping[Key, Key]
 Form: TypeAlias = "dict[str, int | Form]"
@@ -65,6 +70,7 @@ FIELDS: tuple[FieldPath, ...] = (("observation",), ("action",), *(("next", name)
 _NUMBERS = slice(3, 7)
 _FLAGS = range(4, 7)
 _ONE = torch.Size()
+_ONLY = np.ones(1, np.bool_)
 
 
 class Recordable(Protocol):
@@ -98,25 +104,10 @@ class Target(NamedTuple):
     """What the agent supplies."""
     infos: Infos
     """Which entries of infos rows hold."""
-    copies: Callable[[], bool]
-    """Whether nothing holds what was written once that has returned: its memory may be used again."""
-
-
-class PreparedRows:
-    """Rows of one step whose memory and containers are used for every step.
-
-    Args:
-        values: of a step, in the order of the form.
-        rows_of: makes rows of values, which share their memory.
-    """
-
-    def __init__(self, values: Sequence[Value], rows_of: Callable[[Sequence[Value]], object]) -> None:
-        self._own = [copied(cast("Nested", value)) for value in values]
-        self._rows = rows_of(self._own)
-
-    def filled(self, values: Sequence[Value]) -> object:
-        """The rows of a step; None: some value has another shape."""
-        return self._rows if all(map(fill, self._own, values)) else None
+    appending: Callable[[], Store | None]
+    """The store, if rows may be appended to it natively: nothing else hears of writes, or changes them."""
+    priority: str | None
+    """The entry that the buffer may take for the priority of a row."""
 
 
 class Recording:
@@ -124,47 +115,105 @@ class Recording:
 
     Args:
         target: where rows go. The trajectories that are open in the lanes end at once: their episodes will not go on.
-        count: ``n``.
         observation, action: their dtypes in one environment.
+        batch: ``(n,)`` of those that are stepped together, ``()`` of one that is not.
+        autoreset: what ends a wait for a reset: ``"NextStep"``, the next step; ``"SameStep"``; ``"Disabled"``, a reset.
 
     Raises:
         TypeError: a list storage, or one with ``ndim > 1``; tuples for TensorDicts. ValueError: not a lane per environment; fields
             that collide. KeyError: a name for something that is not recorded. What the buffer raises that ends trajectories.
     """
 
-    def __init__(self, target: Target, count: int, observation: Spec, action: Spec) -> None:
-        buffer, lanes, names, tensordicts, notes, infos, self._copies = target
-        self._prepared: PreparedRows | None = None
+    def __init__(
+        self, target: Target, observation: Spec, action: Spec, batch: tuple[int, ...] = (), autoreset: str = "NextStep"
+    ) -> None:
+        buffer, lanes, names, tensordicts, notes, infos, self._appending, self._priority = target
+        count = math.prod(batch)
         _check(buffer.storage, lanes, count)
+        notes.belong_to(*batch)
         if tensordicts and any(map(has_tuple, (observation, action))):
             raise TypeError("record: a TensorDict holds no tuples, but a space of it is one: use a ReplayBuffer.")
         self._buffer = buffer
         self._lanes: NDArray[np.int64] = lanes.numpy().copy()  # the caller's
         self._observation_spec, self._action_spec = observation, action
-        paths = stored_paths(names, [*notes.leaves, *infos.before, *infos.after])
+        self._batched, self._autoreset = bool(batch), autoreset
+        self._paths = stored_paths(names, [*notes.leaves, *infos.before, *infos.after])
         self._notes, self._infos = notes, infos
-        self._has_extras = bool(notes.leaves or infos.before or infos.after)
         #: What was noted for the step under way, and entries of infos that came with the observation before it.
         self._noted: list[Array] = []
         self._told: list[Array] = []
-        self._roles: Roles = {paths[at]: FIELDS[at][-1] for at in _FLAGS}
+        self._roles: Roles = {self._paths[at]: FIELDS[at][-1] for at in _FLAGS}
         self._tensordicts = tensordicts
         #: A row, with the places of its values: of :data:`FIELDS`, notes, and infos before and after the action.
         self._form: Form = {}
-        add_fields(self._form, {path: at for at, path in enumerate(paths)})
+        add_fields(self._form, {path: at for at, path in enumerate(self._paths)})
+        self._before: Nested | None = None
+        #: What was done in the step under way, if that is a row.
+        self.acted: Nested = ()
+        #: Of each environment: whether its next step is a row, which answers to ``_before``; whether the step under way is; whether the
+        #: newest row in its lane is no end; and whether it takes no step before it is reset.
+        self._running, self.acting, self._open, self.waiting = np.zeros((4, count), np.bool_)
+        #: Writes the next step; None: Python does. And what was made for a store.
+        self._steps: native.Steps | None = None
+        self._made: tuple[Store | None, native.Steps | None] = None, None
         buffer.end_trajectory(self._lanes, roles=self._roles)
 
-    def _rows(self, values: Sequence[Value], batch: torch.Size) -> object:
-        """Rows in the form of the buffer, or one row, of values in the order of the form. They may be written again after the write."""
-        if not (self._tensordicts and self._copies()):  # dicts are made faster than they are filled
-            return self._new_rows(values, batch)
-        rows = None if self._prepared is None else self._prepared.filled(values)
-        if rows is None:
-            rows = self._new_rows(values, batch)
-            self._prepared = PreparedRows(values, lambda own: self._new_rows(own, batch))
-        return rows
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_steps": None, "_made": (None, None)}
 
-    def _new_rows(self, values: Sequence[Value], batch: torch.Size) -> object:
+    def act(self, action: object) -> None:
+        """Before a step: keep a copy of the action, which the step may change in place, if the step is a row.
+
+        Later ones are none, until it is followed. So if the step raises, what comes later does not seem to follow what was before.
+        """
+        if self._notes.leaves:
+            self._notes.check(needed=some(self._running))
+        if self._steps is None or not self._steps.act(action):
+            kept = copied(conformed(self._action_spec, action, "action")) if some(self._running) else self.acted
+            self._steps, self.acted = None, kept
+            self.acting[:], self._running[:] = self._running, False
+        self._noted = self._notes.take(needed=some(self.acting)) if self._notes.leaves else []
+
+    def follow(self, seen: object, reward: object, terminated: object, truncated: object) -> bool:
+        """After a step: write it in one native call. False: nothing has changed, since Python must look at it."""
+        store = self._appending()
+        if self._steps is None or store is None or store is not self._made[0]:
+            return False
+        return self._steps.go_on(store.core, (seen, reward, terminated, truncated, *self._noted))
+
+    def _prepare(self) -> None:
+        """Let the next step be written natively, if it can be."""
+        self._steps, store = None, self._appending()
+        if store is None or self._before is None:
+            return
+        if store is not self._made[0]:
+            self._made = store, self._steps_into(store)
+        self.acted = copied(self.acted)  # what was written may be held
+        steps = self._made[1]
+        if steps is not None and steps.hold([*leaves_in(self._before)], [*leaves_in(self.acted)]):
+            self._steps = steps
+
+    def _steps_into(self, store: Store) -> native.Steps | None:
+        """What writes steps natively. None: the store holds other rows, or they go through the buffer, which looks at them."""
+        fields, extras = store.schema.fields, [leaf.dtype for leaf in self._notes.leaves.values()]
+        numbers = {(field.key, field.dtype): i for i, field in enumerate(fields) if field.key != (self._priority,)}
+        kinds = [self._observation_spec, self._action_spec, self._observation_spec, FLOAT32, BOOL, BOOL, BOOL, *extras]
+        try:
+            trees = [
+                _tree(*both, numbers) for both in zip(kinds, self._paths, strict=False)
+            ]  # entries of infos come last
+        except KeyError:
+            return None
+        specs, outcome = dlpack_specs(fields), [*trees[2:6], *trees[7:]]
+        for number in trees[_NUMBERS]:
+            specs[number] = (*specs[number][:2], ())
+        parts = (trees[0], trees[1], ("tuple", tuple, [*range(len(outcome))], outcome))
+        seen, action, followed = (native.Intake(specs, tree, trees[3:6]) for tree in parts)
+        how = ([self._running, self.acting, self._open, self.waiting], self._batched, self._autoreset)
+        return native.Steps(store.core, seen, action, followed, trees[6], self._lanes.tolist(), *how)
+
+    def _rows(self, values: Sequence[Value], batch: torch.Size) -> object:
+        """Rows in the form of the buffer, or one row, of values in the order of the form."""
         if not self._tensordicts:
             return _filled(self._form, values)
         widened = [*values]
@@ -173,90 +222,54 @@ class Recording:
 
     def _extras(self, told: Sequence[Told], *batch: int) -> list[Array]:
         """What rows of this step hold besides :data:`FIELDS`."""
-        if not self._has_extras:
-            return []
         return [*self._noted, *self._told, *self._infos.read(self._infos.after, told, *batch)]
+
+    def _end(self, which: Mask) -> None:
+        """End what is open in the lanes of these environments."""
+        left = which & self._open
+        if left.any():
+            self._buffer.end_trajectory(self._lanes[left], roles=self._roles)
+            self._open[left] = False
 
 
 class SingleRecording(Recording):
     """Writes the steps of one environment, each with one ``add``. Arguments and errors are those of :class:`Recording`."""
-
-    def __init__(self, target: Target, observation: Spec, action: Spec) -> None:
-        super().__init__(target, 1, observation, action)
-        self._notes.belong_to()
-        self._lane = int(self._lanes[0])
-        self._before: Nested | None = None
-        #: Whether the next step is a row: it answers to ``_before``.
-        self._running = False
-        #: Whether the newest row is no end.
-        self._open = False
 
     def begin(self, observation: object, infos: object) -> None:
         """The environment was reset. An episode that it was in ends as a truncation. Notes for its next step are forgotten."""
         self._notes.take(needed=False)
         found = conformed(self._observation_spec, observation, "observation")
         told = self._infos.read(self._infos.before, [(infos, ...)])
-        self._end()
-        self._before, self._told, self._running = copied(found), told, True
+        self._end(_ONLY)
+        self._before, self._told, self._running[0] = copied(found), told, True
+        self._prepare()
 
-    def act(self, action: object) -> Nested | None:
-        """Before a step: a copy of the action, which the step may change in place; None if the step is no row.
-
-        Later ones are none either, until :meth:`go_on`. So if the step raises, what comes later does not seem to follow what was
-        before.
-        """
-        kept = copied(conformed(self._action_spec, action, "action")) if self._running else None
-        self._noted = self._notes.take(needed=self._running)
-        self._running = False
-        return kept
-
-    def go_on(
-        self, acted: Nested | None, seen: object, reward: object, terminated: object, truncated: object, infos: object
-    ) -> None:
+    def go_on(self, seen: object, reward: object, terminated: object, truncated: object, infos: object) -> None:
         """After a step: write it, if it is a row. What was observed is what the next action answers to, unless the episode is over.
 
         Args:
-            acted: what :meth:`act` returned.
             observation: the last one of an episode that is over.
             reward, terminated, truncated, infos: one each.
         """
         following = conformed(self._observation_spec, seen, "observation")
         ends = np.bool_(as_number(terminated)), np.bool_(as_number(truncated))  # faster than arrays
         over = ends[0] | ends[1]
-        if acted is not None:
+        if self.acting[0]:
             assert self._before is not None  # one that acts has begun
             extras = self._extras([(infos, ...)])
-            values = (self._before, acted, following, np.float32(as_number(reward)), *ends, over, *extras)
-            self._buffer.add(self._rows(values, _ONE), lane=self._lane)
-            self._open = not over
+            values = (self._before, self.acted, following, np.float32(as_number(reward)), *ends, over, *extras)
+            self._buffer.add(self._rows(values, _ONE), lane=int(self._lanes[0]))
+            self._open[0] = not over
         elif not over:
-            self._end()
+            self._end(_ONLY)
         if not over:
             self._told = self._infos.read(self._infos.before, [(infos, ...)])
-        self._before, self._running = copied(following), not over
-
-    def _end(self) -> None:
-        """End what is open in the lane."""
-        if self._open:
-            self._buffer.end_trajectory(self._lanes, roles=self._roles)
-            self._open = False
+        self._before, self._running[0] = copied(following), not over
+        self._prepare()
 
 
 class VectorRecording(Recording):
     """Writes the steps of ``n`` environments that are stepped together. Arguments and errors are those of :class:`Recording`."""
-
-    def __init__(self, target: Target, count: int, observation: Spec, action: Spec) -> None:
-        super().__init__(target, count, observation, action)
-        self._notes.belong_to(count)
-        self._size = torch.Size([count])
-        self._none = np.zeros(count, np.bool_)
-        #: The mask of all environments: :meth:`act` returns this very one if the step is a row of each.
-        self.everyone = np.ones(count, np.bool_)
-        self._before: Nested | None = None
-        #: Whose next step is a row: it answers to what stands in ``_before``.
-        self._running = self._none
-        #: In whose lane the newest row is no end.
-        self._open = np.zeros(count, np.bool_)
 
     def begin(self, observation: object, told: Sequence[Told], which: Mask) -> None:
         """Environments were reset, ``which`` of them: bool ``[n]``. Episodes that they were in end as truncations.
@@ -275,34 +288,22 @@ class VectorRecording(Recording):
         else:
             for i in which.nonzero()[0].tolist():
                 put(self._before, i, cast("Nested", pick(found, i)))
-        self._running = self._masked(self._running | which)
+        self._running |= which
+        self.waiting &= ~which
+        self._prepare()
 
-    def _masked(self, mask: Mask) -> Mask:
-        """A mask, as :attr:`everyone` if it is of all."""
-        return self.everyone if every(mask) else mask
+    def answer(self) -> Mask:
+        """Before a step whose actions are kept elsewhere: as :meth:`act`. Of which environments it is a row: bool ``[n]``."""
+        self._notes.check(needed=some(self._running))
+        self.acting[:], self._running[:] = self._running, False
+        self._noted = self._notes.take(needed=some(self.acting))
+        return self.acting.copy()
 
-    def act(self) -> Mask:
-        """Of which environments the next step is a row: bool ``[n]``. Of none, until :meth:`go_on`.
-
-        So if the step raises, what comes later does not seem to follow what was before.
-        """
-        acting = self._running
-        self._noted = self._notes.take(needed=some(acting))
-        self._running = self._none
-        return acting
-
-    def kept(self, action: object) -> Nested:
-        """A copy of what is taken, ``[n, ...]``."""
-        return copied(conformed(self._action_spec, action, "action"))
-
-    def write(
-        self, acting: Mask, action: Nested, following: object, reward: object, flags: Flags, told: Sequence[Told]
-    ) -> None:
+    def write(self, acting: Mask, following: object, reward: object, flags: Flags, told: Sequence[Told]) -> None:
         """Write the step of the environments that were acting.
 
         Args:
             acting: whose step is a row, bool ``[n]``. What is said of the others is passed over.
-            action: what :meth:`kept` returned, or arrays of its dtypes.
             following: what was observed then, the last observation of an episode that is over.
             reward: ``[n]``.
             flags: as :func:`flags_of` returns them.
@@ -315,41 +316,40 @@ class VectorRecording(Recording):
             assert self._before is not None  # one that acts has begun
             values: tuple[Nested, ...] = (
                 self._before,
-                action,
+                self.acted,
                 conformed(self._observation_spec, following, "next observation"),
                 of_each(reward, FLOAT32, len(acting), "step: reward"),
                 *flags,
                 *self._extras(told, len(acting)),
             )
-            if acting is self.everyone:
-                self._buffer.extend(self._rows(values, self._size), lane=self._lanes)
-                self._open = ~over
-            else:
-                rows = acting.nonzero()[0]
+            rows = acting.nonzero()[0]
+            if len(rows) < len(acting):
                 values = tuple(cast("Nested", pick(value, rows)) for value in values)
-                self._buffer.extend(self._new_rows(values, torch.Size([len(rows)])), lane=self._lanes[rows])
-                self._open = np.where(acting, ~over, self._open)
+            self._buffer.extend(self._rows(values, torch.Size([len(rows)])), lane=self._lanes[rows])
+            self._open[rows] = ~over[rows]
 
     def go_on(self, observation: object, told: Sequence[Told], running: Mask, acting: Mask) -> None:
         """What the next actions answer to, of the environments that are ``running``. Of those ``acting`` the last step was a row."""
-        if acting is not self.everyone:
-            self._end(running & ~acting)
+        self._end(running & ~acting)
         self._told = self._infos.read(self._infos.before, told, len(running))
         self._before = copied(conformed(self._observation_spec, observation, "observation"))
-        self._running = running if running is self.everyone else self._masked(running)
-
-    def _end(self, which: Mask) -> None:
-        """End what is open in the lanes of these environments."""
-        left = which & self._open
-        if left.any():
-            self._buffer.end_trajectory(self._lanes[left], roles=self._roles)
-            self._open = self._open & ~left
+        self._running[:] = running
+        self._prepare()
 
 
 def flags_of(terminated: object, truncated: object, n: int) -> Flags:
     """Whether each of ``n`` episodes was terminated, was truncated, and is over. Raises ``ValueError``: flags of another number."""
     ends = of_each(terminated, BOOL, n, "step: terminated"), of_each(truncated, BOOL, n, "step: truncated")
     return *ends, ends[0] | ends[1]
+
+
+def _tree(spec: Spec, path: FieldPath, numbers: Mapping[tuple[FieldPath, str], int]) -> Any:
+    """How the core takes values apart into fields, whose ``numbers`` are by key and dtype. Raises ``KeyError``: there is none."""
+    if isinstance(spec, np.dtype):
+        return numbers[path, spec.name]
+    entries = spec.items() if isinstance(spec, dict) else enumerate(spec)
+    trees = {name: _tree(one, (*path, str(name)), numbers) for name, one in entries}
+    return type(spec).__name__, type(spec), [*trees], [*trees.values()]
 
 
 def _filled(form: Form, values: Sequence[object]) -> dict[str, object]:

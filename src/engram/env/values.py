@@ -56,8 +56,6 @@ def as_array(value: object) -> Array:
 
 def as_number(value: object) -> SupportsFloat:
     """A number that an environment returned: one of Python or NumPy. More than one number: an array of them."""
-    if isinstance(value, (bool, int, float)):  # faster than a union
-        return value
     array = as_array(value)
     return array.item() if array.size == 1 else array
 
@@ -67,8 +65,6 @@ def of_each(value: object, dtype: np.dtype[S], n: int, what: str) -> NDArray[S]:
 
     Raises ``ValueError``: it is of another number of environments; says ``what`` it is.
     """
-    if isinstance(value, np.ndarray) and value.dtype is dtype and value.shape == (n,):
-        return value
     array = as_array(value).astype(dtype, copy=False)
     if array.ndim == 0:
         return np.full(n, array)
@@ -82,11 +78,6 @@ def some(mask: Mask) -> bool:
     return b"\1" in mask.tobytes()
 
 
-def every(mask: Mask) -> bool:
-    """Whether all are true, in a fifth of the time of ``mask.all()``."""
-    return b"\0" not in mask.tobytes()
-
-
 def conformed(spec: Spec, value: object, field: str, says: str = "the environment") -> Nested:
     """A value as arrays of the dtypes of a spec; the same ones where they are that already.
 
@@ -97,8 +88,6 @@ def conformed(spec: Spec, value: object, field: str, says: str = "the environmen
     Raises:
         TypeError: it is nested in another way, or has fractions where the spec says whole numbers; names the entry.
     """
-    if isinstance(value, np.ndarray) and value.dtype is spec:
-        return value
     if isinstance(spec, dict):
         if not isinstance(value, Mapping) or set(value.keys()) != spec.keys():
             got = list(value.keys()) if isinstance(value, Mapping) else type(value).__name__
@@ -138,15 +127,13 @@ def copied(nested: Nested) -> Nested:
     return nested.copy() if isinstance(nested, np.ndarray) else mapped(np.array, nested)
 
 
-def fill(target: Nested, value: Nested | np.generic) -> bool:
-    """Write a value of the same nesting into these arrays. False: one has another shape, and some may be written."""
-    if isinstance(target, np.ndarray):
-        same = isinstance(value, np.ndarray | np.generic) and target.shape == value.shape
-        if same:
-            target[...] = cast("Array", value)
-        return same
-    names = target if isinstance(target, dict) else range(len(target))
-    return all(fill(target[name], value[name]) for name in names)  # type: ignore[index]
+def leaves_in(nested: Nested) -> Iterator[Array]:
+    """The arrays in a nesting, in order."""
+    if isinstance(nested, np.ndarray):
+        yield nested
+    else:
+        for one in nested.values() if isinstance(nested, dict) else nested:
+            yield from leaves_in(one)
 
 
 def stacked(each: list[Nested]) -> Nested:
@@ -243,22 +230,17 @@ class Notes:
             found[path] = np.array(leaf.fitted(value, self._batch, f"note: {public(path)!r}", "record(store=…)"))
         self._values.update(found)
 
-    def take(self, *, needed: bool) -> list[Array]:
-        """What the step that begins now stores, in the order in which it was declared. It is forgotten.
-
-        Args:
-            needed: the step is a row.
-
-        Raises ``RuntimeError``: some is missing that is needed.
-        """
-        if not self.leaves:
-            return []
+    def check(self, *, needed: bool) -> None:
+        """Raise ``RuntimeError`` if the step that begins now is a row, ``needed``, and something is missing."""
         missing = needed and [public(path) for path in self.leaves if path not in self._values]
         if missing:
             raise RuntimeError(
                 f"step: expected rb.note({', '.join(f'{path[0]}=…' for path in self.leaves)}) before it, as record(env, store=…) "
                 f"declares, got none of {missing}. The environment was not stepped."
             )
+
+    def take(self, *, needed: bool) -> list[Array]:
+        """What the step that begins now stores, if it is a row, in the order in which it was declared. It is forgotten."""
         taken = [self._values[path] for path in self.leaves if needed]
         self._values.clear()
         return taken
