@@ -504,17 +504,17 @@ class RowsSource(Protocol):
 class Form(NamedTuple):
     """How a buffer keeps its rows, as far as a checkpoint must know."""
 
+    #: The class of the storage.
     kind: str
-    """The class of the storage."""
     capacity: int
     lanes: int
     ndim: int
+    #: Rows are tensors, so that a plan can place them one by one.
     takes_rows: bool
-    """Rows are tensors, so that a plan can place them one by one."""
+    #: Which rows stay, if rows are no steps of trajectories: the best, or the newest.
     ranking: Ranking | Literal["newest"] | None = None
-    """Which rows stay, if rows are no steps of trajectories: the best, or the newest."""
+    #: Equal to that of an older checkpoint as long as its tickets mean the rows that are stored now; None: unknown.
     lineage: object = None
-    """Equal to that of an older checkpoint as long as its tickets mean the rows that are stored now; None: unknown."""
 
     @property
     def lane_length(self) -> int:

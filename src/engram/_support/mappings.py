@@ -26,15 +26,15 @@ _DELETED = " (deleted)"
 class Piece(NamedTuple):
     """The place of a tensor in a file that is mapped as shared."""
 
+    #: The path of the file, or its last path.
     path: str
-    """The path of the file, or its last path."""
     named: bool
     device: int
     inode: int
+    #: Bytes of the file; -1: it cannot be opened for writing.
     size: int
-    """Bytes of the file; -1: it cannot be opened for writing."""
+    #: The offset of the tensor's first byte.
     offset: int
-    """The offset of the tensor's first byte."""
 
 
 class _Mapping(NamedTuple):

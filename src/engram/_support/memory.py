@@ -13,8 +13,8 @@ class _Version(NamedTuple):
     tree: str
     limit: str
     usage: str
+    #: Entries of ``memory.stat``, a group's and its groups' files that are cached.
     cached: frozenset[str]
-    """Entries of ``memory.stat``, a group's and its groups' files that are cached."""
 
 
 _V1 = _Version(

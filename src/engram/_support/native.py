@@ -40,6 +40,7 @@ HAS_EXCHANGE: bool = _core.use_tensor_type(torch.Tensor)
 _core.use_array_types(np.ndarray, np.generic)
 
 
+#: dtypes by DLPack's type code and bits.
 _DTYPES = {
     (code, 8 * dtype.itemsize): dtype
     for code, dtypes in (
@@ -56,7 +57,6 @@ _DTYPES = {
     )
     for dtype in dtypes
 }
-"""dtypes by DLPack's type code and bits."""
 DLPACK = {dtype: code for code, dtype in _DTYPES.items()}
 
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
 OnProgress: TypeAlias = "Callable[[Progress], object]"
+#: Rows to process between two looks at the clock.
 CHUNK = 1 << 18
-"""Rows to process between two looks at the clock."""
 #: Seconds before a bar appears, between two lines in the log, and between two calls of the user's function.
 _SILENT_S, _LOGGED_S, _TOLD_S = 1.0, 10.0, 0.1
 _log = logging.getLogger("engram")

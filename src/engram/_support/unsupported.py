@@ -26,12 +26,12 @@ def needs(call: str, extra: str) -> Iterator[None]:
 class Later(NamedTuple):
     """A keyword of TorchRL's that is not supported yet."""
 
+    #: What it will come with.
     carrier: str
-    """What it will come with."""
+    #: Its values, beside None and False, that ask for what is there already.
     same: tuple[object, ...] = ()
-    """Its values, beside None and False, that ask for what is there already."""
+    #: Where no other value will ever come: what it is to be.
     expected: str = ""
-    """Where no other value will ever come: what it is to be."""
 
     def accepts(self, value: object) -> bool:
         """Whether a value changes nothing here."""

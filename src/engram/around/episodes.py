@@ -41,12 +41,12 @@ END_KEYS: tuple[FieldPath, ...] = (("next", "done"), ("next", "terminated"), ("n
 class Boundaries(NamedTuple):
     """What ends a trajectory: another content of an id field in the next step, or an end that is stored."""
 
+    #: Numbers of the fields in the store: one, or none.
     ids: tuple[int, ...]
-    """Numbers of the fields in the store: one, or none."""
+    #: Numbers of fields that end a trajectory by a byte other than zero, or by a step type.
     ends: tuple[int, ...]
-    """Numbers of fields that end a trajectory by a byte other than zero, or by a step type."""
+    #: Of a field with several flags, all must be set; else one is enough.
     all_flags: bool = False
-    """Of a field with several flags, all must be set; else one is enough."""
 
     @property
     def which(self) -> tuple[int, ...]:
@@ -103,10 +103,10 @@ class TrajectoryKeys(NamedTuple):
 
     traj_key: FieldPath | None
     end_keys: tuple[FieldPath, ...] | None
+    #: Name of the store's table of trajectories: the argument ``index``.
     table: str | None
-    """Name of the store's table of trajectories: the argument ``index``."""
+    #: ``"all"``: of a field with several flags, all must be set. ``"any"``, None: one is enough.
     end_when: str | None = None
-    """``"all"``: of a field with several flags, all must be set. ``"any"``, None: one is enough."""
 
     @classmethod
     def of(
@@ -176,8 +176,8 @@ class Episodes(NamedTuple):
 
     memory: Store
     boundaries: Boundaries
+    #: Of the table, in the store.
     name: str
-    """Of the table, in the store."""
 
     @property
     def id_key(self) -> FieldPath | None:

@@ -59,21 +59,21 @@ def observed_before(key: FieldPath) -> FieldPath:
 class Column(NamedTuple):
     """One tensor of a batch. Step 0 is the drawn row; ``ahead`` names a later step, or the trajectory's last one before that."""
 
+    #: ``row``, ``frames``, ``sum``, ``steps``, ``discount``, ``over`` or ``after``: methods of the native ``Expansion``.
     kind: str
-    """``row``, ``frames``, ``sum``, ``steps``, ``discount``, ``over`` or ``after``: methods of the native ``Expansion``."""
+    #: Number of the field in the store; of a number, that of the reward that it belongs to.
     field: int = 0
-    """Number of the field in the store; of a number, that of the reward that it belongs to."""
     ahead: int = 0
     gamma: float = 1.0
     frames: int = 1
+    #: The dimension along which frames are concatenated; None: one of their own.
     dim: int | None = -1
-    """The dimension along which frames are concatenated; None: one of their own."""
+    #: The field that holds the frame before the trajectory's first step; -1: there is none.
     first: int = -1
-    """The field that holds the frame before the trajectory's first step; -1: there is none."""
+    #: The value before the first frame; None: that frame itself.
     padding: float | None = None
-    """The value before the first frame; None: that frame itself."""
+    #: Of ``row`` and ``frames``: those of the step after ``ahead``. Where none comes after it, the caller puts the newest one in.
     following: bool = False
-    """Of ``row`` and ``frames``: those of the step after ``ahead``. Where none comes after it, the caller puts the newest one in."""
 
     @property
     def is_number(self) -> bool:
@@ -112,13 +112,13 @@ class Reading:
 
     def __init__(self, fields: Sequence[Field], followed: tuple[FieldPath, ...] = ()) -> None:
         self.fields = tuple(fields)
+        #: Fields ``k`` whose next observations, ``("next", k)``, are not stored but read from the following rows.
         self.followed = followed
-        """Fields ``k`` whose next observations, ``("next", k)``, are not stored but read from the following rows."""
         self.numbers: dict[FieldPath, int] = {field.key: number for number, field in enumerate(fields)}
+        #: Of every stored field, in order.
         self.columns = [Column("row", number) for number in range(len(fields))]
-        """Of every stored field, in order."""
+        #: Of what is not stored.
         self.entries: dict[FieldPath, Column] = {}
-        """Of what is not stored."""
         self.following: Following | None = None
         #: Steps from the drawn one to that whose next observation is read, where no field says it.
         self.ahead = 0

@@ -47,8 +47,8 @@ class Segments:
 
     def __init__(self, fields: Mapping[FieldPath, Tensor], lengths: Tensor) -> None:
         self._fields = fields
+        #: int64 ``[K]``
         self.lengths = lengths
-        """int64 ``[K]``"""
         self._stops = lengths.cumsum(0)
         self._of = torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), lengths)
 
@@ -389,8 +389,8 @@ class TrajectoryRef:
         return "traj"
 
 
+#: Begins predicates: ``(traj.reward.sum() > 100) & (traj.length < 200)``.
 traj = TrajectoryRef()
-"""Begins predicates: ``(traj.reward.sum() > 100) & (traj.length < 200)``."""
 
 
 def holds(predicate: Callable[[Trajectory], object], trajectory: Trajectory) -> bool:

@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 class Named(NamedTuple):
     """Rows of a storage, and how users name them."""
 
+    #: Of rows ``[n]``: on the storage's device; with ``ndim > 1`` coordinates ``[n, ndim]``.
     index_of: Callable[[Tensor], Tensor]
-    """Of rows ``[n]``: on the storage's device; with ``ndim > 1`` coordinates ``[n, ndim]``."""
+    #: The other way around; tuples of coordinates, too.
     rows_of: Callable[[object], object]
-    """The other way around; tuples of coordinates, too."""
 
 
 class UnitReader:
@@ -172,15 +172,15 @@ class Transition(SampleUnit):
 class Expanded(NamedTuple):
     """What a unit made of drawn rows."""
 
+    #: Of the fields; unspecified where something moved.
     columns: list[Tensor]
-    """Of the fields; unspecified where something moved."""
+    #: int64 ``[N]``, those of the batch.
     rows: Tensor
-    """int64 ``[N]``, those of the batch."""
+    #: Theirs.
     tickets: Tensor
-    """Theirs."""
     info: Info
+    #: The places among the rows where something was written meanwhile, in order.
     moved: list[int]
-    """The places among the rows where something was written meanwhile, in order."""
 
 
 class ExpandedReader(UnitReader):
@@ -268,13 +268,13 @@ class Windows(NamedTuple):
     """Windows around anchors, one behind the other: tensors ``[n * total]``."""
 
     rows: Tensor
+    #: int64; -1 in all of a window of which something moved.
     tickets: Tensor
-    """int64; -1 in all of a window of which something moved."""
     valid: Tensor
+    #: How many are valid.
     steps: int
-    """How many are valid."""
+    #: Numbers of windows, numbers of steps, anchors, steps that are learned from; and tickets of anchors. Perhaps none.
     told: list[Tensor]
-    """Numbers of windows, numbers of steps, anchors, steps that are learned from; and tickets of anchors. Perhaps none."""
 
 
 class WindowTable:
@@ -297,8 +297,8 @@ class WindowTable:
             )
         table = f"sequence-{'-'.join(map(str, boundaries.which)) or 'all'}{'-whole' if boundaries.all_flags else ''}"
         self.memory = memory
+        #: The field that gets a mark at the first record of each window; None: none does.
         self.init = numbers.get(unit.init_key) if unit.init_key is not None else None
-        """The field that gets a mark at the first record of each window; None: none does."""
         self._table = Episodes(memory, boundaries, table).table()
         self._spec = native.WindowSpec(unit.total, True, False, 0, 0, 1, unit.dilation, unit.burn_in, 0, True)
         self._total, self._who = unit.total, name

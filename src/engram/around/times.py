@@ -130,10 +130,10 @@ class _Fields(NamedTuple):
 
     memory: Store
     schema: Schema
+    #: The number of the timestamps.
     time: int
-    """The number of the timestamps."""
+    #: The fields under each key of the unit.
     of_keys: list[list[int]]
-    """The fields under each key of the unit."""
     others: list[int]
 
     @classmethod
@@ -166,12 +166,12 @@ class _Steps(NamedTuple):
     """The steps that stand for the times around ``B`` drawn rows, ``[B, T]`` each."""
 
     rows: Tensor
+    #: -1: one is being written.
     tickets: Tensor
-    """-1: one is being written."""
+    #: From that of the drawn row.
     times: Tensor
-    """From that of the drawn row."""
+    #: Whether the episode has no step beyond it.
     is_end: Tensor
-    """Whether the episode has no step beyond it."""
 
     @classmethod
     def of(cls, fields: _Fields, table: Trajectories, drawn: Tensor, deltas: Tensor) -> _Steps:

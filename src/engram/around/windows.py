@@ -62,8 +62,8 @@ class _Bound(NamedTuple):
     ways: dict[tuple[Way, bool], tuple[EndMarks, _native.Batched]]
     """Marks and how windows are laid out: by what is shown of a batch, with tickets or without. "apart": all is shown, but the native core
     does not read the columns."""
+    #: The field that trajectories are told by; None: they are told by end flags, or are static.
     id_key: FieldPath | None
-    """The field that trajectories are told by; None: they are told by end flags, or are static."""
 
     def fits(self, memory: Store | None) -> bool:
         """Whether this is what a store has now."""
@@ -506,14 +506,14 @@ class EndMarks(NamedTuple):
     The tensors of a batch are its columns, its rows, then one tensor per mark, priority weights and tickets if it has them.
     """
 
+    #: What the native core is asked for.
     wanted: _native.Marks
-    """What the native core is asked for."""
+    #: Entries of ``info`` that are among the tensors: the place of each.
     places: dict[Entry, int]
-    """Entries of ``info`` that are among the tensors: the place of each."""
+    #: Entries made of a stored flag and a mark: the entry, the function that merges them, and the places of both.
     merged: list[tuple[Entry, Merge, int, int]]
-    """Entries made of a stored flag and a mark: the entry, the function that merges them, and the places of both."""
+    #: Columns of the batch.
     fields: int = 0
-    """Columns of the batch."""
 
     @classmethod
     def of(cls, store: Store, settings: WindowSettings, shown: Way, *, weighted: bool) -> EndMarks:

@@ -147,11 +147,11 @@ _MAKING = fork.rlock()
 class Configuration:
     """All that the constructor of a buffer was told. Fields have the names of its arguments."""
 
+    #: What messages begin with: the name of the class.
     call: str
-    """What messages begin with: the name of the class."""
     default_writer: Callable[[], object]
+    #: Entry of TensorDicts with a row's priority.
     priority_key: str | None
-    """Entry of TensorDicts with a row's priority."""
     storage: object
     size: int | None
     sampler: object

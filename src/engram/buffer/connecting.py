@@ -173,13 +173,13 @@ NAMESPACE = "engram"
 class Shards(NamedTuple):
     """The shards of one buffer, and how a client uses them. They go by pickle to all processes of the Ray cluster."""
 
+    #: In the order of their numbers.
     each: tuple[Shard, ...]
-    """In the order of their numbers."""
     transport: Transport = "auto"
+    #: What happens to one that does not answer, if there are several.
     missing: Missing = "skip"
-    """What happens to one that does not answer, if there are several."""
+    #: The number of the one that draws all batches; None: all draw.
     stratum: int | None = None
-    """The number of the one that draws all batches; None: all draw."""
 
     @property
     def is_one(self) -> bool:

@@ -53,20 +53,20 @@ class Followed(NamedTuple):
 
     name: str
     step: int
+    #: Seconds since it was complete, by the clock of its file system.
     age: float
-    """Seconds since it was complete, by the clock of its file system."""
+    #: Newer ones that are damaged.
     passed_over: tuple[str, ...]
-    """Newer ones that are damaged."""
 
 
 class Taken(NamedTuple):
     """A checkpoint that was loaded."""
 
+    #: A buffer of its own with the rows.
     rb: Facade
-    """A buffer of its own with the rows."""
     name: attempts.Name
+    #: When it was complete, by ``time.monotonic()``.
     born: float
-    """When it was complete, by ``time.monotonic()``."""
 
 
 class NotFollowing:

@@ -57,12 +57,12 @@ def check_priorities(theirs: Mapping[str, object], kinds: Mapping[str, str], wir
 class Conversion(NamedTuple):
     """The part of another sampler's state that a sampler takes over."""
 
+    #: Of all parts, for the buffer here.
     states: dict[str, dict[str, object]]
-    """Of all parts, for the buffer here."""
+    #: False: its state says nothing of these rows: each gets the default priority, if there are any, and epochs begin.
     loads_sampler: bool = True
-    """False: its state says nothing of these rows: each gets the default priority, if there are any, and epochs begin."""
+    #: As :attr:`~engram.types.BufferLoad.converted`.
     converted: str = ""
-    """As :attr:`~engram.types.BufferLoad.converted`."""
 
 
 def _with_parameters_of(own: dict[str, object], theirs: dict[str, object], where: str) -> dict[str, object]:

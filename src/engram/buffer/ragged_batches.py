@@ -52,12 +52,12 @@ class SampleArguments(TypedDict, total=False):
 class BatchForm(NamedTuple):
     """What one call of ``sample`` asks of a batch of ragged rows."""
 
+    #: None: as the storage says.
     layout: RaggedLayout | None
-    """None: as the storage says."""
+    #: Tokens; 0: there is no budget.
     most: int
-    """Tokens; 0: there is no budget."""
+    #: Whose items count; None: of each row those of the longest field.
     field: tuple[str, ...] | None
-    """Whose items count; None: of each row those of the longest field."""
 
     @classmethod
     def checked(cls, layout: LayoutOfCall, max_tokens: Tokens) -> BatchForm:

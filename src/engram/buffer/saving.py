@@ -499,8 +499,8 @@ class PreparedLoad(NamedTuple):
 
     take: Callable[[PreparedLoad], None]
     rows: StorageLoad
+    #: Sampler, writer, transforms and prefetched batches.
     components: Commit
-    """Sampler, writer, transforms and prefetched batches."""
     own: OwnLoad
     lane: int | None
     converted: str
@@ -553,12 +553,12 @@ def saved_rng(wiring: Wiring) -> State:
 class RngLoad(NamedTuple):
     """Generators of a state."""
 
+    #: None: it stays.
     own: torch.Generator | None
-    """None: it stays."""
+    #: What torch's default one becomes; None: it stays.
     default: torch.Generator | None
-    """What torch's default one becomes; None: it stays."""
+    #: What was mixed into the keys.
     stream: int
-    """What was mixed into the keys."""
 
     @classmethod
     def checked(cls, state: State, where: str, *, default_rng: bool) -> RngLoad:

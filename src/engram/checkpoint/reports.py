@@ -90,8 +90,8 @@ class SaveRequest(NamedTuple):
     """The checked step and user state of a save."""
 
     step: int
+    #: A copy.
     user: dict[str, object]
-    """A copy."""
 
 
 def checked_step(what: str, step: object) -> int:
@@ -118,8 +118,8 @@ class LatestStep(NamedTuple):
 
     step: int = 0
     user: dict[str, object] = {}  # noqa: RUF012 - a value
+    #: Of the call that gave ``user``.
     user_step: int = 0
-    """Of the call that gave ``user``."""
 
     def then(self, step: int, user: dict[str, object] | None) -> LatestStep:
         """After another call: that of an earlier step changes nothing that a later one has said."""
@@ -247,8 +247,8 @@ class Entry(NamedTuple):
     name: str
     step: int
     path: Path
+    #: Why it cannot be loaded; None: it can.
     problem: documents.Problem | None
-    """Why it cannot be loaded; None: it can."""
 
 
 def episodes_of(totals: documents.Totals) -> dict[str, dict[str, int]]:
@@ -312,12 +312,12 @@ class Wanted(NamedTuple):
     root: Path
     step: int | None = None
     name: str | None = None
+    #: The largest step.
     at_most: int | None = None
-    """The largest step."""
+    #: One that lacks shards will do.
     partial: bool = False
-    """One that lacks shards will do."""
+    #: Folders that turned out to be damaged when they were read.
     damaged: tuple[documents.Problem, ...] = ()
-    """Folders that turned out to be damaged when they were read."""
 
     def check(self) -> None:
         """Raise ``ValueError``: ``step`` beside another."""

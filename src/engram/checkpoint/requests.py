@@ -44,8 +44,8 @@ class Request:
 
     def __init__(self) -> None:
         self.id = secrets.token_hex(8)
+        #: The handle of the save that serves it; None: none has begun.
         self.save: SaveHandle | None = None
-        """The handle of the save that serves it; None: none has begun."""
 
 
 class Requests:
@@ -129,8 +129,8 @@ class Schedule:
     def __init__(self, ranks: Ranks, options: Options) -> None:
         self._ranks, self._options = ranks, options
         self.requests = Requests()
+        #: Steps from one poll to the next, as far as is known.
         self.stride = 1
-        """Steps from one poll to the next, as far as is known."""
         self._polls = 0
         self._due = False
         self._began = time.monotonic()

@@ -50,10 +50,10 @@ class Restore:
         self._job, self._ranks, self._wanted, self._options = job, job.ranks, wanted, options
         self._work = work
         self._started = time.perf_counter()
+        #: Each restore reads documents itself: what this process wrote may have been damaged since.
         self._series = Series(job.root)
-        """Each restore reads documents itself: what this process wrote may have been damaged since."""
+        #: Newer checkpoints that were damaged or not complete.
         self._passed_over: list[Problem] = []
-        """Newer checkpoints that were damaged or not complete."""
 
     def run(self) -> RestoreReport:
         """Load the checkpoint that is wanted, or the next older one while they turn out to be damaged."""
@@ -113,10 +113,10 @@ class _Load:
         self._job, self._ranks, self._options, self._path = job, job.ranks, options, path
         self._series, self._stack, self._work = series, stack, work
         self._checkpoint: Checkpoint
+        #: Of all ranks, where trajectories are redistributed; empty: every rank gets back its shard.
         self._targets: list[Target] = []
-        """Of all ranks, where trajectories are redistributed; empty: every rank gets back its shard."""
+        #: Every block is checked before anything changes, as some rank holds rows that damage would cost.
         self._checks_blocks = False
-        """Every block is checked before anything changes, as some rank holds rows that damage would cost."""
         self._loaded = False
         self._converted = ""
 

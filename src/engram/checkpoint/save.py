@@ -105,8 +105,8 @@ class JobSeries:
 
     def __init__(self, series: Series, ranks: Ranks) -> None:
         self.root, self.series, self.ranks = series.root, series, ranks
+        #: Before all of its keys in the store.
         self.section = ranks.section()
-        """Before all of its keys in the store."""
         self._epoch: int | None = None
         self._told: list[str] = []
         self._began = 0.0
@@ -241,8 +241,8 @@ class Job:
 
     def __init__(self, root: Path, buffer: Checkpointable, ranks: Ranks, options: Options, *, doubtful: bool) -> None:
         self.root, self.buffer, self.ranks, self.options = root, buffer, ranks, options
+        #: What this process read and wrote of the series, so that no document is decoded twice.
         self.series = Series(root)
-        """What this process read and wrote of the series, so that no document is decoded twice."""
         self.protocol = JobSeries(self.series, ranks)
         self.latest = LatestStep()
         self.parent: Parent | None = None

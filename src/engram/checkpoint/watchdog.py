@@ -62,8 +62,8 @@ class Watchdog:
         self._file = attempts.root / f"CRASH-e{attempts.epoch:04d}-{number}"
         self._key = f"{attempts.section}watch/{number}/"
         self._once = threading.RLock()
+        #: The thread that saves or has saved; None: all is well.
         self._saver: int | None = None
-        """The thread that saves or has saved; None: all is well."""
         self._over = threading.Event()
         self._stop = threading.Event()
         self._dead: set[int] = set()

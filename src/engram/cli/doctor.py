@@ -64,12 +64,12 @@ class Finding(NamedTuple):
     """One thing that was looked at."""
 
     name: str
+    #: What was found.
     value: str
-    """What was found."""
+    #: ``BAD``: engram cannot work like this. ``note``: something is slower, smaller or missing.
     status: Status = "ok"
-    """``BAD``: engram cannot work like this. ``note``: something is slower, smaller or missing."""
+    #: What to do.
     advice: str = ""
-    """What to do."""
 
 
 def noted(name: str, value: str, advice: str = "") -> Finding:

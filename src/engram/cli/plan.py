@@ -34,24 +34,24 @@ class Plan(msgspec.Struct):
     capacity: int
     fields: list[Entries]
     row_bytes: int
+    #: Of all rows.
     bytes: int
-    """Of all rows."""
+    #: Beside the rows: tickets, and the control block of a store with one lane.
     overhead: int
-    """Beside the rows: tickets, and the control block of a store with one lane."""
+    #: Beside those, if a sampler draws by priority.
     priorities: int
-    """Beside those, if a sampler draws by priority."""
+    #: Memory that this process may have.
     available: int
-    """Memory that this process may have."""
+    #: Where temporary files lie.
     disk_free: int
-    """Where temporary files lie."""
+    #: As it was given, else what is available.
     memory: int
-    """As it was given, else what is available."""
+    #: The share of rows that does not fit into that memory.
     from_disk: float
-    """The share of rows that does not fit into that memory."""
     advice: list[str]
     problems: list[dict[str, str | int | None]] = []
+    #: On a device that was given, and on the host for it.
     device: DevicePlan | None = None
-    """On a device that was given, and on the host for it."""
 
 
 def planned(

@@ -165,12 +165,12 @@ class Queued(NamedTuple):
     """A batch whose reading is queued."""
 
     batch: Batch
+    #: How many of its rows are meant: the first ones.
     n: int
-    """How many of its rows are meant: the first ones."""
+    #: Whether it is the last one of a pass over the rows.
     is_last: bool
-    """Whether it is the last one of a pass over the rows."""
+    #: When it has come, the batch has been read, on a stream that the consumer's does not wait for yet. None: on the consumer's.
     event: torch.Event | None
-    """When it has come, the batch has been read, on a stream that the consumer's does not wait for yet. None: on the consumer's."""
 
 
 class _Commands:
@@ -180,12 +180,12 @@ class _Commands:
         self.memory = torch.zeros(_SLOTS * (_WORDS + batch_size * with_ranks), dtype=torch.int64, device="cpu")
         self._words = self.memory.numpy().data
         self._accelerator, self._room = accelerator, batch_size
+        #: Of the next batch.
         self.number, self._behind = 0, list[torch.Event]()
-        """Of the next batch."""
+        #: Whether a batch was about to be queued when the number was written last: it may be, or may not.
         self.queueing = False
-        """Whether a batch was about to be queued when the number was written last: it may be, or may not."""
+        #: Where the device sees the memory.
         self.address = 0
-        """Where the device sees the memory."""
 
     def put(self, key: int, out: int, ranks: Tensor | None, stream: torch.Stream) -> None:
         """Write the command of the next batch, which will be read on a stream.
@@ -260,8 +260,8 @@ class DirectReader:
         self._side = accelerator.stream() if ahead and large else None
         #: Whether batches are read on a stream of their own, while the consumer works on the one before.
         self.reads_ahead = self._side is not None
+        #: How rows get to the device: as ``DeviceLoader(transport=)``.
         self.transport = "direct" if resident is None else "resident"
-        """How rows get to the device: as ``DeviceLoader(transport=)``."""
         self._commands = commands = (
             None if seed is not None else _Commands(accelerator, batch_size, with_ranks=rows.kind == "permuted")
         )
@@ -288,8 +288,8 @@ class DirectReader:
         except Exception as error:  # Triton has errors of its own, and those of the C compiler that it calls
             said = isinstance(error, RuntimeError | ImportError)
             raise NotDirect(str(error) if said else f"{type(error).__name__}: {error}") from error
+        #: Of a batch.
         self.nbytes = self._chain.layout.nbytes
-        """Of a batch."""
         #: Work is queued by one thread at a time: it uses the chain's own memory, in order.
         self._lock = fork.rlock()
         self._refused, self._pid, self._moved = 0, os.getpid(), False
@@ -714,8 +714,8 @@ class Replays:
 
     def __init__(self, rows: DeviceReadable) -> None:
         self._rows = rows
+        #: By device and size of batches.
         self.made: dict[tuple[torch.device, int], DeviceReplay] = {}
-        """By device and size of batches."""
         #: Why there is none, and the state of the buffer for which that is so.
         self._refused: dict[tuple[torch.device, int], tuple[str, object]] = {}
 

@@ -37,8 +37,8 @@ Streams = Accelerator
 
 
 class _Update(NamedTuple):
+    #: The values are complete when it has occurred; None: they were on the host.
     event: torch.Event | None
-    """The values are complete when it has occurred; None: they were on the host."""
     rows: object
     priority: object
     generation: object

@@ -197,22 +197,22 @@ class Drawn(NamedTuple):
 
     batch: object
     block: Block
+    #: How long drawing it took.
     seconds: float
-    """How long drawing it took."""
 
 
 class Sent(NamedTuple):
     """A batch on the device, whose copy is queued on the stream in use."""
 
     batch: object
+    #: The tensors whose memory it has.
     memory: list[Tensor]
-    """The tensors whose memory it has."""
+    #: The bytes of the block that was copied.
     nbytes: int
-    """The bytes of the block that was copied."""
+    #: Whether its block was too small for it.
     spilled: bool
-    """Whether its block was too small for it."""
+    #: The batch is complete when these have occurred; none: when the work on the consumer's stream has.
     events: tuple[torch.Event, ...] = ()
-    """The batch is complete when these have occurred; none: when the work on the consumer's stream has."""
 
 
 class Blocks:

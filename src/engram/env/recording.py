@@ -94,20 +94,20 @@ class Target(NamedTuple):
     """The buffer and the lanes that rows of environments go to."""
 
     buffer: Recordable
+    #: int64 ``[n]``, one for each environment.
     lanes: Tensor
-    """int64 ``[n]``, one for each environment."""
+    #: Under which fields are stored.
     names: Names | None
-    """Under which fields are stored."""
+    #: Rows are TensorDicts; else dicts.
     tensordicts: bool
-    """Rows are TensorDicts; else dicts."""
+    #: What the agent supplies.
     notes: Notes
-    """What the agent supplies."""
+    #: Which entries of infos rows hold.
     infos: Infos
-    """Which entries of infos rows hold."""
+    #: The store, if rows may be appended to it natively: nothing else hears of writes, or changes them.
     appending: Callable[[], Store | None]
-    """The store, if rows may be appended to it natively: nothing else hears of writes, or changes them."""
+    #: The entry that the buffer may take for the priority of a row.
     priority: str | None
-    """The entry that the buffer may take for the priority of a row."""
 
 
 class Recording:

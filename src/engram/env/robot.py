@@ -118,12 +118,12 @@ def record_robot(
 class StreamSpec(NamedTuple):
     """What is recorded together: a camera, or the sensors of one rate."""
 
+    #: Of its folder, ``camera-…`` or ``sensors-…``: no name of a camera makes it that of another one.
     name: str
-    """Of its folder, ``camera-…`` or ``sensors-…``: no name of a camera makes it that of another one."""
     fps: float
     features: dict[str, Leaf]
+    #: How many there is room for.
     rows: int
-    """How many there is room for."""
     is_video: bool
 
 

@@ -272,10 +272,10 @@ class ControlHeader(NamedTuple):
     capacity: int
     lanes: int
     lane_length: int
+    #: xxh3-64 of ``store.json``.
     schema_sum: int
-    """xxh3-64 of ``store.json``."""
+    #: Closed by its last owner. False: open now, or its processes died.
     clean: bool
-    """Closed by its last owner. False: open now, or its processes died."""
 
 
 def store_id(control: Path, fresh: bytes = bytes(16)) -> bytes:

@@ -100,10 +100,10 @@ def field_name(key: tuple[str, ...]) -> str:
 class Group(NamedTuple):
     """The layout of the file in which the small fields of a store lie together."""
 
+    #: Bytes from row to row: a multiple of the widest dtype.
     stride: int
-    """Bytes from row to row: a multiple of the widest dtype."""
+    #: Where in a row each field begins, by its number, in ascending order: a multiple of its dtype.
     offsets: dict[int, int]
-    """Where in a row each field begins, by its number, in ascending order: a multiple of its dtype."""
 
 
 class Grouping(Protocol):

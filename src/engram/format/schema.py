@@ -93,18 +93,18 @@ class RaggedItems(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     ring of its own; its column is empty.
     """
 
+    #: Of an item: one of :data:`DTYPES`.
     dtype: str
-    """Of an item: one of :data:`DTYPES`."""
+    #: The most items that a row may have.
     max_length: int
-    """The most items that a row may have."""
+    #: Items of the ring of each lane; 0: none, each row has a slot of ``max_length`` items. A follower has those of its leader.
     items: int
-    """Items of the ring of each lane; 0: none, each row has a slot of ``max_length`` items. A follower has those of its leader."""
+    #: The shape of an item.
     shape: tuple[int, ...] = ()
-    """The shape of an item."""
+    #: The number of the leader's field; -1: it is a leader.
     like: int = -1
-    """The number of the leader's field; -1: it is a leader."""
+    #: Text and bytes are items of dtype uint8 and shape ``()``.
     kind: ItemsKind = ""
-    """Text and bytes are items of dtype uint8 and shape ``()``."""
 
     @property
     def is_leader(self) -> bool:
@@ -122,14 +122,14 @@ class RaggedItems(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 class RaggedGroup(NamedTuple):
     """Ragged fields that have the same lengths."""
 
+    #: The number of the leader's field.
     leader: int
-    """The number of the leader's field."""
+    #: Items that each lane has room for, in a ring or in slots.
     items: int
-    """Items that each lane has room for, in a ring or in slots."""
+    #: The numbers of all fields, the leader's first.
     members: tuple[int, ...]
-    """The numbers of all fields, the leader's first."""
+    #: Items of the slot that each row has; 0: the rows of a lane share a ring.
     slot: int = 0
-    """Items of the slot that each row has; 0: the rows of a lane share a ring."""
 
 
 #: dtype and shape of a leader's column, a *span*: a u64 offset in two words, low one first, and a u32 length, in items.
@@ -145,12 +145,12 @@ class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     key: tuple[str, ...]
     dtype: str
+    #: The shape of one row.
     shape: tuple[int, ...]
-    """The shape of one row."""
+    #: What a row holds beside its column, where it has any number of items; None: the column is all of it.
     ragged: RaggedItems | None = None
-    """What a row holds beside its column, where it has any number of items; None: the column is all of it."""
+    #: A store does not know what its fields mean.
     role: ClassVar[str] = "data"
-    """A store does not know what its fields mean."""
 
     @property
     def row_bytes(self) -> int:
@@ -175,8 +175,8 @@ class PartField(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
     role: Role = "data"
+    #: As of a :class:`Field`; unset: the column is all of it.
     ragged: RaggedItems | msgspec.UnsetType = msgspec.UNSET
-    """As of a :class:`Field`; unset: the column is all of it."""
 
     @property
     def row_bytes(self) -> int:
@@ -190,16 +190,16 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     """A node of the structure of a row: a leaf names a field, any other kind has children."""
 
     kind: Kind
+    #: Leaf: number of its field.
     field: int = -1
-    """Leaf: number of its field."""
+    #: Others: in order; tuples and lists use "0", "1", …, named tuples the names of their fields
     children: dict[str, Node] = {}
-    """Others: in order; tuples and lists use "0", "1", …, named tuples the names of their fields"""
+    #: tensorclass and namedtuple: ``module:qualname``. Looked up among classes the program has, never imported.
     type: str = ""
-    """tensorclass and namedtuple: ``module:qualname``. Looked up among classes the program has, never imported."""
+    #: tensordict and tensorclass: batch dimensions of one row.
     batch: tuple[int, ...] = ()
-    """tensordict and tensorclass: batch dimensions of one row."""
+    #: dict: the children, in order, whose key in a row is an int. Here and in paths of fields they are called by its digits.
     integers: tuple[str, ...] = ()
-    """dict: the children, in order, whose key in a row is an int. Here and in paths of fields they are called by its digits."""
 
     @property
     def has_integers(self) -> bool:
@@ -228,8 +228,8 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
 
     capacity: int
     lanes: int
+    #: Sizes of the dimensions after the first (``ndim > 1``); empty otherwise.
     columns: tuple[int, ...]
-    """Sizes of the dimensions after the first (``ndim > 1``); empty otherwise."""
     fields: tuple[Field, ...]
     structure: Node
     format: str = FORMAT

@@ -46,14 +46,14 @@ class ShownField(NamedTuple):
     """A field as people read it."""
 
     name: str
+    #: Of an item, where the field is ragged; or the kind of its text.
     dtype: str
-    """Of an item, where the field is ragged; or the kind of its text."""
+    #: Of a row: ``[4]``; ``[≤ 100, 4]`` where it has up to 100 items of shape ``[4]``.
     shape: str
-    """Of a row: ``[4]``; ``[≤ 100, 4]`` where it has up to 100 items of shape ``[4]``."""
+    #: Bytes that a row has at most.
     row_bytes: int
-    """Bytes that a row has at most."""
+    #: Bytes of all rows, and of the rings of their items.
     nbytes: int
-    """Bytes of all rows, and of the rings of their items."""
     is_ragged: bool = False
 
     @property

@@ -135,35 +135,35 @@ _STEPS = 1 << 14
 class Place(NamedTuple):
     """The place of a step in its trajectory."""
 
+    #: Steps of the trajectory that are stored before it.
     before: int
-    """Steps of the trajectory that are stored before it."""
+    #: Steps of the trajectory that are stored behind it.
     after: int
-    """Steps of the trajectory that are stored behind it."""
+    #: Whether the first step is stored: that before it ends another trajectory, or is none of its lane.
     begun: bool
-    """Whether the first step is stored: that before it ends another trajectory, or is none of its lane."""
+    #: Whether the last one is.
     ended: bool
-    """Whether the last one is."""
 
 
 class Explanation(NamedTuple):
     """All that is known of a row: the result of :meth:`ReplayBuffer.explain`."""
 
     row: int
+    #: The number of its write: ``"index_generation"`` of batches.
     ticket: int
-    """The number of its write: ``"index_generation"`` of batches."""
+    #: Rows that have been written, or edited, since, in any lane.
     age: int
-    """Rows that have been written, or edited, since, in any lane."""
     lane: int
+    #: Steps that its lane has had since; 0: it is the newest.
     steps_ago: int
-    """Steps that its lane has had since; 0: it is the newest."""
+    #: None: no field tells trajectories apart, or the lane holds too many steps to see.
     trajectory: Place | None
-    """None: no field tells trajectories apart, or the lane holds too many steps to see."""
+    #: None: the sampler has no priorities.
     priority: float | None
-    """None: the sampler has no priorities."""
+    #: With which each draw takes it, now; None: that depends on more than the row.
     probability: float | None
-    """With which each draw takes it, now; None: that depends on more than the row."""
+    #: Since it was written; None: that is not counted, which ``rb.count_usage()`` begins.
     times_sampled: int | None
-    """Since it was written; None: that is not counted, which ``rb.count_usage()`` begins."""
 
     def __str__(self) -> str:
         age, steps = count(self.age, "write"), count(self.steps_ago, "step")
@@ -342,10 +342,10 @@ class Finding(NamedTuple):
     """One thing that was looked at."""
 
     name: str
+    #: Whether there is nothing to do.
     good: bool
-    """Whether there is nothing to do."""
+    #: The numbers as a sentence; if it is not good, what to do.
     text: str
-    """The numbers as a sentence; if it is not good, what to do."""
     numbers: dict[str, float]
 
     def __str__(self) -> str:

@@ -40,8 +40,8 @@ class Metric(NamedTuple):
     kind: Literal["gauge", "counter"]
     name: str
     help: str
+    #: The number in ``stats()``; or by the value of ``label`` several.
     stats: str | Mapping[str, str]
-    """The number in ``stats()``; or by the value of ``label`` several."""
     label: str = ""
 
     @property

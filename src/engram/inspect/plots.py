@@ -53,10 +53,10 @@ class Watched(Protocol):
 class Priorities(NamedTuple):
     """Priorities of live rows, in row order, and the sampler that draws by them."""
 
+    #: ``(priority + eps) ** alpha``, which draws are proportional to.
     leaves: Floats
-    """``(priority + eps) ** alpha``, which draws are proportional to."""
+    #: The smallest positive leaf of all rows, which has weight 1; infinite if there is none.
     smallest: float
-    """The smallest positive leaf of all rows, which has weight 1; infinite if there is none."""
     alpha: float
     beta: float
     eps: float
@@ -93,8 +93,8 @@ class Trajectories(NamedTuple):
 
     returns: Floats
     lengths: Ints
+    #: Writes that came after the last step.
     ends: Ints
-    """Writes that came after the last step."""
 
 
 def check_here(storage: Storage, call: str, where: str = ".") -> None:

@@ -263,10 +263,10 @@ class _Parts(NamedTuple):
 
     parts: list[_Part]
     total: int
+    #: Of the rows of one of them.
     shape: tuple[int, ...]
-    """Of the rows of one of them."""
+    #: Which of them, one behind the other, comes at each place; None: they are in order.
     order: Tensor | None
-    """Which of them, one behind the other, comes at each place; None: they are in order."""
 
     @classmethod
     def of(cls, parts: list[_Part]) -> _Parts:

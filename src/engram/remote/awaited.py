@@ -37,16 +37,16 @@ Method = TypeVar("Method", bound="Callable[..., object]")
 class Described(NamedTuple):
     """A shard's description of its buffer, also before anything was written."""
 
+    #: Of clients' buffers.
     kind: type
-    """Of clients' buffers."""
+    #: Without a schema as long as nothing was written.
     served: Served
-    """Without a schema as long as nothing was written."""
+    #: Of the storage.
     geometry: Geometry
-    """Of the storage."""
+    #: Where it is, as Ray numbers its nodes.
     node: str
-    """Where it is, as Ray numbers its nodes."""
+    #: Of clients' buffers, besides the components.
     arguments: Mapping[str, object]
-    """Of clients' buffers, besides the components."""
 
 
 class Stores(Protocol):

@@ -95,8 +95,8 @@ class Memory(NamedTuple):
     schema: Schema
     place: str
     core: Limits
+    #: The same: a store's own looks up less.
     bare: Limits
-    """The same: a store's own looks up less."""
     directory: None = None
     is_native: bool = True
     reads_apart: bool = False
@@ -110,19 +110,19 @@ class Drawn(NamedTuple):
     columns: list[Tensor]
     rows: Tensor
     info: Info
+    #: An epoch ended with it.
     last: bool
-    """An epoch ended with it."""
 
 
 class OneStore(NamedTuple):
     """A store, as rows that grow use it."""
 
+    #: As of a connection.
     call: Callable[..., object]
-    """As of a connection."""
+    #: A context in which so many rows are written.
     admitted: Callable[[int], AbstractContextManager[object]]
-    """A context in which so many rows are written."""
+    #: Number of its row 0.
     first: int
-    """Number of its row 0."""
 
     def until(self, timeout: float, call: Callable[[], object]) -> object:
         """What a call returns, once its limits and slots admit it. Raises ``RateLimited`` after so many seconds."""
@@ -202,8 +202,8 @@ class ServedStorage(Storage, ServedRows):
     """A storage whose rows are on servers. Calls that need the rows here are refused, with what to do instead."""
 
     traits = Traits(has_fields=True, is_remote=True)
+    #: Of rows by how many fields they have: some may have been drawn before others were added.
     _structures: dict[int, Structure]
-    """Of rows by how many fields they have: some may have been drawn before others were added."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -46,8 +46,8 @@ _OTHER_CONVERSIONS = (
 class PlacedRows(NamedTuple):
     """The rows that one rank gets."""
 
+    #: Of its store, without rows.
     state: dict[str, Any]
-    """Of its store, without rows."""
     source: RowsSource
 
 
@@ -217,8 +217,8 @@ class Converted(NamedTuple):
     """A shard, for a storage of another capacity or number of lanes."""
 
     rows: PlacedRows
+    #: Episodes and steps that are dropped, by reason.
     dropped: dict[str, dict[str, int]]
-    """Episodes and steps that are dropped, by reason."""
 
 
 def convert(
@@ -256,8 +256,8 @@ class Lost(NamedTuple):
     """Shards that there are none of."""
 
     ranks: tuple[int, ...] = ()
+    #: The checkpoint that last had them. None: none did, so what is lost is unknown.
     as_of: str | None = None
-    """The checkpoint that last had them. None: none did, so what is lost is unknown."""
     episodes: int | None = None
     steps: int | None = None
 

@@ -43,14 +43,14 @@ KEPT = -1
 class Source(NamedTuple):
     """The trajectories that one shard holds."""
 
+    #: Its store's ticket counter.
     clock: int
-    """Its store's ticket counter."""
+    #: int64 ``[K, 5]``: the table of its trajectories.
     runs: Ints
-    """int64 ``[K, 5]``: the table of its trajectories."""
+    #: By which positions step.
     columns: int = 1
-    """By which positions step."""
+    #: Whether rows say themselves that they are the last ones; else only the next trajectory's first row does.
     marks_ends: bool = True
-    """Whether rows say themselves that they are the last ones; else only the next trajectory's first row does."""
 
     @property
     def steps(self) -> Ints:
@@ -90,23 +90,23 @@ class ReshardPlan(NamedTuple):
 
     rank: Ints
     lane: Ints
+    #: Of the first step in its lane.
     position: Ints
-    """Of the first step in its lane."""
+    #: Shard, and in its table the number of the trajectory.
     source: Ints
-    """Shard, and in its table the number of the trajectory."""
     run: Ints
+    #: Of its first steps, that are left out.
     skipped: Ints
-    """Of its first steps, that are left out."""
+    #: That are kept.
     steps: Ints
-    """That are kept."""
+    #: Its last step is to be marked as one.
     truncated: NDArray[np.bool_]
-    """Its last step is to be marked as one."""
+    #: The row behind it holds nothing.
     gap: NDArray[np.bool_]
-    """The row behind it holds nothing."""
+    #: That load.
     ranks: int
-    """That load."""
+    #: int64 ``[M, reasons, 2]``: by shard and reason, as in :data:`DROPPED`, how many trajectories and steps.
     drops: Ints
-    """int64 ``[M, reasons, 2]``: by shard and reason, as in :data:`DROPPED`, how many trajectories and steps."""
 
     @property
     def digest(self) -> str:
@@ -157,10 +157,10 @@ class SavedShard(NamedTuple):
 
     reader: PartReader
     source: Source
+    #: None, if it was never written.
     fields: tuple[PartField, ...] = ()
-    """None, if it was never written."""
+    #: The state of the storage without rows; None: what is wanted of its arrays is read when it is needed.
     held: dict[str, Any] | None = None
-    """The state of the storage without rows; None: what is wanted of its arrays is read when it is needed."""
 
     @property
     def head(self) -> dict[str, Any]:
@@ -501,5 +501,5 @@ class Policy(NamedTuple):
 
     incomplete: Incomplete = Incomplete()
     overflow: Literal["cut", "fill"] = "cut"
+    #: Rows are redistributed one by one, the best first; None: whole trajectories, the newest first.
     ranking: Ranking | Literal["newest"] | None = None
-    """Rows are redistributed one by one, the best first; None: whole trajectories, the newest first."""

@@ -84,12 +84,12 @@ class Ring(NamedTuple):
     """The slots of a storage, and what of them is live."""
 
     slots: int
+    #: Sizes of the dimensions after the first.
     columns: tuple[int, ...]
-    """Sizes of the dimensions after the first."""
+    #: Slot behind the one that was written last: the oldest one, if all are live. In ``[1, slots]``.
     shift: int
-    """Slot behind the one that was written last: the oldest one, if all are live. In ``[1, slots]``."""
+    #: Whether all slots are live; else those before ``shift`` are.
     full: bool
-    """Whether all slots are live; else those before ``shift`` are."""
 
     @property
     def width(self) -> int:
@@ -244,10 +244,10 @@ class DumpedPriorities(NamedTuple):
     alpha: float
     beta: float
     eps: float
+    #: float64 ``[length]``, CPU: ``(priority + eps) ** alpha`` of each row; finite, at least 0.
     leaves: Tensor
-    """float64 ``[length]``, CPU: ``(priority + eps) ** alpha`` of each row; finite, at least 0."""
+    #: The largest priority so far, not raised to ``alpha``; None before the first.
     max_priority: float | None
-    """The largest priority so far, not raised to ``alpha``; None before the first."""
 
 
 class ForeignDump(Protocol):

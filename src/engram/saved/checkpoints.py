@@ -112,12 +112,12 @@ class Contents:
     def __init__(self) -> None:
         self.attempt: Attempt | None = None
         self.manifest: Manifest | None = None
+        #: The digest of the manifest.
         self.sha256 = ""
-        """The digest of the manifest."""
+        #: Shards by the path of their file.
         self.shards: dict[str, tuple[Shard, ShardEntry]] = {}
-        """Shards by the path of their file."""
+        #: Descriptions by the folder of their part.
         self.listings: dict[str, Listing] = {}
-        """Descriptions by the folder of their part."""
 
     def wrote(self, folder: str, shard: Shard, raw: bytes, parts: Parts) -> None:
         """Add a shard that this process has written: its text is ``raw``, and ``folder`` is that of its rank."""
@@ -401,11 +401,11 @@ class Vote(NamedTuple):
     """The vote of a rank, as far as it has voted."""
 
     rank: int
+    #: It voted yes.
     shard: Shard | None
-    """It voted yes."""
     entry: ShardEntry | None
+    #: It voted no, or its vote cannot be read. Neither: it has not voted.
     error: str | None
-    """It voted no, or its vote cannot be read. Neither: it has not voted."""
 
 
 def manifest_of(attempt: Attempt, given: Sequence[Vote], reasons: Sequence[str]) -> Manifest:

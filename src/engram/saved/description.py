@@ -217,15 +217,15 @@ class ItemsPiece(NamedTuple):
     """Items of one lane and of fields that share lengths, in a file of their own. All items of a row are in one piece."""
 
     lane: int
+    #: The number of the field that leads.
     leader: int
-    """The number of the field that leads."""
+    #: The offset of the first item.
     first: int
-    """The offset of the first item."""
     items: int
+    #: Of its file; these entries are filled in when it is written.
     nbytes: int = 0
-    """Of its file; these entries are filled in when it is written."""
+    #: Number of its first sum in ``sums.bin``.
     sums_at: int = 0
-    """Number of its first sum in ``sums.bin``."""
     flags: int = 0
 
     @property
@@ -387,8 +387,8 @@ class Geometry(msgspec.Struct, frozen=True):
 class SegmentSize(msgspec.Struct, frozen=True):
     """The size of segments of a storage."""
 
+    #: Rows of a whole segment; the last one of a lane may have fewer.
     rows: Annotated[int, msgspec.Meta(ge=1)]
-    """Rows of a whole segment; the last one of a lane may have fewer."""
     align: Literal[4096] = ALIGN
 
 

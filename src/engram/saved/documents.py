@@ -33,10 +33,10 @@ class Problem(NamedTuple):
     """A file that is not as it must be."""
 
     path: Path
+    #: What was expected and what was found.
     what: str
-    """What was expected and what was found."""
+    #: Byte in the file; None: the file as a whole.
     offset: int | None = None
-    """Byte in the file; None: the file as a whole."""
 
     def __str__(self) -> str:
         where = "" if self.offset is None else f" at byte {self.offset}"
@@ -129,8 +129,8 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
 class Summed(Document, frozen=True, kw_only=True):
     """A file that holds a sum of itself, as nothing else may name its digest."""
 
+    #: xxh3-64 of the text without it.
     sum: str = ""
-    """xxh3-64 of the text without it."""
 
     def sealed(self) -> Self:
         """The same with its sum. Raises as :func:`encode`."""
@@ -326,12 +326,12 @@ class ShardEntry(msgspec.Struct, frozen=True):
 class Cut(msgspec.Struct, frozen=True):
     """The snapshot that a shard holds."""
 
+    #: The store's ticket counter: ages are counted back from it.
     clock: int
-    """The store's ticket counter: ages are counted back from it."""
+    #: Whether writers waited, so that no row was lost.
     exact: bool = True
-    """Whether writers waited, so that no row was lost."""
+    #: Rows that were overwritten before they were copied.
     lost_rows: int = 0
-    """Rows that were overwritten before they were copied."""
 
 
 class Count(msgspec.Struct, frozen=True):
@@ -372,8 +372,8 @@ class ShardRows(NamedTuple):
 
     cut: Cut
     totals: Totals
+    #: Of ``()`` where there is no schema.
     schema_sum: str
-    """Of ``()`` where there is no schema."""
 
 
 class Shard(Document, frozen=True, kw_only=True):
@@ -396,15 +396,15 @@ class Shard(Document, frozen=True, kw_only=True):
 class Manifest(Summed, frozen=True, kw_only=True):
     """The decision on an attempt. Two processes that decide write the same bytes."""
 
+    #: The name of the folder; empty: a dump, which may be moved.
     name: str
-    """The name of the folder; empty: a dump, which may be moved."""
     step: int
     steps_by_rank: tuple[int, ...]
     world: int
     trigger: str
     status: Literal["complete", "aborted"]
+    #: Why it was aborted.
     reasons: tuple[str, ...]
-    """Why it was aborted."""
     parent: str | None
     schema_sum: str
     shards: tuple[ShardEntry, ...]

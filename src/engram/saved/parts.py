@@ -78,8 +78,8 @@ class StateSnapshot(NamedTuple):
     """A state without rows of its own."""
 
     part: str
+    #: The class of the component.
     kind: str
-    """The class of the component."""
     state: dict[str, object]
     needs_pause: bool = False
 
@@ -163,8 +163,8 @@ class SavedPart(NamedTuple):
 
     folder: Path
     part: str
+    #: The class that wrote it.
     type: str
-    """The class that wrote it."""
     state: dict[str, object]
 
 

@@ -121,12 +121,12 @@ class ItemsWriter:
         none = torch.zeros((store.lanes, len(store.schema.ragged_groups)), dtype=torch.int64, device="cpu")
         self._shifts = (none if store.item_shifts is None else store.item_shifts).numpy()
         self._spans: dict[int, Tensor] = {}
+        #: Of each leader the offset of each row, as it is saved, int64 ``[n]``; of slots, as the parent has it where nothing changed.
         self._saved: dict[int, Tensor] = {}
-        """Of each leader the offset of each row, as it is saved, int64 ``[n]``; of slots, as the parent has it where nothing changed."""
+        #: Of slots: how many items the parent has at that offset.
         self._there: dict[int, NDArray[np.int64]] = {}
-        """Of slots: how many items the parent has at that offset."""
+        #: What was written and linked.
         self.pieces: list[ItemsPiece] = []
-        """What was written and linked."""
 
     def write(self, numbers: NDArray[np.int64]) -> dict[int, Tensor]:
         """Write the items of rows that have these ticket numbers, which become 0 for those that have others by now.
@@ -335,10 +335,10 @@ class PartItems:
         except (KeyError, TypeError, ValueError) as error:
             raise corrupt(reader.folder, f"expected the heads of rings ({str(error).removesuffix('.')})") from error
         self.lane_of = torch.arange(len(self._live), device="cpu") // length
+        #: The rows of each lane, the oldest first.
         self.order = [rows[rows < len(self._live)] for rows in oldest_first(state["lanes"], length)]
-        """The rows of each lane, the oldest first."""
+        #: Where the items of each group are, of all rows.
         self.spans = [self._checked(saved, number) for number in range(len(self.groups))]
-        """Where the items of each group are, of all rows."""
 
     def pieces(self, group: int) -> Iterator[Piece]:
         """The items of a group, as they were saved."""

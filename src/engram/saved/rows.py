@@ -351,8 +351,8 @@ class Boundaries:
         chosen = boundary_fields(schema.fields, roles)
         said = [(name, number[field.key]) for name, some in chosen.items() for field in some]
         self._names = tuple(name for name, _ in said)
+        #: Numbers of the fields.
         self.which = tuple(which for _, which in said)
-        """Numbers of the fields."""
 
     def marks(self, columns: Sequence[Tensor]) -> Marks:
         """What rows say, from those fields of them, ``[n, *shape]`` each."""

@@ -64,12 +64,12 @@ class Geometry(NamedTuple):
     max_size: int
     lanes: int = 1
     ndim: int = 1
+    #: Of fields, by their paths: values of others are cast to them.
     dtypes: Dtypes = NO_DTYPES
-    """Of fields, by their paths: values of others are cast to them."""
+    #: Bytes of a row up to which fields share a file, where there are files; 0: none do.
     grouped: int = 0
-    """Bytes of a row up to which fields share a file, where there are files; 0: none do."""
+    #: Fields whose rows have different lengths.
     ragged: ragged_fields.RaggedOptions = ragged_fields.NO_RAGGED
-    """Fields whose rows have different lengths."""
 
     @classmethod
     def checked(cls, where: str, max_size: int, lanes: int = 1, ndim: int = 1, dtypes: object = None) -> Geometry:

@@ -24,10 +24,10 @@ class Home(NamedTuple):
     """The folder of a store, which the first process to write to it creates."""
 
     folder: Path
+    #: By which the copies of a storage recognize the store that one of them has created.
     maker: str = ""
-    """By which the copies of a storage recognize the store that one of them has created."""
+    #: The process that a temporary store is made for.
     host: Process | None = None
-    """The process that a temporary store is made for."""
 
     @classmethod
     def of(cls, owner: object, folder: Path, maker: str, *, temporary: bool) -> Home:

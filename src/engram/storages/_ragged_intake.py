@@ -228,8 +228,8 @@ class _Parts(NamedTuple):
 
     values: object
     where: object
+    #: Of ``where``.
     name: str
-    """Of ``where``."""
 
 
 def _parts(value: object) -> _Parts | None:

@@ -32,21 +32,21 @@ if TYPE_CHECKING:
 class Packed(NamedTuple):
     """Rows one after the other, as attention kernels take them."""
 
+    #: ``[total, *shape]``.
     values: Tensor
-    """``[total, *shape]``."""
+    #: int32 ``[n + 1]``: where each row begins, and the end of the last one.
     cu_seqlens: Tensor
-    """int32 ``[n + 1]``: where each row begins, and the end of the last one."""
+    #: Items of the longest row; 0 of none.
     max_seqlen: int
-    """Items of the longest row; 0 of none."""
 
 
 class Padded(NamedTuple):
     """Rows of one length, with zeros where they were shorter."""
 
+    #: ``[n, length, *shape]``.
     values: Tensor
-    """``[n, length, *shape]``."""
+    #: bool ``[n, length]``: which items are of a row.
     mask: Tensor
-    """bool ``[n, length]``: which items are of a row."""
 
 
 class Batches:
@@ -335,10 +335,10 @@ class _Found(NamedTuple):
     """A ragged field of the first write."""
 
     declared: Ragged
+    #: The items of its longest row.
     longest: int
-    """The items of its longest row."""
+    #: Which offsets its rows were handed over with; 0: none.
     offsets: int
-    """Which offsets its rows were handed over with; 0: none."""
 
 
 class RaggedBuilder(_Builder):

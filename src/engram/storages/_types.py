@@ -104,10 +104,10 @@ def check_stored(fields: Sequence[Field], dtypes: Dtypes) -> None:
 class Added(NamedTuple):
     """Fields that were added."""
 
+    #: What they are filled with, as ``Schema.added`` has it.
     digits: tuple[str, ...]
-    """What they are filled with, as ``Schema.added`` has it."""
+    #: The same by number, ``[*shape]``.
     fills: dict[int, Tensor]
-    """The same by number, ``[*shape]``."""
 
     @classmethod
     def of(cls, schema: Schema) -> Added:

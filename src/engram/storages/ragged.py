@@ -151,10 +151,10 @@ class ItemField(NamedTuple):
 
     key: Path
     dtype: torch.dtype
+    #: Of an item.
     shape: torch.Size
-    """Of an item."""
+    #: Of texts ``"utf-8"``, ``"bytes"`` or ``"json"``; empty: numbers.
     kind: str
-    """Of texts ``"utf-8"``, ``"bytes"`` or ``"json"``; empty: numbers."""
     max_length: int
 
     @classmethod
@@ -185,10 +185,10 @@ class RaggedLayout(NamedTuple):
     """How the rows of ragged fields are laid out in batches."""
 
     kind: LayoutKind = "jagged"
+    #: Of padded rows: where the zeros are.
     side: Literal["right", "left"] = "right"
-    """Of padded rows: where the zeros are."""
+    #: Of padded rows: what divides their length.
     multiple: int = 1
-    """Of padded rows: what divides their length."""
 
     @classmethod
     def checked(cls, given: object, where: str) -> RaggedLayout:
@@ -260,8 +260,8 @@ class Group(NamedTuple):
     """Fields that share lengths, as far as their size goes."""
 
     max_length: int
+    #: Bytes of an item of all members.
     item_bytes: int
-    """Bytes of an item of all members."""
 
 
 def ring_items(groups: Sequence[Group], nbytes: int | None, capacity: int, lanes: int, where: str) -> list[int]:
@@ -318,16 +318,16 @@ def uneven_rows(rows: Sequence[object]) -> Ragged | None:
 class RaggedArguments(TypedDict, total=False):
     """Keywords of storages that take ragged fields."""
 
+    #: Fields whose rows have different lengths. Others are found at the first write, by what is handed over.
     ragged: Mapping[str | tuple[str, ...], Ragged] | None
-    """Fields whose rows have different lengths. Others are found at the first write, by what is handed over."""
+    #: Bytes that the items of all ragged fields may have together; None: see :func:`ring_items`.
     ragged_bytes: float | None
-    """Bytes that the items of all ragged fields may have together; None: see :func:`ring_items`."""
+    #: Where items lie: in rings that the rows of a lane share, or in a slot of ``max_length`` items for each row.
     ragged_layout: Literal["ring", "slots"]
-    """Where items lie: in rings that the rows of a lane share, or in a slot of ``max_length`` items for each row."""
+    #: How batches hold them: ``"jagged"``, ``"packed"``, ``"padded"`` or ``"list"``.
     layout: str | Mapping[str, object]
-    """How batches hold them: ``"jagged"``, ``"packed"``, ``"padded"`` or ``"list"``."""
+    #: Rows that may grow at once, see :meth:`ReplayBuffer.open_row`. Each has room for ``max_length`` items of every ragged field.
     open_rows: int
-    """Rows that may grow at once, see :meth:`ReplayBuffer.open_row`. Each has room for ``max_length`` items of every ragged field."""
 
 
 def checked_slots(given: object, nbytes: float | None, where: str) -> bool | None:
@@ -345,22 +345,22 @@ def checked_slots(given: object, nbytes: float | None, where: str) -> bool | Non
 class RaggedOptions(NamedTuple):
     """What a storage was asked for, as far as ragged fields go."""
 
+    #: Declared ones.
     fields: Mapping[Path, Ragged] = {}
-    """Declared ones."""
+    #: Whether others are found at the first write.
     finds: bool = False
-    """Whether others are found at the first write."""
     nbytes: int | None = None
     capacity: int = 1
     lanes: int = 1
+    #: For messages.
     where: str = ""
-    """For messages."""
+    #: Whether rows of fields that are found may have any length.
     unlimited: bool = False
-    """Whether rows of fields that are found may have any length."""
     layout: RaggedLayout = JAGGED
+    #: Rows that may grow at once.
     open_rows: int = 0
-    """Rows that may grow at once."""
+    #: Whether each row has a slot for its items; None: as rows that are loaded had it, else not.
     slots: bool | None = None
-    """Whether each row has a slot for its items; None: as rows that are loaded had it, else not."""
 
     def without_items(self) -> dict[Path, object]:
         """One row of each declared field, which leaves it out."""

@@ -291,14 +291,14 @@ def _of_all_rows(state: dict[str, object], name: str, schema: Schema, where: str
 class RowsState(NamedTuple):
     """A state without rows that was checked."""
 
+    #: The state itself.
     entries: dict[str, Any]
-    """The state itself."""
     rows: StoreState
     windows: dict[str, int]
     passes: dict[str, Progress]
     priorities: dict[str, PriorityConfig]
+    #: How often rows were sampled; None: that was not counted.
     usage: Tensor | None = None
-    """How often rows were sampled; None: that was not counted."""
 
     @classmethod
     def checked(cls, state: dict[str, object], schema: Schema, store: Store | None, where: str) -> RowsState:
@@ -365,8 +365,8 @@ class KeptRows(NamedTuple):
     """The rows of a ``state_dict``."""
 
     columns: list[Tensor]
+    #: Of ragged fields, at most one entry.
     items: list[KeptItems]
-    """Of ragged fields, at most one entry."""
 
     @classmethod
     def unread(cls) -> KeptRows:
@@ -473,8 +473,8 @@ class FirstFields(NamedTuple):
 
     source: RowsSource
     here: Schema
+    #: How many fields it has.
     saved: int
-    """How many fields it has."""
 
     def fill(self, tensors: RowsTarget) -> None:
         first = RowsTarget(tensors[: self.saved])

@@ -33,10 +33,10 @@ class Key:
         with torch.inference_mode(mode=False):  # else it could not be drawn into outside of inference mode
             self._bits = torch.zeros((), dtype=torch.int64, device="cpu")
         self.address = self._bits.data_ptr()
+        #: ``draw()`` or ``draw(generator=…)``.
         self.draw = self._bits.random_
-        """``draw()`` or ``draw(generator=…)``."""
+        #: ``mix(stream)``: into the bits of a draw those of :func:`engram._support.fork.stream`.
         self.mix = self._bits.bitwise_xor_
-        """``mix(stream)``: into the bits of a draw those of :func:`engram._support.fork.stream`."""
 
     @classmethod
     def of(cls, value: int) -> Key:

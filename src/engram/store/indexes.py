@@ -96,8 +96,8 @@ class LockedIndex(Generic[C]):
         """``block``: formatted memory. Raises ``IncompatibleStore``: of another size or format."""
         with _of_memory():
             self.core = self.made_around(block, host)
+        #: Its memory.
         self.block = block
-        """Its memory."""
         if host is None or host.directory is None:
             # The lock of a shared index is held by a process that still exists after a fork.
             fork.registered(self.core)
@@ -231,12 +231,12 @@ class Indexes(Mapping[IndexKey, Any]):
 
     def __init__(self, host: Host, capacity: int) -> None:
         self.core = host.core
+        #: Of each table of trajectories, by name: the length of the windows that it counts. Draws depend on it.
         self.windows: dict[str, int] = {}
-        """Of each table of trajectories, by name: the length of the windows that it counts. Draws depend on it."""
+        #: Of each table of trajectories, by name: how many fields there were. Usual boundaries are looked for among them.
         self.made_with: dict[str, int] = {}
-        """Of each table of trajectories, by name: how many fields there were. Usual boundaries are looked for among them."""
+        #: Threads that change priorities without a call, until :meth:`close`.
         self.drains: weakref.WeakSet[native.UpdateDrain] = weakref.WeakSet()
-        """Threads that change priorities without a call, until :meth:`close`."""
         self._host = host
         self._closed = False
         self._capacity = capacity

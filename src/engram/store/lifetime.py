@@ -197,13 +197,13 @@ class Attachment:
 
     def __init__(self, directory: Path, alive: AliveFile, control: Block, tickets: Block, *, has_files: bool) -> None:
         self.directory = directory
+        #: Whether the rows lie in the folder, and not in memory that a program shared before.
         self.has_files = has_files
-        """Whether the rows lie in the folder, and not in memory that a program shared before."""
         self._alive = alive
         self._control, self._tickets = control, tickets  # mapped until the participant has left
         self._participants: native.Participants
+        #: Which one this process is of those that have the store open, from 1 on; 0: it was the only one when it opened it.
         self.participant = 0
-        """Which one this process is of those that have the store open, from 1 on; 0: it was the only one when it opened it."""
         self._finalizer: weakref.finalize[..., Any] | None = None
 
     def begin(self, owner: object, core: native.Store) -> None:

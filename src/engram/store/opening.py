@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 class IndexCopies(Indexes):
     """Indexes in private memory. Each begins as a copy of the one in a folder, when it is first asked for."""
 
+    #: Where the others are.
     source: Path
-    """Where the others are."""
 
     def _copy_of(self, name: str, kind: str) -> memory.Block | None:
         path = self.source / name / kind

@@ -34,12 +34,12 @@ _PIECE = 1 << 16
 class RaggedMemory(NamedTuple):
     """The rings of a store with ragged fields, and the control block that says what of them is in use."""
 
+    #: ``[lanes · items, *item shape]`` of each ragged field, by its number. Lane ``i`` begins at ``i · items``.
     values: Mapping[int, Tensor] = MappingProxyType({})
-    """``[lanes · items, *item shape]`` of each ragged field, by its number. Lane ``i`` begins at ``i · items``."""
+    #: None: no field is ragged.
     control: Block | None = None
-    """None: no field is ragged."""
+    #: The file of the control block; None: it is in private memory.
     path: Path | None = None
-    """The file of the control block; None: it is in private memory."""
 
     @property
     def parts(self) -> list[Tensor]:
@@ -263,8 +263,8 @@ class RingsTarget:
 
     def __init__(self, core: native.Store, schema: Schema, items: Mapping[int, Tensor]) -> None:
         self._core, self._schema, self._items = core, schema, items
+        #: int64 ``[lanes, groups]``: by how much offsets are larger here than they were saved. None: nothing was put here.
         self.shifts: Tensor | None = None
-        """int64 ``[lanes, groups]``: by how much offsets are larger here than they were saved. None: nothing was put here."""
 
     def fill(self, columns: RowsTarget, saved: SavedItems) -> None:
         """Put all items to their places, and write where they are."""

@@ -56,12 +56,12 @@ _EMPTY_NOW = "The storage is empty now: the rows before had made way, and not al
 class Repair(NamedTuple):
     """What was recovered when a store was opened that had not been closed."""
 
+    #: Writes that were under way.
     claims: int = 0
-    """Writes that were under way."""
+    #: Rows left half written; they are skipped from now on.
     voided: int = 0
-    """Rows left half written; they are skipped from now on."""
+    #: Rows that were reserved but never begun.
     gaps: int = 0
-    """Rows that were reserved but never begun."""
 
     def __str__(self) -> str:
         if not any(self):
@@ -72,32 +72,32 @@ class Repair(NamedTuple):
 class StoreState(NamedTuple):
     """What a store says of its rows at one moment, beside what they hold. Copies."""
 
+    #: int64 ``[L, 4]``: the position of each lane's next step, counted from the last ``empty``; its live rows; 0; 0.
     lanes: Tensor
-    """int64 ``[L, 4]``: the position of each lane's next step, counted from the last ``empty``; its live rows; 0; 0."""
+    #: int64 ``[capacity]``: ticket numbers in ``[1, clock)``; 0 for rows that hold nothing.
     numbers: Tensor
-    """int64 ``[capacity]``: ticket numbers in ``[1, clock)``; 0 for rows that hold nothing."""
+    #: The next ticket number.
     clock: int
-    """The next ticket number."""
+    #: Rows written since the last ``empty``.
     write_count: int
-    """Rows written since the last ``empty``."""
+    #: int64 ``[capacity]``: the numbers of the writes that rows hold, which edits leave as they are; None: such as no write had.
     writes: Tensor | None = None
-    """int64 ``[capacity]``: the numbers of the writes that rows hold, which edits leave as they are; None: such as no write had."""
 
 
 class Saved(NamedTuple):
     """A store on its way through a copy or a pipe."""
 
+    #: None for a directory.
     schema: Schema | None
-    """None for a directory."""
     directory: Path | None
+    #: Control block, tickets and fields, copied; None for a directory.
     parts: list[memory.Copied] | None
-    """Control block, tickets and fields, copied; None for a directory."""
+    #: Memory of the indexes of a private store, copied.
     indexes: dict[tuple[str, str], memory.Copied]
-    """Memory of the indexes of a private store, copied."""
+    #: The parts of the :class:`RaggedMemory` of a private store, copied.
     rings: Sequence[memory.Copied] = ()
-    """The parts of the :class:`RaggedMemory` of a private store, copied."""
+    #: Whether the directory is only read.
     readonly: bool = False
-    """Whether the directory is only read."""
 
 
 class _Refusing:
@@ -148,17 +148,17 @@ class Store:
         #: Rows; rings that they are divided into; rows of each.
         self.capacity, self.lanes, self.lane_length = schema.capacity, schema.lanes, schema.capacity // schema.lanes
         self.tensors = tuple(tensors)
+        #: The memory of ragged fields.
         self.rings = rings
-        """The memory of ragged fields."""
+        #: ``[lanes · items, *item shape]`` of each ragged field, by its number.
         self.items = rings.values
-        """``[lanes · items, *item shape]`` of each ragged field, by its number."""
+        #: This process's place among those that have the store open; None for private memory.
         self.attachment = attachment
-        """This process's place among those that have the store open; None for private memory."""
+        #: The folder that other processes write to, too; None for private memory, and for one that is only read.
         self.directory = None if attachment is None else attachment.directory
-        """The folder that other processes write to, too; None for private memory, and for one that is only read."""
         self.folder = self.folder or self.directory
+        #: What opening recovered; None if the store was closed in order.
         self.repair: Repair | None = None
-        """What opening recovered; None if the store was closed in order."""
         self._control = control
         self._tickets = tickets
         self._which = tuple(range(len(schema.fields)))
@@ -166,8 +166,8 @@ class Store:
         self._addresses = [tensor.data_ptr() for tensor in self.tensors]
         self._views: list[Tensor] = []
         self._viewing = fork.lock()
+        #: Whether :meth:`close` was called.
         self.closed = False
-        """Whether :meth:`close` was called."""
         #: Storages around it: within a process several may be.
         self.owners: weakref.WeakSet[Any] = weakref.WeakSet()
         #: The clock of the state that last replaced all rows, and by how much their tickets are larger here.

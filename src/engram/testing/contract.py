@@ -50,8 +50,8 @@ class Contract:
 class BufferContract(Contract):
     """Base of the contracts of components that have a part in what a buffer does next."""
 
+    #: What :meth:`_go_on` returns, for messages.
     goes_on = "rows"
-    """What :meth:`_go_on` returns, for messages."""
 
     def rows(self, first: int, n: int) -> object:
         """``n`` rows to write, each of which differs from all others."""

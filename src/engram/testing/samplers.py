@@ -32,8 +32,8 @@ class SamplerContract(BufferContract):
 
     goes_on = "draws"
     batch_size = 8
+    #: Draws come to an end, and the last batch may be smaller.
     ends_epochs = False
-    """Draws come to an end, and the last batch may be smaller."""
 
     def make(self, capacity: int) -> Sampler:
         """A new sampler for a storage of that many rows."""
@@ -180,8 +180,8 @@ class _Stateful(Protocol):
 class TransformContract(Contract):
     """What a buffer expects of a transform. Derive from it and override :meth:`make`."""
 
+    #: ``forward(inv(data))`` is ``data`` again.
     inverts = False
-    """``forward(inv(data))`` is ``data`` again."""
 
     def make(self) -> _Transform:
         """A new transform."""
@@ -261,8 +261,8 @@ class TransformContract(Contract):
 class WriterContract(BufferContract):
     """What a buffer expects of a writer. Derive from it and override :meth:`make`."""
 
+    #: The writer refuses every write.
     read_only = False
-    """The writer refuses every write."""
 
     def make(self, capacity: int) -> Writer:
         """A new writer for a storage of that many rows."""

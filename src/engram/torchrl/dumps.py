@@ -84,8 +84,8 @@ class TorchRLEnsemble(NamedTuple):
     batch_size: int | None
     rng_state: Tensor | None
     members: tuple[TorchRLDump | TorchRLItems | EmptyMember, ...]
+    #: What is in the folder and not here, each with its reason.
     left_out: tuple[str, ...]
-    """What is in the folder and not here, each with its reason."""
 
 
 def recognises(path: StrPath) -> bool:
@@ -276,10 +276,10 @@ class Said(NamedTuple):
 
     batch: torch.Size
     on_device: bool
+    #: The name of its class; empty: ``TensorDict``.
     kind: str
-    """The name of its class; empty: ``TensorDict``."""
+    #: What it has besides tensors, by name.
     objects: dict[str, object]
-    """What it has besides tensors, by name."""
 
 
 def text_in(state: object, where: str) -> dict[str, Said] | None:

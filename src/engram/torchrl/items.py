@@ -39,28 +39,28 @@ class TorchRLDump:
     """A checked dump. Rows ``[0, length)`` are live, in one lane; the row written last is ``(position - 1) % capacity``."""
 
     path: Path
+    #: Rows of the storage.
     capacity: int
-    """Rows of the storage."""
+    #: Sizes of the dimensions after the first (``ndim > 1``); empty otherwise.
     columns: tuple[int, ...] = ()
-    """Sizes of the dimensions after the first (``ndim > 1``); empty otherwise."""
+    #: Live rows.
     length: int
-    """Live rows."""
+    #: Position that the next row gets; the live ones are the ``length`` before it.
     position: int
-    """Position that the next row gets; the live ones are the ``length`` before it."""
+    #: Rows ever written, as far as TorchRL knew.
     write_count: int
-    """Rows ever written, as far as TorchRL knew."""
     fields: tuple[Field, ...]
+    #: How a row is put together. A list in it may have been a tuple or a dict, and a key of digits an int: dumps do not say.
     structure: Node
-    """How a row is put together. A list in it may have been a tuple or a dict, and a key of digits an int: dumps do not say."""
     batch_size: int | None = None
+    #: None without a prioritized sampler.
     priorities: DumpedPriorities | None
-    """None without a prioritized sampler."""
+    #: uint8 ``[n]``, CPU: state of the generator that was given to the buffer; None if there was none.
     rng_state: Tensor | None = None
-    """uint8 ``[n]``, CPU: state of the generator that was given to the buffer; None if there was none."""
+    #: What is in the folder and not here, each with its reason.
     left_out: tuple[str, ...] = ()
-    """What is in the folder and not here, each with its reason."""
+    #: Key of a field → path of its file below the folder. A field without elements may have none.
     _files: Mapping[tuple[str, ...], tuple[str, ...]]
-    """Key of a field → path of its file below the folder. A field without elements may have none."""
 
     @property
     def nbytes(self) -> int:
@@ -426,19 +426,19 @@ class TorchRLItems(NamedTuple):
 
     path: Path
     items: Items
+    #: Row that the next item gets: the number of items, if they do not fill the list.
     cursor: int
-    """Row that the next item gets: the number of items, if they do not fill the list."""
+    #: Items ever written, as far as TorchRL knew.
     writes: int | None
-    """Items ever written, as far as TorchRL knew."""
     batch_size: int | None
+    #: None without a prioritized sampler.
     priorities: DumpedPriorities | None
-    """None without a prioritized sampler."""
+    #: uint8 ``[n]``, CPU: state of the generator that was given to the buffer; None if there was none.
     rng_state: Tensor | None
-    """uint8 ``[n]``, CPU: state of the generator that was given to the buffer; None if there was none."""
+    #: What is in the folder and not here, each with its reason.
     left_out: tuple[str, ...]
-    """What is in the folder and not here, each with its reason."""
+    #: Entries of TensorDicts that are left out.
     without: Collection[str] = ()
-    """Entries of TensorDicts that are left out."""
 
     @property
     def nbytes(self) -> int:

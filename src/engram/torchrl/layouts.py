@@ -95,8 +95,8 @@ def as_key(key: object, where: str) -> Key:
 class Keys(msgspec.Struct, frozen=True):
     """Entries that are not observations, as they are called at the root."""
 
+    #: The entry of a step that says whether its trajectory ends.
     done: Annotated[Key, msgspec.Meta(min_length=1)] = ("next", "done")
-    """The entry of a step that says whether its trajectory ends."""
     flags: frozenset[Key] = _FLAGS
     rewards: frozenset[Key] = _REWARDS
     shift: str = SHIFT
@@ -132,10 +132,10 @@ class Entry(NamedTuple):
     """An entry of a layout."""
 
     key: Key
+    #: The field that has its value of each step; None: there is none, or it is not saved.
     root: Key | None
-    """The field that has its value of each step; None: there is none, or it is not saved."""
+    #: The field below ``next``.
     after: Key | None
-    """The field below ``next``."""
 
     @property
     def both(self) -> tuple[Key, Key] | None:
@@ -176,10 +176,10 @@ def entries_of(fields: Collection[Key], keys: Keys, where: str) -> list[Entry]:
 class Origin(NamedTuple):
     """Where a field's rows are in a layout."""
 
+    #: The entry; None: the field is False, or zero, in each row.
     key: Key | None
-    """The entry; None: the field is False, or zero, in each row."""
+    #: By how many observations: 1 of next observations.
     ahead: int
-    """By how many observations: 1 of next observations."""
     expanded: bool
 
 
@@ -245,10 +245,10 @@ class LayoutLeaf(NamedTuple):
     """An entry of a layout."""
 
     dtype: str
+    #: Of one step.
     shape: tuple[int, ...]
-    """Of one step."""
+    #: Its values: more than there are slots where it has next observations.
     rows: int
-    """Its values: more than there are slots where it has next observations."""
 
 
 class Leaves(Protocol):

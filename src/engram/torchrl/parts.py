@@ -228,11 +228,11 @@ class FolderLeaves:
 class Layout(NamedTuple):
     """Which files rows are saved in."""
 
+    #: ``flat`` or ``nested``.
     kind: str
-    """``flat`` or ``nested``."""
     keys: layouts.Keys
+    #: What messages begin with.
     who: str
-    """What messages begin with."""
 
     def snapshot(self, storage: SavedStorage, without: IndexNames = ()) -> LayoutSnapshot:
         """What is saved, once writers wait."""

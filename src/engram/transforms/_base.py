@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from engram.types import Commit
 
 
+#: Of an entry: its name, or the path of names to a nested entry.
 Key: TypeAlias = str | tuple[str, ...]
-"""Of an entry: its name, or the path of names to a nested entry."""
+#: Keys as a user gives them, a list or one key. A tuple is one key, as in TorchRL; None is no key.
 Keys: TypeAlias = "Sequence[Key] | None"
-"""Keys as a user gives them, a list or one key. A tuple is one key, as in TorchRL; None is no key."""
 Array: TypeAlias = "Tensor | NDArray[np.generic]"
 
 

@@ -40,12 +40,12 @@ class PrioritizedSamples(NamedTuple):
     dones: Tensor
     rewards: Tensor
     discounts: Tensor | None
+    #: float32 ``[B, 1]``.
     weights: Tensor
-    """float32 ``[B, 1]``."""
+    #: int64 ``[B]``: the rows, for :meth:`PrioritizedReplayBuffer.update_priorities`.
     rows: Tensor
-    """int64 ``[B]``: the rows, for :meth:`PrioritizedReplayBuffer.update_priorities`."""
+    #: int64 ``[B]``: which step each row held.
     generation: Tensor
-    """int64 ``[B]``: which step each row held."""
 
 
 class PrioritizedReplayBuffer(ReplayBuffer):

@@ -39,35 +39,35 @@ class Column(NamedTuple):
     """The rows of one field."""
 
     address: int
+    #: Bytes from row to row: more than ``row_bytes`` for small fields that lie together.
     stride: int
-    """Bytes from row to row: more than ``row_bytes`` for small fields that lie together."""
     row_bytes: int
     dtype: torch.dtype
+    #: Of one row.
     shape: tuple[int, ...]
-    """Of one row."""
 
 
 class Tree(NamedTuple):
     """The priority tree of a store: addresses of doubles."""
 
+    #: By level, the leaves first and the root last.
     sums: tuple[int, ...]
-    """By level, the leaves first and the root last."""
+    #: Nodes by level.
     sizes: tuple[int, ...]
-    """Nodes by level."""
+    #: The smallest leaf above zero.
     least: int
-    """The smallest leaf above zero."""
     beta: int
 
 
 class Columns(NamedTuple):
     """A store by addresses. All are valid on the device that reads it; nothing here keeps the memory alive or registered."""
 
+    #: A word per row: ``edited << 63 | number << 2 | state``.
     tickets: int
-    """A word per row: ``edited << 63 | number << 2 | state``."""
+    #: A word per row: where the row is edited, the number of the write that it holds.
     writes: int
-    """A word per row: where the row is edited, the number of the write that it holds."""
+    #: 64 bytes per lane: cursor, base and high are the first three words.
     lanes_at: int
-    """64 bytes per lane: cursor, base and high are the first three words."""
     capacity: int
     lanes: int
     lane_length: int
@@ -146,8 +146,8 @@ class Layout:
         self.weighted = weighted
         self.nbytes = blocks.nbytes(batch_size)
         offsets = blocks.offsets(batch_size)
+        #: Where each field begins.
         self.fields = tuple(offsets[: len(named)])
-        """Where each field begins."""
         self.rows, self.tickets, self.valid = offsets[len(named) : len(named) + 3]
         self.weights = offsets[-1] if weighted else 0
         kinds = [(torch_dtype(field), (batch_size, *field.shape)) for field in blocks.fields]
@@ -216,8 +216,8 @@ class ResidentRows:
         parts = [memory[at : at + size] for at, size in zip(begins, sizes, strict=True)]
         self._of, self.nbytes = (store, store.schema), nbytes
         self.words, self.writes, self.lanes = (part.view(torch.int64) for part in parts[:3])
+        #: uint8 ``[capacity, row bytes]`` each.
         self.fields = [part.view(capacity, math.prod(part.shape) // capacity) for part in parts[3:]]
-        """uint8 ``[capacity, row bytes]`` each."""
         self.words.zero_()
         self.lanes.zero_()
         words, writes, lanes = self.words.data_ptr(), self.writes.data_ptr(), self.lanes.data_ptr()
@@ -351,11 +351,11 @@ class Chain:
         self.batch_size = batch_size
         self.device = torch.device(device)
         self.layout = Layout(columns.fields, batch_size, weighted=kind == "prioritized")
+        #: Kernels launched so far.
         self.launches = 0
-        """Kernels launched so far."""
         self._kernels, self._launcher = kernels_of(self.device), launcher
+        #: It may be set until the first batch.
         self.seed = seed
-        """It may be set until the first batch."""
         self._chunk = chunk_for([field.row_bytes for field in columns.fields])
         self._rows_per_program = rows_per_program
         steps = 0 if full else -1 if columns.lanes == 1 else columns.lanes.bit_length()
@@ -446,12 +446,12 @@ _SENT = 5
 class Drained(NamedTuple):
     """What the host has taken from a ring."""
 
+    #: Since the ring was made.
     batches: int = 0
-    """Since the ring was made."""
+    #: Handed to the priorities that are attached, which drop those whose row was written since.
     entries: int = 0
-    """Handed to the priorities that are attached, which drop those whose row was written since."""
+    #: Entries with a priority that none can be: negative, not finite or too large; or of a row that does not exist.
     refused: int = 0
-    """Entries with a priority that none can be: negative, not finite or too large; or of a row that does not exist."""
 
 
 class UpdateRing:
@@ -500,8 +500,8 @@ class UpdateRing:
         )
         self._address = self._memory.data_ptr() if address is None else address
         self._state = torch.zeros(72, dtype=torch.int64, device=self.device)
+        #: On the device: at 5 the batches sent, at 7 the entries that were dropped because the ring was full.
         self.counters = self._state[64:]
-        """On the device: at 5 the batches sent, at 7 the entries that were dropped because the ring was full."""
         self._attached: tuple[Index, Indexes] | None = None
         self._drain: native.UpdateDrain | None = None
         if not self._kernels.INTERPRETED:  # compiled and loaded now; the ring counts one empty batch

@@ -43,43 +43,43 @@ class _Leaves(NamedTuple):
     """Priorities of one name at one moment."""
 
     name: str
+    #: alpha, beta, eps, and whether the largest priority is that within the buffer.
     parameters: tuple[float, float, float, bool]
-    """alpha, beta, eps, and whether the largest priority is that within the buffer."""
+    #: float64 ``[rows + 1]`` on the host: the leaves, and the largest priority of all updates.
     values: Tensor
-    """float64 ``[rows + 1]`` on the host: the leaves, and the largest priority of all updates."""
 
 
 class _Block(NamedTuple):
     """Rows on their way, and what else happened to the rows until they were read."""
 
+    #: When the rows were as the block says.
     looked: float
-    """When the rows were as the block says."""
+    #: Whether nothing was left that the block does not say.
     whole: bool
-    """Whether nothing was left that the block does not say."""
+    #: Whether the rows were forgotten before, and whether the count of writes stayed then; None: they were not.
     emptied: bool | None
-    """Whether the rows were forgotten before, and whether the count of writes stayed then; None: they were not."""
+    #: int64 ``[a + e]``: rows to append, those of a lane in their order, then edited ones.
     rows: Tensor
-    """int64 ``[a + e]``: rows to append, those of a lane in their order, then edited ones."""
+    #: int64 ``[a]``: lanes of the rows to append.
     lanes: Tensor
-    """int64 ``[a]``: lanes of the rows to append."""
+    #: bool ``[a]``: the row was overwritten on the device before it was read.
     lost: Tensor
-    """bool ``[a]``: the row was overwritten on the device before it was read."""
+    #: bool ``[e]``: of the edited rows, whether they hold new writes.
     placed: Tensor
-    """bool ``[e]``: of the edited rows, whether they hold new writes."""
+    #: int64 ``[L]``: positions up to which rows were appended before this block.
     before: Tensor
-    """int64 ``[L]``: positions up to which rows were appended before this block."""
+    #: int64 ``[L]``: those of the next steps on the device.
     positions: Tensor
-    """int64 ``[L]``: those of the next steps on the device."""
+    #: Rows that hold nothing.
     holes: Tensor
-    """Rows that hold nothing."""
+    #: One pinned tensor ``[a + e, *row shape]`` per field.
     columns: list[Tensor]
-    """One pinned tensor ``[a + e, *row shape]`` per field."""
     moved: tuple[Tensor, Tensor] | None
     """Once the rows were read: the position of the step after those that were appended, or were just being; and of each row, int32
     ``[a + e, 2]``, how many edits were known before, and how many there were then. None: no graph writes rows."""
     leaves: list[_Leaves]
+    #: When it has come, the memory on the host holds the copies.
     copied: torch.Event
-    """When it has come, the memory on the host holds the copies."""
 
 
 class Mirror:
@@ -116,8 +116,8 @@ class Mirror:
         ]
         self._leaves: dict[str, tuple[Tensor, Tensor]] = {}
         self._turn, self._stop = fork.lock(), threading.Event()
+        #: Why the last try to copy failed; None: it did not.
         self.error: Exception | None = None
-        """Why the last try to copy failed; None: it did not."""
         self._lost, self._resting, self._prioritized, self._tried = 0, 0.0, 0.0, 0.0
         self._begin()
         target.owners.add(self)  # a buffer that opens the folder in this process does not close it

@@ -53,8 +53,8 @@ class Followed:
     ) -> None:
         self.store, self.rows, self.finals_store, self.finals = store, store.rows, finals, finals.rows
         self.mark, self.fields, self.ends, self.width = mark, tuple(fields), ends, math.prod(store.schema.columns)
+        #: As the kernels find it; None: they cannot use it.
         self.table: Tensor | None = None
-        """As the kernels find it; None: they cannot use it."""
 
     def find(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Whether rows have a next observation, and in which rows it is: int64 ``[n]`` each, of ``finals`` or -1, and of the steps."""
@@ -110,24 +110,24 @@ TRIES = 16
 class Drawing(NamedTuple):
     """How rows are drawn, and what is read with them."""
 
+    #: The priorities to draw by; None: uniformly.
     tree: DevicePriorities | None = None
-    """The priorities to draw by; None: uniformly."""
+    #: Whether float32 weights over the largest in the store are said, or else float64 leaves.
     weighed: bool = True
-    """Whether float32 weights over the largest in the store are said, or else float64 leaves."""
+    #: Where next observations are. Of a row that has none another takes the place.
     followed: Followed | None = None
-    """Where next observations are. Of a row that has none another takes the place."""
 
 
 class Ring(NamedTuple):
     """Where steps are appended."""
 
+    #: The first row of the ring.
     base: int = 0
-    """The first row of the ring."""
+    #: Of the first step, as its number. Graphs take those of the cursor.
     position: int = 0
-    """Of the first step, as its number. Graphs take those of the cursor."""
     number: int = 0
+    #: Whether the cursor moves on.
     moves: bool = True
-    """Whether the cursor moves on."""
 
 
 class RowOperations:
@@ -377,8 +377,8 @@ class RowKernels(RowOperations):
         from engram.store.device import row_kernels
 
         self._kernels = vars(row_kernels)
+        #: Kernels launched so far.
         self.launches = 0
-        """Kernels launched so far."""
         widths = [column[0].nbytes for column in rows.whole]
         self._chunk = chunk_for(widths)
         table, self._first_chunk, before = list[int](), [0], 0

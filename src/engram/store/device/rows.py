@@ -229,10 +229,10 @@ class DevicePriorities:
         self.zero = torch.zeros_like(self._alpha)
         self._powers = (alpha, beta)
         self._closed: object = None
+        #: Whether the priorities of that name are elsewhere now.
         self.retired = False
-        """Whether the priorities of that name are elsewhere now."""
+        #: The tree, as the kernels find it.
         self.state_there = tree_state(self.tree, powers, eps, self.most)
-        """The tree, as the kernels find it."""
         if isinstance(rows.work, RowKernels):
             rows.work.warm_up(self.state_there)
 
