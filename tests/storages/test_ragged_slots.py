@@ -16,6 +16,7 @@ from engram import (
     MaxTimesSampled,
     PrioritizedSampler,
     Ragged,
+    RemovingWriter,
     ReplayBuffer,
     StalestFirst,
     TensorDictMaxValueWriter,
@@ -23,6 +24,7 @@ from engram import (
 )
 from engram.errors import IncompatibleStore
 from engram.types import WritePlan
+from tests.remote.test_calls import served_here
 from tests.storages import ragged_rows as said
 
 SIZE = 6
@@ -163,6 +165,33 @@ def test_rows_grow_into_slots_where_they_are_appended(make):
         RuntimeError, match="open_row: expected a writer that appends rows, got TensorDictMaxValueWriter"
     ):
         best.open_row(number=torch.tensor(9))
+
+
+@pytest.mark.parametrize("writer", [lambda: TensorDictMaxValueWriter(rank_key="score"), lambda: RemovingWriter(Lifo())])
+def test_an_open_row_is_sealed_only_where_rows_are_appended(writer, tmp_path):
+    """Also one that was opened before the writer was set, here and over a connection."""
+    folder = tmp_path / "store"
+    storage = LazyMemmapStorage(SIZE, scratch_dir=folder, ragged=said.fields(), ragged_layout="slots", open_rows=3)
+    with TensorDictReplayBuffer(storage=storage, batch_size=2) as rb:
+        rb.extend(steps([1, 2]))
+        tokens, text = said.row(3)["tokens"].to(torch.int32), said.text_of(3)
+        row = rb.open_row(number=torch.tensor(3), score=torch.tensor(0.5), version=torch.tensor(0), text=text)
+        row.append(tokens=tokens, log_prob=-tokens.float())
+        appending = rb.writer
+        rb.set_writer(writer())
+        refused = rf"expected a writer that appends rows, got {type(rb.writer).__name__}, which places them\. Write whole rows"
+        not_opened = pytest.raises(RuntimeError, match="open_row: " + refused)
+        with served_here(rb, folder) as address, ReplayBuffer.connect(address) as remote, not_opened:
+            remote.open_row(number=9)
+        with pytest.raises(RuntimeError, match="open_row: " + refused):
+            rb.open_row(number=9)
+        with pytest.raises(RuntimeError, match="seal: " + refused):
+            row.seal()
+        assert numbers_of(rb) == [1, 2]
+        assert [it.place for it in rb.unsealed()] == [row.place]
+        rb.set_writer(appending)
+        assert row.seal() == 2
+        assert numbers_of(rb) == [1, 2, 3]
 
 
 def test_rows_are_removed_and_all_are_emptied(make):

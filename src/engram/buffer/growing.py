@@ -280,7 +280,11 @@ class GrowingRows:
         return intake is not None and slot.append_of(intake, data, values=False)
 
     def seal_of(self, slot: OpenSlot, lane: int | None, data: object) -> int | None:
-        """Seal a row in one native call. None: the data must be prepared or refused, or the limits of the store do not admit a row."""
+        """Seal a row in one native call. None: the data must be prepared or refused, or the limits of the store do not admit a row.
+
+        Raises ``RuntimeError``: the writer says which rows are replaced.
+        """
+        self._check_appends("seal")
         intake = self._wiring.storage.written().intake if lane is not None and self.has(slot) else None
         try:
             sealed = None if intake is None else slot.seal_of(intake, lane, data)  # type: ignore[arg-type] # there is one
@@ -297,7 +301,6 @@ class GrowingRows:
 
     def seal(self, slot: OpenSlot, lane: int | None, data: Fields, timeout: float) -> int:
         """What :meth:`OpenRow.seal` returns."""
-        self._check_appends("seal")
         schema = slot.rows.schema
         columns, ragged = self._sorted(slot.rows, data, "seal")
         given = self.items_of(slot, ragged, "seal")
