@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from engram._support.progress import OnProgress
-    from engram.env.recording import Names
+    from engram.env.recording import Appending, Names
     from engram.remote.shards import ShardSavers
     from engram.saved.rows import Roles
     from engram.storages import GivenStorage, Storage
@@ -475,7 +475,8 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
         """
         notes, lanes, writing = Notes(store), self._lanes.meant(lane, "record"), self._writing
         own = any(overrides(type(self), call) for call in ("add", "extend"))
-        how = (writing.takes_tensordicts, notes, Infos(info_keys), (lambda: None) if own else writing.appending)
+        appending: Appending = (lambda _: None) if own else (lambda rb: rb._writing.appending())  # noqa: SLF001 - self, or a copy
+        how = (writing.takes_tensordicts, notes, Infos(info_keys), appending)
         target = Target(self, lanes, names, *how, self._priority_key)
         recorded = record(env, target)
         writing.notes = notes

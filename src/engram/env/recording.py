@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 Names: TypeAlias = Mapping[str, Key] | Mapping[tuple[str, ...], Key] | Mapping[Key, Key]
 Form: TypeAlias = "dict[str, int | Form]"
 Value: TypeAlias = "Nested | np.generic"
+Appending: TypeAlias = "Callable[[Any], Store | None]"
 #: Of each environment whether its episode is terminated, truncated, and over.
 Flags: TypeAlias = "tuple[Mask, Mask, Mask]"
 #: What is recorded of a step.
@@ -104,8 +105,8 @@ class Target(NamedTuple):
     notes: Notes
     #: Which entries of infos rows hold.
     infos: Infos
-    #: The store, if rows may be appended to it natively: nothing else hears of writes, or changes them.
-    appending: Callable[[], Store | None]
+    #: The store of a buffer, if rows may be appended to it natively: nothing else hears of writes, or changes them.
+    appending: Appending
     #: The entry that the buffer may take for the priority of a row.
     priority: str | None
 
@@ -147,7 +148,7 @@ class Recording:
         #: A row, with the places of its values: of :data:`FIELDS`, notes, and infos before and after the action.
         self._form: Form = {}
         add_fields(self._form, {path: at for at, path in enumerate(self._paths)})
-        self._before: Nested | None = None
+        self._before: Nested = ()
         #: What was done in the step under way, if that is a row.
         self.acted: Nested = ()
         #: Of each environment: whether its next step is a row, which answers to ``_before``; whether the step under way is; whether the
@@ -176,22 +177,19 @@ class Recording:
 
     def follow(self, seen: object, reward: object, terminated: object, truncated: object) -> bool:
         """After a step: write it in one native call. False: nothing has changed, since Python must look at it."""
-        store = self._appending()
-        if self._steps is None or store is None or store is not self._made[0]:
-            return False
-        return self._steps.go_on(store.core, (seen, reward, terminated, truncated, *self._noted))
+        store = self._appending(self._buffer)
+        steps = self._steps if store is self._made[0] else None
+        done = (seen, reward, terminated, truncated, *self._noted)
+        return steps is not None and store is not None and steps.go_on(store.core, done)
 
     def _prepare(self) -> None:
         """Let the next step be written natively, if it can be."""
-        self._steps, store = None, self._appending()
-        if store is None or self._before is None:
-            return
-        if store is not self._made[0]:
+        store = self._appending(self._buffer)
+        if store is not None and store is not self._made[0]:
             self._made = store, self._steps_into(store)
-        self.acted = copied(self.acted)  # what was written may be held
-        steps = self._made[1]
-        if steps is not None and steps.hold([*leaves_in(self._before)], [*leaves_in(self.acted)]):
-            self._steps = steps
+        steps, self.acted = self._made[1], copied(self.acted)  # what was written may be held
+        held = steps is not None and steps.hold([*leaves_in(self._before)], [*leaves_in(self.acted)])
+        self._steps = steps if held else None
 
     def _steps_into(self, store: Store) -> native.Steps | None:
         """What writes steps natively. None: the store holds other rows, or they go through the buffer, which looks at them."""
@@ -255,7 +253,6 @@ class SingleRecording(Recording):
         ends = np.bool_(as_number(terminated)), np.bool_(as_number(truncated))  # faster than arrays
         over = ends[0] | ends[1]
         if self.acting[0]:
-            assert self._before is not None  # one that acts has begun
             extras = self._extras([(infos, ...)])
             values = (self._before, self.acted, following, np.float32(as_number(reward)), *ends, over, *extras)
             self._buffer.add(self._rows(values, _ONE), lane=int(self._lanes[0]))
@@ -283,7 +280,7 @@ class VectorRecording(Recording):
         for old, new in zip(self._told, entries, strict=False):
             new[~which] = old[~which]
         self._told = entries
-        if self._before is None or which.all():
+        if len(self._before) == 0 or which.all():
             self._before = copied(found)
         else:
             for i in which.nonzero()[0].tolist():
@@ -313,7 +310,6 @@ class VectorRecording(Recording):
         """
         over = flags[-1]
         if some(acting):
-            assert self._before is not None  # one that acts has begun
             values: tuple[Nested, ...] = (
                 self._before,
                 self.acted,
@@ -359,7 +355,10 @@ def _filled(form: Form, values: Sequence[object]) -> dict[str, object]:
 
 def _as_tensordict(entries: dict[str, object], size: torch.Size) -> TensorDict:
     """A TensorDict of arrays, which share its memory. Its constructor would check each of them, for 70 µs a step."""
-    of = {k: _as_tensordict(it, size) if isinstance(it, dict) else torch.from_numpy(it) for k, it in entries.items()}
+    of = {
+        k: _as_tensordict(it, size) if isinstance(it, dict) else torch.from_numpy(np.asarray(it, order="C"))
+        for k, it in entries.items()
+    }
     return wrap(of, size, None)
 
 
