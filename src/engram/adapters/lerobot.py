@@ -1,0 +1,207 @@
+"""The replay buffer of LeRobot's learners (``lerobot.rl.buffer``) over engram's stores: on disk if asked.
+
+LeRobot is not needed to import it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypedDict, cast
+
+import torch
+from torch.nn import functional
+
+from engram._support.checks import check_count, check_path
+from engram.adapters.scratch import nested, open_rows
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from engram.store.lifetime import Hold
+
+__all__ = ["BatchTransition", "ReplayBuffer", "random_shift"]
+
+#: What names of images begin with.
+_IMAGE = "observation.image"
+_INFO = "complementary_info"
+
+
+class BatchTransition(TypedDict):
+    """A batch of LeRobot."""
+
+    state: dict[str, Tensor]
+    action: Tensor
+    reward: Tensor
+    next_state: dict[str, Tensor]
+    done: Tensor
+    truncated: Tensor
+    complementary_info: dict[str, Tensor] | None
+
+
+class ReplayBuffer:
+    """LeRobot's ``ReplayBuffer``, whose rows lie in RAM or in a directory that survives ``kill -9``.
+
+    ``ReplayBuffer(capacity, device, state_keys, scratch_dir="run/replay")`` goes on with the steps that an earlier process wrote there.
+    Values are stored in the dtypes that they have, so that images of uint8 take a quarter of the room that LeRobot gives them; batches
+    are float32, as LeRobot's.
+
+    Args:
+        capacity: steps.
+        device: where batches go.
+        state_keys: which entries of states are stored. Default: all.
+        image_augmentation_function: changes images ``[B, C, H, W]``, of those names that begin with ``observation.image``. Default:
+            :func:`random_shift`.
+        use_drq: whether to change them at all.
+        storage_device: ``"cpu"``.
+        optimize_memory: for the same call as LeRobot's; every next state is stored, and exact at the ends of episodes.
+        scratch_dir: the directory of the rows, of one running process at a time. Default: RAM.
+
+    Raises:
+        ValueError: a capacity below 1, or another ``storage_device``. StoreInUse: another process has the directory.
+        IncompatibleStore: it holds another capacity. Nothing is changed.
+
+    :attr:`rb` is the engram buffer, for :meth:`stats <engram.ReplayBuffer.stats>`, plots and checkpoints. Several threads may add and
+    sample.
+
+    >>> import tempfile, torch
+    >>> from engram.adapters.lerobot import ReplayBuffer
+    >>> where = tempfile.mkdtemp() + "/replay"
+    >>> for start in range(2):  # the second time, the step of the first is there
+    ...     buffer = ReplayBuffer(100, "cpu", ["observation.state"], scratch_dir=where)
+    ...     state = {"observation.state": torch.zeros(1, 3)}
+    ...     buffer.add(state, torch.zeros(1, 2), 1.0, state, done=False, truncated=False)
+    ...     print(len(buffer), buffer.sample(4)["action"].shape)
+    ...     buffer.close()
+    1 torch.Size([1, 2])
+    2 torch.Size([2, 2])
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        device: str = "cuda:0",
+        state_keys: Sequence[str] | None = None,
+        image_augmentation_function: Callable[[Tensor], Tensor] | None = None,
+        use_drq: bool = True,
+        storage_device: str = "cpu",
+        optimize_memory: bool = False,
+        *,
+        scratch_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        who = type(self).__name__
+        self.capacity, self.device, self.optimize_memory = (
+            check_count(f"{who}: capacity", capacity),
+            device,
+            optimize_memory,
+        )
+        if torch.device(storage_device).type != "cpu":
+            raise ValueError(f"{who}: storage_device: expected 'cpu', where a store lies, got {storage_device!r}.")
+        self.state_keys = list(state_keys or [])
+        self.image_augmentation_function, self.use_drq = image_augmentation_function or random_shift, use_drq
+        where = None if scratch_dir is None else check_path(f"{who}: scratch_dir", scratch_dir)
+        self._hold: Hold | None
+        self.rb, self._hold = open_rows(who, where, capacity, 1, f"{capacity} steps in one lane")
+        if len(self.rb):
+            self.rb.end_trajectory()
+
+    def __len__(self) -> int:
+        return len(self.rb)
+
+    def add(
+        self,
+        state: Mapping[str, Tensor],
+        action: Tensor,
+        reward: float,
+        next_state: Mapping[str, Tensor],
+        done: bool,
+        truncated: bool,
+        complementary_info: Mapping[str, Tensor | float] | None = None,
+    ) -> None:
+        """Write a step.
+
+        Args:
+            state, action, next_state: tensors ``[1, ...]``.
+            complementary_info: tensors ``[1, ...]`` and numbers. What the first step had is stored: 0 of a step that lacks it.
+
+        Raises:
+            KeyError: an entry of ``state_keys`` is missing. RuntimeError: another shape or dtype than the first step has. TypeError: what
+                is no tensor or number. Nothing is written.
+        """
+        row: dict[tuple[str, ...], Tensor] = {("action",): _first(action), ("reward",): torch.tensor(float(reward))}
+        row |= {("done",): torch.tensor(bool(done)), ("truncated",): torch.tensor(bool(truncated))}
+        for name, values in (("state", state), ("next_state", next_state)):
+            if missing := [key for key in self.state_keys if key not in values]:
+                raise KeyError(f"add: {name}: expected {missing}, as state_keys says, got {[*values]}.")
+            row |= {(name, key): _first(values[key]) for key in self.state_keys or values}
+        info: dict[tuple[str, ...], Tensor] = {
+            (_INFO, key): _first(value) for key, value in (complementary_info or {}).items()
+        }
+        if (memory := self.rb.storage.memory) is not None:
+            held = zip((field.key for field in memory.schema.fields), memory.views(), strict=True)
+            info = {key: info.get(key, torch.zeros_like(column[0])) for key, column in held if key[0] == _INFO}
+        self.rb.add(nested({**row, **info}))
+
+    def sample(self, batch_size: int) -> BatchTransition:
+        """Draw a batch, of all steps where there are fewer. Raises ``NoSampleable``, a ``RuntimeError``: there are none."""
+        rows = _floats(self.rb.sample(max(min(batch_size, len(self)), 1)), self.device)
+        batch = cast("BatchTransition", {_INFO: None, **rows})
+        states = batch["state"], batch["next_state"]
+        images = [key for key in states[0] if key.startswith(_IMAGE)] if self.use_drq else []
+        if images:
+            changed = self.image_augmentation_function(torch.cat([part[key] for key in images for part in states]))
+            for at, part in enumerate(changed.chunk(2 * len(images))):
+                states[at % 2][images[at // 2]] = part
+        return batch
+
+    def get_iterator(
+        self, batch_size: int, async_prefetch: bool = True, queue_size: int = 2
+    ) -> Iterator[BatchTransition]:
+        """Batches without an end, of which ``async_prefetch`` has ``queue_size`` drawn ahead by a thread."""
+        if not async_prefetch:
+            while True:
+                yield self.sample(batch_size)
+        with ThreadPoolExecutor(1) as pool:
+            ahead = deque(pool.submit(self.sample, batch_size) for _ in range(queue_size))
+            while True:
+                ahead.append(pool.submit(self.sample, batch_size))
+                yield ahead.popleft().result()
+
+    def close(self) -> None:
+        """Give the directory up: of a buffer that is used no more."""
+        self.rb.close()
+        self._hold = None
+
+
+def random_shift(images: Tensor, pad: int = 4) -> Tensor:
+    """Move each image ``[B, C, H, W]`` by up to ``pad`` pixels in both directions, its edges repeated.
+
+    >>> import torch
+    >>> from engram.adapters.lerobot import random_shift
+    >>> random_shift(torch.ones(2, 3, 8, 8)).shape
+    torch.Size([2, 3, 8, 8])
+    """
+    n, _, height, width = images.shape
+    wide = functional.pad(images, (pad,) * 4, mode="replicate").permute(0, 2, 3, 1)
+    tops, lefts = (torch.randint(0, 2 * pad + 1, (n,), device=images.device)[:, None] for _ in range(2))
+    at, down, right = (torch.arange(size, device=images.device) for size in (n, height, width))
+    return wide[at[:, None, None], (down + tops)[:, :, None], (right + lefts)[:, None, :]].permute(0, 3, 1, 2)
+
+
+def _first(value: Tensor | float) -> Tensor:
+    """A value without its batch dimension of one. Raises ``TypeError``: no tensor or number."""
+    if not isinstance(value, torch.Tensor | int | float):
+        raise TypeError(f"add: expected tensors and numbers, got {type(value).__name__}.")
+    tensor = torch.as_tensor(value).detach()
+    return tensor if tensor.ndim == 0 else tensor.squeeze(0)
+
+
+def _floats(rows: Mapping[str, object], device: str) -> dict[str, object]:
+    """A batch with all its tensors on a device, as float32."""
+    return {
+        key: _floats(value, device) if isinstance(value, dict) else cast("Tensor", value).to(device, torch.float32)
+        for key, value in rows.items()
+    }
