@@ -13,15 +13,15 @@ import torch
 from torch.nn import functional
 
 from engram._support.checks import check_count, check_path
-from engram.adapters.scratch import nested, open_rows
+from engram._support.field_paths import nested
+from engram.adapters.scratch import Scratch
+from engram.samplers import RandomSampler
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
-
-    from engram.store.lifetime import Hold
 
 __all__ = ["BatchTransition", "ReplayBuffer", "random_shift"]
 
@@ -42,7 +42,7 @@ class BatchTransition(TypedDict):
     complementary_info: dict[str, Tensor] | None
 
 
-class ReplayBuffer:
+class ReplayBuffer(Scratch):
     """LeRobot's ``ReplayBuffer``, whose rows lie in RAM or in a directory that survives ``kill -9``.
 
     ``ReplayBuffer(capacity, device, state_keys, scratch_dir="run/replay")`` goes on with the steps that an earlier process wrote there.
@@ -80,6 +80,8 @@ class ReplayBuffer:
     2 torch.Size([2, 2])
     """
 
+    not_pickled = ("rb", "_hold")
+
     def __init__(
         self,
         capacity: int,
@@ -102,9 +104,11 @@ class ReplayBuffer:
             raise ValueError(f"{who}: storage_device: expected 'cpu', where a store lies, got {storage_device!r}.")
         self.state_keys = list(state_keys or [])
         self.image_augmentation_function, self.use_drq = image_augmentation_function or random_shift, use_drq
-        where = None if scratch_dir is None else check_path(f"{who}: scratch_dir", scratch_dir)
-        self._hold: Hold | None
-        self.rb, self._hold = open_rows(who, where, capacity, 1, f"{capacity} steps in one lane")
+        self.scratch_dir = None if scratch_dir is None else check_path(f"{who}: scratch_dir", scratch_dir)
+        self._open()
+
+    def _open(self) -> None:
+        self._open_rows(self.capacity, 1, f"{self.capacity} steps in one lane", RandomSampler())
         if len(self.rb):
             self.rb.end_trajectory()
 
