@@ -9,6 +9,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypedDict, cast
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -144,9 +145,9 @@ class ReplayBuffer(Scratch):
         info: dict[tuple[str, ...], Tensor] = {
             (_INFO, key): _first(value) for key, value in (complementary_info or {}).items()
         }
-        if (memory := self.rb.storage.memory) is not None:
-            held = zip((field.key for field in memory.schema.fields), memory.views(), strict=True)
-            info = {key: info.get(key, torch.zeros_like(column[0])) for key, column in held if key[0] == _INFO}
+        if held := self._stored_columns():
+            zeros = {key: torch.from_numpy(np.zeros_like(column[0])) for key, column in held.items() if key[0] == _INFO}
+            info = {key: info.get(key, zero) for key, zero in zeros.items()}
         self.rb.add(nested({**row, **info}))
 
     def sample(self, batch_size: int) -> BatchTransition:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+import numpy as np
+import torch
 
 import engram
 from engram.errors import IncompatibleStore
+from engram.format.schema import DTYPES
 from engram.storages import LazyTensorStorage
 from engram.store.lifetime import Hold, hold
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
     from pathlib import Path
 
+    from numpy.typing import NDArray
+
     from engram.types import Sampler
+
+    Array: TypeAlias = NDArray[np.generic]
 
 
 class Scratch:
@@ -54,6 +63,13 @@ class Scratch:
             raise IncompatibleStore(f"{where}: expected {what}: {error}") from None
         self._hold = lock
 
+    def _stored_columns(self) -> dict[tuple[str, ...], Array]:
+        """The stored fields by path: views of all rows. There are none before the first row."""
+        memory = self.rb.storage.memory
+        if memory is None:
+            return {}
+        return {field.key: view.numpy() for field, view in zip(memory.schema.fields, memory.views(), strict=True)}
+
     def __getstate__(self) -> dict[str, object]:
         """What a pickle holds: all rows in RAM, or the directory's name."""
         state = {name: value for name, value in vars(self).items() if name not in self.not_pickled}
@@ -68,3 +84,23 @@ class Scratch:
         self._open()
         for rows in saved:
             self.rb.load_state_dict(rows)
+
+
+def leaves(
+    given: Mapping[str, object], exclude: Collection[str], *root: str
+) -> Iterator[tuple[tuple[str, ...], Array]]:
+    """The arrays of nested values by path, without those of the names in ``exclude``. Raises ``TypeError``: one of objects."""
+    for key, value in given.items():
+        path = (*root, key)
+        if (name := ".".join(path)) in exclude:
+            continue
+        if hasattr(value, "items"):
+            yield from leaves(dict(value.items()), exclude, *path)
+            continue
+        array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
+        if isinstance(value, tuple) or array.dtype.name not in DTYPES:
+            got = "a tuple" if isinstance(value, tuple) else array.dtype
+            raise TypeError(
+                f"add: {name}: expected numbers or a dict of them, got {got}. Leave it out: exclude=[{name!r}]."
+            )
+        yield path, array

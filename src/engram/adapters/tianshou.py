@@ -16,8 +16,7 @@ import torch
 from engram._support.checks import check_count, check_path
 from engram._support.field_paths import nested
 from engram._support.unsupported import needs
-from engram.adapters.scratch import Scratch
-from engram.format.schema import DTYPES
+from engram.adapters.scratch import Scratch, leaves
 from engram.samplers import PrioritizedSampler, RandomSampler
 
 with needs("engram.adapters.tianshou", "tianshou"):
@@ -26,7 +25,7 @@ with needs("engram.adapters.tianshou", "tianshou"):
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -113,12 +112,8 @@ class VectorReplayBuffer(Scratch, data.VectorReplayBuffer):  # type: ignore[misc
 
     def _attach(self) -> None:
         """Have the columns of the store, which it may just have got, as arrays."""
-        store = self.rb.storage.memory
-        #: The columns by path: views of all rows.
-        self._stored: dict[tuple[str, ...], Array] = {}
-        if store is not None:
-            keys = [field.key for field in store.schema.fields]
-            self._stored = {key: view.numpy() for key, view in zip(keys, store.views(), strict=True)}
+        self._stored = self._stored_columns()
+        if self._stored:
             self._fill_holes()
         for column in self._stored.values():
             column.flags.writeable = False
@@ -203,7 +198,7 @@ class VectorReplayBuffer(Scratch, data.VectorReplayBuffer):  # type: ignore[misc
         for name in ("obs", "obs_next") if self._save_only_last_obs else ():
             if name in given:
                 given[name] = given[name][:, -1]
-        rows = dict(_leaves(given, self.exclude))
+        rows = dict(leaves(given, self.exclude))
         rows["done",] = np.logical_or(rows["terminated",], rows["truncated",])
         for path, value in rows.items():
             dtype = self._stored.get(path, value).dtype
@@ -265,24 +260,6 @@ class VectorReplayBuffer(Scratch, data.VectorReplayBuffer):  # type: ignore[misc
         """Save the rows, or the directory's name, to a file that :meth:`load_hdf5` reads."""
         with h5py.File(path, "w") as file:
             to_hdf5(self.__getstate__(), file, compression=compression)
-
-
-def _leaves(
-    given: Mapping[str, object], exclude: Collection[str], *root: str
-) -> Iterator[tuple[tuple[str, ...], Array]]:
-    """The arrays of a batch by path. Raises ``TypeError``: one of objects."""
-    for key, value in given.items():
-        path = (*root, key)
-        if ".".join(path) in exclude:
-            continue
-        if isinstance(value, data.Batch):
-            yield from _leaves(dict(value.items()), exclude, *path)
-            continue
-        array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
-        if array.dtype.name not in DTYPES:
-            name = ".".join(path)
-            raise TypeError(f"add: {name}: expected numbers, got {array.dtype}. Leave it out: exclude=[{name!r}].")
-        yield path, array
 
 
 class PrioritizedVectorReplayBuffer(VectorReplayBuffer):
