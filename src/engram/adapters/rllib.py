@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from hashlib import blake2b
 from itertools import takewhile
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -23,18 +23,13 @@ with needs("engram.adapters.rllib", "rllib"):
     from ray.rllib.env.single_agent_episode import SingleAgentEpisode as Episode
     from ray.rllib.env.utils.infinite_lookback_buffer import InfiniteLookbackBuffer
     from ray.rllib.utils import force_list, replay_buffers
-    from ray.rllib.utils.metrics.metrics_logger import MetricsLogger
     from ray.rllib.utils.spaces.space_utils import batch
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Collection
 
-    from numpy.typing import NDArray
-
-    Array: TypeAlias = NDArray[np.generic]
-    Path: TypeAlias = tuple[str, ...]
-    Rows: TypeAlias = NDArray[np.int64]
+    from engram.adapters.scratch import Array, Path, Rows
+    from engram.types import StrPath
 
 __all__ = ["EpisodeReplayBuffer", "PrioritizedEpisodeReplayBuffer"]
 
@@ -79,6 +74,7 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
 
     not_pickled = ("rb", "_hold", "stored", "metrics", "_sum_segment", "_min_segment")
     capacity: int
+    _max_priority: float = 1.0
     #: Exponents of priorities and weights, of a buffer that draws by priority.
     _by: tuple[float, float] | None = None
 
@@ -86,7 +82,7 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
         self,
         capacity: int = 10_000,
         *,
-        scratch_dir: str | os.PathLike[str] | None = None,
+        scratch_dir: StrPath | None = None,
         exclude: Collection[str] = (),
         **kwargs: int,
     ) -> None:
@@ -117,10 +113,8 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
             _, first, which = np.unique(self.stored[_NUMBER][rows], return_index=True, return_inverse=True)
             rows = rows[np.argsort(first[which], kind="stable")]
             follows = (np.diff(self.stored[_NUMBER][rows]) == 0) & (np.diff(self.stored[_T][rows]) == 1)
-            parts = np.split(rows, np.flatnonzero(~follows) + 1)
-            for part in parts if len(rows) else ():
+            for part in np.split(rows, np.flatnonzero(~follows) + 1) if len(rows) else ():
                 super().add([_Stored(self, f"engram-{part[0]}", part, truncated=True)])
-            self.metrics = MetricsLogger(root=False)
 
     def close(self) -> None:
         """Give the directory up: of a buffer that is used no more."""
@@ -131,9 +125,7 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
         super().__setstate__(state)
         self._index()
 
-    def get_state(self) -> dict[str, object]:
-        """All steps in RAM, or the directory's name."""
-        return self.__getstate__()
+    get_state = Scratch.__getstate__
 
     def set_state(self, state: dict[str, object]) -> None:
         """Be as the buffer of a state was. Raises ``ValueError``: a state of RLlib's own buffer. Nothing is changed."""
@@ -152,36 +144,31 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
 
         Raises:
             TypeError: what is no number: a tuple, a text; an episode of several agents. ValueError: steps that do not follow those of the
-                episode that are there; other fields, shapes or dtypes than the first episode has; more steps than the store has rows; a negative weight.
-                Nothing is written.
+                episode that are there; other fields, shapes or dtypes than the first episode has; more steps than the store has rows; a
+                negative weight. Nothing is written.
         """
         chunks = [one for one in force_list(episodes) if len(one)]
-        steps = self._checked(chunks)
-        weights = (
-            (check_number("add: weight", self._max_priority if weight is None else weight, least=0),)
-            if self._by
-            else ()
-        )
-        n, capacity = sum(map(len, chunks)), self.capacity
+        if not chunks:
+            return
+        steps, n, capacity = self._checked(chunks), sum(map(len, chunks)), self.capacity
+        priority = check_number("add: weight", self._max_priority if weight is None else weight, least=0)
         lost = [*takewhile(lambda one: (one.rows[0] - self._next_row) % self._n_rows < n, self.episodes)]
         ids = {*self.episode_id_to_index, *(one.id_ for one in chunks)}
         if n > capacity or (lost and ids <= {one.id_ for one in lost}):
             raise ValueError(
-                f"add: expected {capacity} steps of a call and {self._n_rows} of an episode at most, got more. Raise capacity."
+                f"add: expected at most {capacity} steps, {self._n_rows} of an episode, got more. Raise capacity."
             )
-        made = []
-        if chunks:
-            rows = self.rb.extend(nested({path: np.concatenate([one[path] for one in steps]) for path in steps[0]}))
-            for priority in weights:
-                self.rb.update_priority(rows, priority)
-            self.stored = self.stored or self._stored_columns()
-            parts = np.split(rows.numpy(), np.cumsum([*map(len, chunks)])[:-1])
-            made = [_Stored(self, one.id_, part) for one, part in zip(chunks, parts, strict=True)]
-            self._next_row = (self._next_row + n) % self._n_rows
-            self.spaces = chunks[-1].observation_space, chunks[-1].action_space
+        rows = self.rb.extend(nested({path: np.concatenate([one[path] for one in steps]) for path in steps[0]}))
+        if self._by:
+            self.rb.update_priority(rows, priority)
+        self.stored = self.stored or self._stored_columns()
+        parts = np.split(rows.numpy(), np.cumsum([*map(len, chunks)])[:-1])
+        made = [_Stored(self, one.id_, part) for one, part in zip(chunks, parts, strict=True)]
+        self._next_row = (self._next_row + n) % self._n_rows
+        self.spaces = chunks[-1].observation_space, chunks[-1].action_space
         if lost:  # their rows have been written over
             self.capacity = min(capacity, self._num_timesteps + n - sum(map(len, lost)))
-        super().add(made, *weights)
+        super().add(made, *((priority,) if self._by else ()))
         self.capacity = capacity
 
     def _checked(self, chunks: list[Episode]) -> list[dict[Path, Array]]:
@@ -190,12 +177,9 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
         for one in chunks:
             if not isinstance(one, Episode):
                 raise TypeError(f"add: expected episodes of a single agent, got {type(one).__name__}.")
-            if one.id_ in self.episode_id_to_index:
-                newest.setdefault(
-                    one.id_, self.episodes[self.episode_id_to_index[one.id_] - self._num_episodes_evicted]
-                )
-            before = newest.get(one.id_)
-            if before is not None and (before.is_done or before.t != one.t_started):
+            at = self.episode_id_to_index.get(one.id_)
+            before = newest.get(one.id_, None if at is None else self.episodes[at - self._num_episodes_evicted])
+            if before and (before.is_done or before.t != one.t_started):
                 expected = "no more steps, as it is over" if before.is_done else f"its steps from {before.t} on"
                 raise ValueError(f"add: episode {one.id_!r}: expected {expected}, got those from {one.t_started} on.")
             newest[one.id_] = one
@@ -205,7 +189,7 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
         for kind in kinds[1:]:
             if unlike := sorted({name for name, *_ in kind ^ kinds[0]}):
                 raise ValueError(
-                    f"add: expected the fields of the first episode, got others or other shapes: {unlike}."
+                    f"add: expected the fields, dtypes and shapes of the first episode, got others: {unlike}."
                 )
         return steps
 
@@ -218,14 +202,9 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
             rows["next", *path], rows[path] = rows[path][1:], rows[path][:-1]
         number = int.from_bytes(blake2b(chunk.id_.encode(), digest_size=8).digest()) >> 1
         rows |= {_NUMBER: np.full(len(chunk), number), _T: np.arange(chunk.t_started, chunk.t)}
-        rows[_REWARD] = np.asarray(chunk.get_rewards(), np.float64)
-        for path, flag in (
-            (_TERMINATED, chunk.is_terminated),
-            (_TRUNCATED, chunk.is_truncated),
-            (_DONE, chunk.is_done),
-        ):
-            rows[path] = np.arange(1, len(chunk) + 1) == len(chunk) * flag
-        return rows
+        last = np.arange(1 - len(chunk), 1) == 0
+        rows |= {_TERMINATED: last & chunk.is_terminated, _TRUNCATED: last & chunk.is_truncated}
+        return {**rows, _DONE: last & chunk.is_done, _REWARD: np.asarray(chunk.get_rewards(), np.float64)}
 
 
 class _Stored(Episode):  # type: ignore[misc] # as above
@@ -254,13 +233,12 @@ class _Stored(Episode):  # type: ignore[misc] # as above
         self.rows, self.t = np.concatenate([self.rows, other.rows]), other.t
         self.is_terminated, self.is_truncated = other.is_terminated, other.is_truncated
 
-    def read(self, *root: str, following: Path = ()) -> InfiniteLookbackBuffer:
+    def read(self, *root: str, following: Path = ("",)) -> InfiniteLookbackBuffer:
         """A field, or dicts of the fields below it, as RLlib's episodes have it."""
-        n, columns = len(root), self.buffer.stored
-        found: dict[Path, _Field] = {}
-        for path in [path for path in columns if path[:n] == root]:
-            found[path[n:]] = _Field(columns[path], self.rows, columns[(*following, *path[n:])] if following else None)
-        return InfiniteLookbackBuffer(found.get((), nested(found) if () not in found else None))
+        columns, n = self.buffer.stored, len(root)
+        ends = {path: columns.get((*following, *path[n:])) for path in columns if path[:n] == root}
+        found = {path[n:]: _Field(columns[path], self.rows, after) for path, after in ends.items()}
+        return InfiniteLookbackBuffer(found[()] if () in found else nested(found))
 
 
 class _Field:

@@ -14,14 +14,16 @@ from engram.storages import LazyTensorStorage
 from engram.store.lifetime import Hold, hold
 
 if TYPE_CHECKING:
+    import pathlib
     from collections.abc import Collection, Iterator, Mapping
-    from pathlib import Path
 
     from numpy.typing import NDArray
 
     from engram.types import Sampler
 
     Array: TypeAlias = NDArray[np.generic]
+    Path: TypeAlias = tuple[str, ...]
+    Rows: TypeAlias = NDArray[np.int64]
 
 
 class Scratch:
@@ -30,7 +32,7 @@ class Scratch:
     #: Attributes that pickles leave out.
     not_pickled: tuple[str, ...]
     #: The directory; None: the rows lie in RAM.
-    scratch_dir: Path | None
+    scratch_dir: pathlib.Path | None
     rb: engram.ReplayBuffer[dict[str, object]]
     #: The lock on the directory, which lives as long as it is referred to.
     _hold: Hold | None
@@ -63,7 +65,7 @@ class Scratch:
             raise IncompatibleStore(f"{where}: expected {what}: {error}") from None
         self._hold = lock
 
-    def _stored_columns(self) -> dict[tuple[str, ...], Array]:
+    def _stored_columns(self) -> dict[Path, Array]:
         """The stored fields by path: views of all rows. There are none before the first row."""
         memory = self.rb.storage.memory
         if memory is None:
@@ -86,9 +88,7 @@ class Scratch:
             self.rb.load_state_dict(rows)
 
 
-def leaves(
-    given: Mapping[str, object], exclude: Collection[str], *root: str
-) -> Iterator[tuple[tuple[str, ...], Array]]:
+def leaves(given: Mapping[str, object], exclude: Collection[str], *root: str) -> Iterator[tuple[Path, Array]]:
     """The arrays of nested values by path, without those of the names in ``exclude``. Raises ``TypeError``: one of objects."""
     for key, value in given.items():
         path = (*root, key)

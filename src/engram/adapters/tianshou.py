@@ -7,7 +7,7 @@ nothing of engram.
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import TYPE_CHECKING, NoReturn, TypeAlias, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 import h5py
 import numpy as np
@@ -29,16 +29,15 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from engram.adapters.scratch import Array, Path, Rows
     from engram.types import Sampler
 
-    Array: TypeAlias = NDArray[np.generic]
-    Rows: TypeAlias = NDArray[np.int64]
 
 __all__ = ["PrioritizedVectorReplayBuffer", "VectorReplayBuffer"]
 
-_ROLES: Mapping[tuple[str, ...], str] = {(name,): name for name in ("done", "terminated", "truncated")}
+_ROLES: Mapping[Path, str] = {(name,): name for name in ("done", "terminated", "truncated")}
 #: What tianshou stores as these, whatever the first row is.
-_DTYPES: Mapping[tuple[str, ...], type[np.generic]] = {("rew",): np.float64, **dict.fromkeys(_ROLES, np.bool_)}
+_DTYPES: Mapping[Path, type[np.generic]] = {("rew",): np.float64, **dict.fromkeys(_ROLES, np.bool_)}
 
 
 class VectorReplayBuffer(Scratch, data.VectorReplayBuffer):  # type: ignore[misc] # typed where it is installed only
@@ -187,7 +186,7 @@ class VectorReplayBuffer(Scratch, data.VectorReplayBuffer):  # type: ignore[misc
         where, lengths, returns, starts = map(np.array, zip(*said, strict=True))
         return where, lengths, returns, starts
 
-    def _rows_of(self, batch: data.Batch, n: int) -> dict[tuple[str, ...], Array]:
+    def _rows_of(self, batch: data.Batch, n: int) -> dict[Path, Array]:
         """What is written of a batch, with zeros for stored fields that it lacks; new ones get a column. Raises: as :meth:`add`."""
         names = set(self._reserved_keys).intersection(batch.get_keys()) - {"done"}
         if missing := self._required_keys_for_add - names - {"done"}:
