@@ -363,19 +363,19 @@ def test_what_cannot_be_stored(ours):
         (
             episode(observations=[np.zeros(3)] * 4),
             ValueError,
-            "add: expected the fields, dtypes and shapes of the first episode.*'observation'",
+            "add: expected the first episode's fields, dtypes and shapes.*'observation'",
         ),
         (
             episode(extra_model_outputs={"late": [1.0] * 3}),
             ValueError,
-            "add: expected the fields, dtypes and shapes of the first episode.*'extra_model_outputs.late'",
+            "add: expected the first episode's fields, dtypes and shapes.*'extra_model_outputs.late'",
         ),
         (
             episode(id_="a", t_started=5),
             ValueError,
             "add: episode 'a': expected its steps from 3 on, got those from 5 on",
         ),
-        (episode(30), ValueError, "add: expected at most 20 steps, 25 of an episode, got more. Raise capacity"),
+        (episode(30), ValueError, "add: expected up to 20 steps, 25 an episode, got more. Raise capacity"),
         (_of_several_agents(), TypeError, "add: expected episodes of a single agent, got MultiAgentEpisode"),
     ):
         with pytest.raises(error, match=said):

@@ -6,6 +6,7 @@ DQN and SAC of the new API stack take them by their name: ``replay_buffer_config
 
 from __future__ import annotations
 
+from copy import deepcopy
 from hashlib import blake2b
 from itertools import takewhile
 from typing import TYPE_CHECKING, cast
@@ -23,7 +24,6 @@ with needs("engram.adapters.rllib", "rllib"):
     from ray.rllib.env.single_agent_episode import SingleAgentEpisode as Episode
     from ray.rllib.env.utils.infinite_lookback_buffer import InfiniteLookbackBuffer
     from ray.rllib.utils import force_list, replay_buffers
-    from ray.rllib.utils.spaces.space_utils import batch
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -89,7 +89,7 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
         who = type(self).__name__
         reject_unsupported(who, {name: kwargs[name] for name in kwargs if name not in _ARGUMENTS}, {}, _ARGUMENTS)
         self._arguments = {"capacity": check_count(f"{who}: capacity", capacity), **kwargs}
-        self._n_rows = capacity + capacity // 4
+        self._size = capacity + capacity // 4
         self.scratch_dir = None if scratch_dir is None else check_path(f"{who}: scratch_dir", scratch_dir)
         self.exclude, self.spaces = frozenset(exclude), (None, None)
         self._open()
@@ -97,18 +97,17 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
     # ---- the store -----------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        sampler = PrioritizedSampler(self._n_rows, *self._by, eps=0.0) if self._by is not None else RandomSampler()
-        self._open_rows(self._n_rows, 1, f"steps of capacity={self._arguments['capacity']}", sampler)
+        sampler = PrioritizedSampler(self._size, *self._by, eps=0.0) if self._by is not None else RandomSampler()
+        self._open_rows(self._size, 1, f"steps of capacity={self._arguments['capacity']}", sampler)
         self._index()
 
     def _index(self) -> None:
         """Have the episodes of the store as if they had just been added. Where steps are missing another one begins."""
         super().__init__(**self._arguments, **({"alpha": self._by[0]} if self._by else {}))
-        self.stored, self._next_row = self._stored_columns(), 0
+        self.stored = self._stored_columns()
         if self.stored:
             extent = self.rb.storage.extent()
-            self._next_row = extent.seam[0] % self._n_rows
-            ring = (self._next_row + np.arange(-extent.filled[0], 0)) % self._n_rows
+            ring = (extent.seam[0] + np.arange(-extent.filled[0], 0)) % self._size
             rows = ring[extent.contains(torch.from_numpy(ring)).numpy()]
             _, first, which = np.unique(self.stored[_NUMBER][rows], return_index=True, return_inverse=True)
             rows = rows[np.argsort(first[which], kind="stable")]
@@ -129,7 +128,7 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
 
     def set_state(self, state: dict[str, object]) -> None:
         """Be as the buffer of a state was. Raises ``ValueError``: a state of RLlib's own buffer. Nothing is changed."""
-        if "_n_rows" not in state:
+        if "_size" not in state:
             raise ValueError(f"set_state: expected a state of {type(self).__name__}, got one with {sorted(state)}.")
         self.close()
         self.__setstate__(dict(state))
@@ -152,11 +151,12 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
             return
         steps, n, capacity = self._checked(chunks), sum(map(len, chunks)), self.capacity
         priority = check_number("add: weight", self._max_priority if weight is None else weight, least=0)
-        lost = [*takewhile(lambda one: (one.rows[0] - self._next_row) % self._n_rows < n, self.episodes)]
+        seam = self.rb.storage.extent().seam[0] if self.stored else 0
+        lost = [*takewhile(lambda one: (one.rows[0] - seam) % self._size < n, self.episodes)]
         ids = {*self.episode_id_to_index, *(one.id_ for one in chunks)}
         if n > capacity or (lost and ids <= {one.id_ for one in lost}):
             raise ValueError(
-                f"add: expected at most {capacity} steps, {self._n_rows} of an episode, got more. Raise capacity."
+                f"add: expected up to {capacity} steps, {self._size} an episode, got more. Raise capacity."
             )
         rows = self.rb.extend(nested({path: np.concatenate([one[path] for one in steps]) for path in steps[0]}))
         if self._by:
@@ -164,10 +164,10 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
         self.stored = self.stored or self._stored_columns()
         parts = np.split(rows.numpy(), np.cumsum([*map(len, chunks)])[:-1])
         made = [_Stored(self, one.id_, part) for one, part in zip(chunks, parts, strict=True)]
-        self._next_row = (self._next_row + n) % self._n_rows
         self.spaces = chunks[-1].observation_space, chunks[-1].action_space
-        if lost:  # their rows have been written over
-            self.capacity = min(capacity, self._num_timesteps + n - sum(map(len, lost)))
+        self.capacity = min(
+            capacity, self._num_timesteps + n - sum(map(len, lost))
+        )  # whose rows have been written over
         super().add(made, *((priority,) if self._by else ()))
         self.capacity = capacity
 
@@ -185,19 +185,19 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
             newest[one.id_] = one
         steps = [*map(self._steps, chunks)]
         parts = [self.stored, *steps] if self.stored else steps
-        kinds = [{(".".join(path), one.dtype, one.shape[1:]) for path, one in part.items()} for part in parts]
-        for kind in kinds[1:]:
-            if unlike := sorted({name for name, *_ in kind ^ kinds[0]}):
-                raise ValueError(
-                    f"add: expected the fields, dtypes and shapes of the first episode, got others: {unlike}."
-                )
+        kinds = {frozenset((".".join(path), one.dtype, one.shape[1:]) for path, one in part.items()) for part in parts}
+        if unlike := {name for kind in kinds for other in kinds for name, *_ in kind - other}:
+            raise ValueError(
+                f"add: expected the first episode's fields, dtypes and shapes, got others: {sorted(unlike)}."
+            )
         return steps
 
     def _steps(self, chunk: Episode) -> dict[Path, Array]:
         """The rows of an episode's steps. Raises ``TypeError``: as :meth:`add`."""
-        outputs = {key: _stacked(one.get()) for key, one in chunk.extra_model_outputs.items()}
-        given = {"observation": _stacked(chunk.get_observations()), "action": _stacked(chunk.get_actions())}
-        rows = dict(leaves({**given, _EXTRA: outputs}, self.exclude))
+        chunk = chunk if chunk.is_numpy else deepcopy(chunk).to_numpy()
+        given: dict[str, object] = {"observation": chunk.get_observations(), "action": chunk.get_actions()}
+        given[_EXTRA] = {key: one.get() for key, one in chunk.extra_model_outputs.items()}
+        rows = dict(leaves(given, self.exclude))
         for path in [path for path in rows if path[0] == "observation"]:
             rows["next", *path], rows[path] = rows[path][1:], rows[path][:-1]
         number = int.from_bytes(blake2b(chunk.id_.encode(), digest_size=8).digest()) >> 1
@@ -257,11 +257,6 @@ class _Field:
             return found.copy()
         over = (at > last).reshape(at.shape + (1,) * (self._column.ndim - 1))
         return cast("Array", np.where(over, self._after[self._rows[last]], found)[()])
-
-
-def _stacked(values: object) -> object:
-    """Values of steps as arrays."""
-    return batch(values) if isinstance(values, list) else values
 
 
 class PrioritizedEpisodeReplayBuffer(EpisodeReplayBuffer, replay_buffers.PrioritizedEpisodeReplayBuffer):  # type: ignore[misc] # as above
