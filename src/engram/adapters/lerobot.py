@@ -116,7 +116,7 @@ class ReplayBuffer(Scratch):
     def _open(self) -> None:
         self._open_rows(self.capacity, 1, f"{self.capacity} steps in one lane", RandomSampler())
         if len(self.rb):
-            self.rb.end_trajectory(roles={("truncated",): "truncated"})
+            self.rb.end_trajectory()
 
     def __len__(self) -> int:
         return len(self.rb)
