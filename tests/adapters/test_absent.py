@@ -20,4 +20,5 @@ def test_a_framework_is_not_installed(adapter, framework):
         adapter=adapter,
         framework=framework,
     )
-    assert said == f'engram.adapters.{adapter}: needs {framework}: pip install "engram-replay[{adapter}]".'
+    assert said.startswith(f"engram.adapters.{adapter}: needs {framework}")
+    assert said.endswith(f': pip install "engram-replay[{adapter}]".')

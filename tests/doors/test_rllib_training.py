@@ -25,11 +25,12 @@ UPRIGHT = -600
 
 def dqn(kind, capacity=20_000, **place):
     """An algorithm on CartPole, in this process alone."""
+    by = {"alpha": 0.6, "beta": 0.4} if "Prioritized" in kind else {}
     config = (
         DQNConfig()
         .environment("CartPole-v1")
         .training(
-            replay_buffer_config={"type": kind, "capacity": capacity, **place},
+            replay_buffer_config={"type": kind, "capacity": capacity, **by, **place},
             train_batch_size=32,
             lr=1e-3,
             n_step=3,
@@ -89,7 +90,12 @@ def test_a_sac_agent_learns(tmp_path):
         SACConfig()
         .environment("Pendulum-v1")
         .training(
-            replay_buffer_config={"type": "engram.adapters.rllib.PrioritizedEpisodeReplayBuffer", **place},
+            replay_buffer_config={
+                "type": "engram.adapters.rllib.PrioritizedEpisodeReplayBuffer",
+                **place,
+                "alpha": 0.6,
+                "beta": 0.4,
+            },
             train_batch_size_per_learner=128,
             num_steps_sampled_before_learning_starts=500,
             actor_lr=1e-3,

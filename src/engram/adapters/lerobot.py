@@ -9,7 +9,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Self, TypedDict, cast
+from typing import TYPE_CHECKING, Self, cast
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from engram._support.checks import check_count, check_path
 from engram._support.field_paths import nested
+from engram._support.nested import map_leaves
 from engram.adapters.scratch import Scratch
 from engram.datasets import from_lerobot, from_numpy, to_lerobot
 from engram.datasets.importing import flat_names
@@ -27,28 +28,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from lerobot.datasets import LeRobotDataset
+    from lerobot.rl.buffer import BatchTransition
     from torch import Tensor
 
     from engram.adapters.scratch import Path
     from engram.types import StrPath
 
-__all__ = ["BatchTransition", "ReplayBuffer", "random_shift"]
+__all__ = ["ReplayBuffer", "random_shift"]
 
 #: What names of images begin with.
 _IMAGE = "observation.image"
 _INFO = "complementary_info"
-
-
-class BatchTransition(TypedDict):
-    """A batch of LeRobot."""
-
-    state: dict[str, Tensor]
-    action: Tensor
-    reward: Tensor
-    next_state: dict[str, Tensor]
-    done: Tensor
-    truncated: Tensor
-    complementary_info: dict[str, Tensor] | None
 
 
 class ReplayBuffer(Scratch):
@@ -155,8 +145,9 @@ class ReplayBuffer(Scratch):
 
     def sample(self, batch_size: int) -> BatchTransition:
         """Draw a batch, of all steps where there are fewer. Raises ``NoSampleable``, a ``RuntimeError``: there are none."""
-        rows = _floats(self.rb.sample(max(min(batch_size, len(self)), 1)), self.device)
-        batch = cast("BatchTransition", {_INFO: None, **rows})
+        rows = self.rb.sample(max(min(batch_size, len(self)), 1))
+        floats = map_leaves(rows, lambda one: cast("Tensor", one).to(self.device, torch.float32))
+        batch: BatchTransition = {_INFO: None, **floats}
         states = batch["state"], batch["next_state"]
         images = [key for key in states[0] if key.startswith(_IMAGE)] if self.use_drq else []
         if images:
@@ -276,14 +267,6 @@ def _first(value: Tensor | float) -> Tensor:
         raise TypeError(f"add: expected tensors and numbers, got {type(value).__name__}.")
     tensor = torch.as_tensor(value).detach()
     return tensor if tensor.ndim == 0 else tensor.squeeze(0)
-
-
-def _floats(rows: Mapping[str, object], device: str) -> dict[str, object]:
-    """A batch with all its tensors on a device, as float32."""
-    return {
-        key: _floats(value, device) if isinstance(value, dict) else cast("Tensor", value).to(device, torch.float32)
-        for key, value in rows.items()
-    }
 
 
 def _features(row: Mapping[str, object]) -> dict[str, Tensor]:

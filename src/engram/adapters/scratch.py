@@ -68,9 +68,8 @@ class Scratch:
     def _stored_columns(self) -> dict[Path, Array]:
         """The stored fields by path: views of all rows. There are none before the first row."""
         memory = self.rb.storage.memory
-        if memory is None:
-            return {}
-        return {field.key: view.numpy() for field, view in zip(memory.schema.fields, memory.views(), strict=True)}
+        fields = () if memory is None else zip(memory.schema.fields, memory.views(), strict=True)
+        return {field.key: view.numpy() for field, view in fields}
 
     def __getstate__(self) -> dict[str, object]:
         """What a pickle holds: all rows in RAM, or the directory's name."""
