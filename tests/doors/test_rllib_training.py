@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("ray.rllib")
 
 from ray.rllib.algorithms.dqn import DQNConfig
-from ray.rllib.algorithms.sac import SACConfig
+from ray.rllib.algorithms.sac import SAC, SACConfig
 
 from engram.adapters import rllib
 from tests import fresh
@@ -85,27 +85,25 @@ def test_an_agent_learns_what_it_learns_over_rllibs_own_buffer(kind, tmp_path):
 
 
 def test_a_sac_agent_learns(tmp_path):
-    place = {"capacity": 20_000, "scratch_dir": tmp_path / "replay"}
-    config = (
-        SACConfig()
-        .environment("Pendulum-v1")
-        .training(
-            replay_buffer_config={
-                "type": "engram.adapters.rllib.PrioritizedEpisodeReplayBuffer",
-                **place,
-                "alpha": 0.6,
-                "beta": 0.4,
-            },
-            train_batch_size_per_learner=128,
-            num_steps_sampled_before_learning_starts=500,
-            actor_lr=1e-3,
-            critic_lr=1e-3,
-            alpha_lr=1e-3,
-            n_step=1,
-        )
+    class Stored(SAC):
+        """RLlib's SAC takes RLlib's own four names alone: in its place its method makes the buffer."""
+
+        def _create_local_replay_buffer_if_necessary(self, config):
+            how = {"capacity": 20_000, "scratch_dir": tmp_path / "replay"}
+            return rllib.PrioritizedEpisodeReplayBuffer(alpha=0.6, beta=0.4, **how)
+
+    config = SACConfig(algo_class=Stored).environment("Pendulum-v1")
+    config.training(
+        train_batch_size_per_learner=128,
+        num_steps_sampled_before_learning_starts=500,
+        actor_lr=1e-3,
+        critic_lr=1e-3,
+        alpha_lr=1e-3,
+        n_step=1,
     )
     algorithm = made(config)
     returns = trained(algorithm, 9_000, stop=UPRIGHT)
+    print(returns)
     assert returns[-1] >= UPRIGHT, returns
     priorities = algorithm.local_replay_buffer.rb.sampler.priorities()
     assert priorities.leaves_of(torch.arange(500)).unique().numel() > 100

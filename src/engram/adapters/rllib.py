@@ -1,6 +1,7 @@
 """RLlib's replay buffers of episodes over engram's stores: on disk if asked, and by priority.
 
-DQN and SAC of the new API stack take them by their name: ``replay_buffer_config={"type": "engram.adapters.rllib.EpisodeReplayBuffer"}``.
+DQN of the new API stack takes them by their name: ``replay_buffer_config={"type": "engram.adapters.rllib.EpisodeReplayBuffer"}``. A
+subclass of SAC makes them.
 :mod:`engram.adapters.rllib` is imported by programs that use RLlib, and by nothing of engram.
 """
 
@@ -73,7 +74,6 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
     """
 
     not_pickled = ("rb", "_hold", "stored", "metrics", "_sum_segment", "_min_segment")
-    capacity: int
     _max_priority: float = 1.0
     #: Exponents of priorities and weights, of a buffer that draws by priority.
     _by: tuple[float, float] | None = None
@@ -149,7 +149,7 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
         chunks = [one for one in force_list(episodes) if len(one)]
         if not chunks:
             return
-        steps, n, capacity = self._checked(chunks), sum(map(len, chunks)), self.capacity
+        steps, n, capacity = self._checked(chunks), sum(map(len, chunks)), self._arguments["capacity"]
         priority = check_number("add: weight", self._max_priority if weight is None else weight, least=0)
         seam = self.rb.storage.extent().seam[0] if self.stored else 0
         lost = [*takewhile(lambda one: (one.rows[0] - seam) % self._size < n, self.episodes)]
@@ -216,9 +216,7 @@ class _Stored(Episode):  # type: ignore[misc] # as above
     actions = property(lambda self: self.read("action"))
     rewards = property(lambda self: self.read(*_REWARD))
     infos = property(lambda self: InfiniteLookbackBuffer([{} for _ in range(len(self) + 1)]))
-    extra_model_outputs = property(
-        lambda self: {path[1]: self.read(*path[:2]) for path in self.buffer.stored if path[0] == _EXTRA}
-    )
+    extra_model_outputs = property(lambda self: {p[1]: self.read(*p[:2]) for p in self.buffer.stored if p[0] == _EXTRA})
 
     def __init__(self, buffer: EpisodeReplayBuffer, id_: str, rows: Rows, *, truncated: bool = False) -> None:
         self.buffer, self.id_, self.rows, self.t_started = buffer, id_, rows, int(buffer.stored[_T][rows[0]])
