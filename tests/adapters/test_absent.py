@@ -1,18 +1,24 @@
 """An adapter whose framework is not there says what to install."""
 
+import pytest
+
 from tests import fresh
 
 
-def test_tianshou_is_not_installed():
+@pytest.mark.parametrize(("adapter", "framework"), [("tianshou", "tianshou"), ("rllib", "ray")])
+def test_a_framework_is_not_installed(adapter, framework):
     said = fresh.run(
         """
-        import sys
+        import importlib, sys
 
-        sys.modules["tianshou"] = None
+        sys.modules[framework] = None
         try:
-            import engram.adapters.tianshou
+            importlib.import_module(f"engram.adapters.{adapter}")
         except ModuleNotFoundError as error:
             print(error)
-        """
+        """,
+        adapter=adapter,
+        framework=framework,
     )
-    assert said == 'engram.adapters.tianshou: needs tianshou: pip install "engram-replay[tianshou]".'
+    assert said.startswith(f"engram.adapters.{adapter}: needs {framework}")
+    assert said.endswith(f': pip install "engram-replay[{adapter}]".')

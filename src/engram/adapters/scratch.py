@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+import numpy as np
+import torch
 
 import engram
 from engram.errors import IncompatibleStore
+from engram.format.schema import DTYPES
 from engram.storages import LazyTensorStorage
 from engram.store.lifetime import Hold, hold
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    import pathlib
+    from collections.abc import Collection, Iterator, Mapping
+
+    from numpy.typing import NDArray
 
     from engram.types import Sampler
+
+    Array: TypeAlias = NDArray[np.generic]
+    Path: TypeAlias = tuple[str, ...]
+    Rows: TypeAlias = NDArray[np.int64]
 
 
 class Scratch:
@@ -21,7 +32,7 @@ class Scratch:
     #: Attributes that pickles leave out.
     not_pickled: tuple[str, ...]
     #: The directory; None: the rows lie in RAM.
-    scratch_dir: Path | None
+    scratch_dir: pathlib.Path | None
     rb: engram.ReplayBuffer[dict[str, object]]
     #: The lock on the directory, which lives as long as it is referred to.
     _hold: Hold | None
@@ -54,6 +65,12 @@ class Scratch:
             raise IncompatibleStore(f"{where}: expected {what}: {error}") from None
         self._hold = lock
 
+    def _stored_columns(self) -> dict[Path, Array]:
+        """The stored fields by path: views of all rows. There are none before the first row."""
+        memory = self.rb.storage.memory
+        fields = () if memory is None else zip(memory.schema.fields, memory.views(), strict=True)
+        return {field.key: view.numpy() for field, view in fields}
+
     def __getstate__(self) -> dict[str, object]:
         """What a pickle holds: all rows in RAM, or the directory's name."""
         state = {name: value for name, value in vars(self).items() if name not in self.not_pickled}
@@ -68,3 +85,21 @@ class Scratch:
         self._open()
         for rows in saved:
             self.rb.load_state_dict(rows)
+
+
+def leaves(given: Mapping[str, object], exclude: Collection[str], *root: str) -> Iterator[tuple[Path, Array]]:
+    """The arrays of nested values by path, without those of the names in ``exclude``. Raises ``TypeError``: one of objects."""
+    for key, value in given.items():
+        path = (*root, key)
+        if (name := ".".join(path)) in exclude:
+            continue
+        if hasattr(value, "items"):
+            yield from leaves(dict(value.items()), exclude, *path)
+            continue
+        array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
+        if isinstance(value, tuple) or array.dtype.name not in DTYPES:
+            got = "a tuple" if isinstance(value, tuple) else array.dtype
+            raise TypeError(
+                f"add: {name}: expected numbers or a dict of them, got {got}. Leave it out: exclude=[{name!r}]."
+            )
+        yield path, array

@@ -7,7 +7,7 @@ nothing of engram.
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import TYPE_CHECKING, NoReturn, TypeAlias, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 import h5py
 import numpy as np
@@ -16,8 +16,7 @@ import torch
 from engram._support.checks import check_count, check_path
 from engram._support.field_paths import nested
 from engram._support.unsupported import needs
-from engram.adapters.scratch import Scratch
-from engram.format.schema import DTYPES
+from engram.adapters.scratch import Scratch, leaves
 from engram.samplers import PrioritizedSampler, RandomSampler
 
 with needs("engram.adapters.tianshou", "tianshou"):
@@ -26,20 +25,19 @@ with needs("engram.adapters.tianshou", "tianshou"):
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from numpy.typing import NDArray
 
+    from engram.adapters.scratch import Array, Path, Rows
     from engram.types import Sampler
 
-    Array: TypeAlias = NDArray[np.generic]
-    Rows: TypeAlias = NDArray[np.int64]
 
 __all__ = ["PrioritizedVectorReplayBuffer", "VectorReplayBuffer"]
 
-_ROLES: Mapping[tuple[str, ...], str] = {(name,): name for name in ("done", "terminated", "truncated")}
+_ROLES: Mapping[Path, str] = {(name,): name for name in ("done", "terminated", "truncated")}
 #: What tianshou stores as these, whatever the first row is.
-_DTYPES: Mapping[tuple[str, ...], type[np.generic]] = {("rew",): np.float64, **dict.fromkeys(_ROLES, np.bool_)}
+_DTYPES: Mapping[Path, type[np.generic]] = {("rew",): np.float64, **dict.fromkeys(_ROLES, np.bool_)}
 
 
 class VectorReplayBuffer(Scratch, data.VectorReplayBuffer):  # type: ignore[misc] # typed where it is installed only
@@ -113,12 +111,8 @@ class VectorReplayBuffer(Scratch, data.VectorReplayBuffer):  # type: ignore[misc
 
     def _attach(self) -> None:
         """Have the columns of the store, which it may just have got, as arrays."""
-        store = self.rb.storage.memory
-        #: The columns by path: views of all rows.
-        self._stored: dict[tuple[str, ...], Array] = {}
-        if store is not None:
-            keys = [field.key for field in store.schema.fields]
-            self._stored = {key: view.numpy() for key, view in zip(keys, store.views(), strict=True)}
+        self._stored = self._stored_columns()
+        if self._stored:
             self._fill_holes()
         for column in self._stored.values():
             column.flags.writeable = False
@@ -192,7 +186,7 @@ class VectorReplayBuffer(Scratch, data.VectorReplayBuffer):  # type: ignore[misc
         where, lengths, returns, starts = map(np.array, zip(*said, strict=True))
         return where, lengths, returns, starts
 
-    def _rows_of(self, batch: data.Batch, n: int) -> dict[tuple[str, ...], Array]:
+    def _rows_of(self, batch: data.Batch, n: int) -> dict[Path, Array]:
         """What is written of a batch, with zeros for stored fields that it lacks; new ones get a column. Raises: as :meth:`add`."""
         names = set(self._reserved_keys).intersection(batch.get_keys()) - {"done"}
         if missing := self._required_keys_for_add - names - {"done"}:
@@ -203,7 +197,7 @@ class VectorReplayBuffer(Scratch, data.VectorReplayBuffer):  # type: ignore[misc
         for name in ("obs", "obs_next") if self._save_only_last_obs else ():
             if name in given:
                 given[name] = given[name][:, -1]
-        rows = dict(_leaves(given, self.exclude))
+        rows = dict(leaves(given, self.exclude))
         rows["done",] = np.logical_or(rows["terminated",], rows["truncated",])
         for path, value in rows.items():
             dtype = self._stored.get(path, value).dtype
@@ -265,24 +259,6 @@ class VectorReplayBuffer(Scratch, data.VectorReplayBuffer):  # type: ignore[misc
         """Save the rows, or the directory's name, to a file that :meth:`load_hdf5` reads."""
         with h5py.File(path, "w") as file:
             to_hdf5(self.__getstate__(), file, compression=compression)
-
-
-def _leaves(
-    given: Mapping[str, object], exclude: Collection[str], *root: str
-) -> Iterator[tuple[tuple[str, ...], Array]]:
-    """The arrays of a batch by path. Raises ``TypeError``: one of objects."""
-    for key, value in given.items():
-        path = (*root, key)
-        if ".".join(path) in exclude:
-            continue
-        if isinstance(value, data.Batch):
-            yield from _leaves(dict(value.items()), exclude, *path)
-            continue
-        array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
-        if array.dtype.name not in DTYPES:
-            name = ".".join(path)
-            raise TypeError(f"add: {name}: expected numbers, got {array.dtype}. Leave it out: exclude=[{name!r}].")
-        yield path, array
 
 
 class PrioritizedVectorReplayBuffer(VectorReplayBuffer):

@@ -475,7 +475,8 @@ class _Files:
 
     def take(self, frames: int, make: Callable[[Path], _Writer], row: Row) -> tuple[_Writer, int]:
         """What writes the next frames, and how many its file had before. ``row``, of ``meta/``, gets the numbers of the file."""
-        if self._writer is not None and self._path.stat().st_size * (1 + frames / self._frames) >= self._limit:
+        written = self._path.stat().st_size if self._path.exists() else 0  # of a few frames nothing is written yet
+        if self._writer is not None and written * (1 + frames / self._frames) >= self._limit:
             self.close()
             self._number += 1
         row[f"{self._kind}/chunk_index"], row[f"{self._kind}/file_index"] = divmod(self._number, CHUNK_FILES)

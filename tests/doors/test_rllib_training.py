@@ -1,0 +1,141 @@
+"""DQN and SAC of RLlib learn over a store; a DQN learns what it learns over RLlib's own buffer; a training is killed and goes on."""
+
+import logging
+import os
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("ray.rllib")
+
+from ray.rllib.algorithms.dqn import DQNConfig
+from ray.rllib.algorithms.sac import SAC, SACConfig
+
+from engram.adapters import rllib
+from tests import fresh
+
+#: Of Ray: warnings of what it will change, and files that it leaves open.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+#: A mean return of CartPole; an agent that draws actions reaches 20.
+SOLVED = 100
+#: One of Pendulum; such an agent reaches -1200.
+UPRIGHT = -600
+
+
+def dqn(kind, capacity=20_000, **place):
+    """An algorithm on CartPole, in this process alone."""
+    by = {"alpha": 0.6, "beta": 0.4} if "Prioritized" in kind else {}
+    config = (
+        DQNConfig()
+        .environment("CartPole-v1")
+        .training(
+            replay_buffer_config={"type": kind, "capacity": capacity, **by, **place},
+            train_batch_size=32,
+            lr=1e-3,
+            n_step=3,
+            target_network_update_freq=200,
+            num_steps_sampled_before_learning_starts=500,
+            epsilon=[(0, 1.0), (3_000, 0.05)],
+            training_intensity=8,
+        )
+    )
+    return made(config)
+
+
+def made(config):
+    os.environ |= {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_AUTH_MODE": "disabled"}
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    np.random.seed(1)  # noqa: NPY002 - which RLlib draws by
+    torch.manual_seed(1)
+    torch.set_num_threads(1)  # of matrices as small as these
+    config = config.env_runners(num_env_runners=0, num_envs_per_env_runner=1)
+    algorithm = config.debugging(seed=1, log_level="ERROR").build_algo()
+    algorithm.local_replay_buffer.rng = np.random.default_rng(1)
+    return algorithm
+
+
+def trained(algorithm, steps, stop=SOLVED):
+    """Mean returns while it takes so many steps, or until it is good."""
+    returns, taken = [], 0
+    while taken < steps and not (returns and returns[-1] >= stop):
+        result = algorithm.train()
+        taken = result["num_env_steps_sampled_lifetime"]
+        returns.append(float(result["env_runners"].get("episode_return_mean", "nan")))
+    return returns
+
+
+def weights(algorithm):
+    return [one.clone() for one in algorithm.get_module().parameters()]
+
+
+@pytest.mark.parametrize("kind", ["EpisodeReplayBuffer", "PrioritizedEpisodeReplayBuffer"])
+def test_an_agent_learns_what_it_learns_over_rllibs_own_buffer(kind, tmp_path):
+    ours = dqn(f"engram.adapters.rllib.{kind}", scratch_dir=tmp_path / "replay")
+    assert type(ours.local_replay_buffer) is getattr(rllib, kind)
+    returns = trained(ours, 20_000)
+    found = weights(ours)
+    ours.stop()
+    assert returns[-1] >= SOLVED, returns
+    theirs = dqn(kind)
+    assert trained(theirs, 20_000) == returns
+    for one, other in zip(found, weights(theirs), strict=True):
+        assert torch.equal(one, other)
+    theirs.stop()
+
+
+def test_a_sac_agent_learns(tmp_path):
+    class Stored(SAC):
+        """RLlib's SAC takes RLlib's own four names alone: in its place its method makes the buffer."""
+
+        def _create_local_replay_buffer_if_necessary(self, config):
+            how = {"capacity": 20_000, "scratch_dir": tmp_path / "replay"}
+            return rllib.PrioritizedEpisodeReplayBuffer(alpha=0.6, beta=0.4, **how)
+
+    config = SACConfig(algo_class=Stored).environment("Pendulum-v1")
+    config.training(
+        train_batch_size_per_learner=128,
+        num_steps_sampled_before_learning_starts=500,
+        actor_lr=1e-3,
+        critic_lr=1e-3,
+        alpha_lr=1e-3,
+        n_step=1,
+    )
+    algorithm = made(config)
+    returns = trained(algorithm, 9_000, stop=UPRIGHT)
+    print(returns)
+    assert returns[-1] >= UPRIGHT, returns
+    priorities = algorithm.local_replay_buffer.rb.sampler.priorities()
+    assert priorities.leaves_of(torch.arange(500)).unique().numel() > 100
+    algorithm.stop()
+
+
+TRAINING = """
+from tests.doors.test_rllib_training import dqn
+
+algorithm = dqn("engram.adapters.rllib.EpisodeReplayBuffer", 2_000, scratch_dir=folder)
+while True:
+    algorithm.train()
+    added = algorithm.local_replay_buffer.get_added_timesteps()
+    print(added, "enough" if added >= 3_000 else "")
+"""
+
+
+def test_a_training_that_is_killed_goes_on(tmp_path):
+    program = fresh.start(TRAINING, folder=str(tmp_path / "replay"))
+    program.until("enough", limit_s=400)
+    program.kill()
+    told = int(program.out.rsplit("\n", 1)[0].rsplit("\n", 1)[-1].split()[0])
+    algorithm = dqn("engram.adapters.rllib.EpisodeReplayBuffer", 2_000, scratch_dir=tmp_path / "replay")
+    buffer = algorithm.local_replay_buffer
+    assert told >= 3_000
+    assert 1_400 <= buffer.get_num_timesteps() <= 2_000
+    for one in buffer.episodes:
+        assert one.is_done
+        rows = buffer.rb[torch.from_numpy(one.rows)]  # each step begins where the one before ended
+        assert torch.equal(rows["observation"][1:], rows["next", "observation"][:-1])
+        assert one.t_started > 0 or abs(rows["observation"][0]).max() <= 0.05  # as CartPole begins
+    held = buffer.get_num_timesteps()
+    trained(algorithm, 1, stop=1_000)
+    assert buffer.get_added_timesteps() > held
+    algorithm.stop()
