@@ -1,7 +1,9 @@
 """Episodes to import, and what an import of them must hold, by plain loops."""
 
+import lance
 import minari
 import numpy as np
+import pyarrow as pa
 from gymnasium import spaces
 from minari.data_collector import EpisodeBuffer
 
@@ -78,6 +80,22 @@ def minari_dataset(folder, lengths, seed=0):
     storage.update_episodes(minari_episodes(lengths, seed))
     storage.update_metadata({"dataset_id": "tests/small-v0", "minari_version": minari.__version__})
     return folder
+
+
+def arrow(value):
+    """Arrays as columns of Arrow's: dicts become structs, rows of several numbers lists of fixed size."""
+    if isinstance(value, dict):
+        return pa.StructArray.from_arrays([arrow(one) for one in value.values()], [*value])
+    column = pa.array(value.reshape(-1))
+    for size in reversed(value.shape[1:]):
+        column = pa.FixedSizeListArray.from_arrays(column, size)
+    return column
+
+
+def lance_dataset(folder, columns, rows_per_file=77):
+    """A data set that Lance writes, of several files."""
+    table = pa.table({name: arrow(column) for name, column in columns.items()})
+    return lance.write_dataset(table, folder, max_rows_per_file=rows_per_file)
 
 
 def files(folder):

@@ -6,7 +6,7 @@ import pytest
 from engram import ReplayBuffer, StoreInUse
 from engram.datasets import from_numpy, to_hdf5, to_minari, to_parquet
 from tests import fresh
-from tests.datasets.episodes import files, flat, minari_dataset, same, steps
+from tests.datasets.episodes import files, flat, lance_dataset, minari_dataset, same, steps
 
 LENGTHS = [1 + number * 7 % 13 for number in range(60)]
 
@@ -61,7 +61,9 @@ def sources(tmp_path_factory):
     to_hdf5(folder / "store", folder / "steps.hdf5")
     to_parquet(folder / "store", folder / "steps.parquet")
     minari_dataset(folder / "minari", LENGTHS)
-    return {"hdf5": folder / "steps.hdf5", "parquet": folder / "steps.parquet", "minari": folder / "minari"}
+    lance_dataset(folder / "steps.lance", steps(LENGTHS))
+    names = {"hdf5": "steps.hdf5", "parquet": "steps.parquet", "minari": "minari", "lance": "steps.lance"}
+    return {kind: folder / name for kind, name in names.items()}
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +87,7 @@ def run(sources, kind, directory, moment, at, piece=900):
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("kind", ["hdf5", "parquet", "minari"])
+@pytest.mark.parametrize("kind", ["hdf5", "parquet", "minari", "lance"])
 def test_killed_at_every_kind_of_moment(sources, whole, tmp_path, kind, moment):
     deaths = 0
     for at in (1, 2, 3, 5, 8, 4, 0):  # each goes on where the one before died; the last one is not killed

@@ -35,7 +35,7 @@ __all__ = ["main"]
 #: What ``engram plot`` draws.
 _FIGURES = ("priority", "weights", "age", "usage", "returns", "map", "ratio", "throughput")
 #: What ``engram import`` reads, and ``engram export`` writes.
-_IMPORTED = ("hdf5", "lerobot", "minari", "numpy", "parquet", "sb3", "torchrl")
+_IMPORTED = ("hdf5", "lance", "lerobot", "minari", "numpy", "parquet", "sb3", "torchrl")
 _EXPORTED = ("hdf5", "lerobot", "minari", "parquet", "torchrl")
 _PATH = click.Path(path_type=Path)
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
@@ -396,7 +396,7 @@ def import_(source: str, directory: Path, kind: str | None, rename: tuple[str, .
 
     Exit code: 0, 1 if SOURCE is damaged or cannot be stored, 2 if there is no SOURCE or DIRECTORY holds something else.
     """
-    with refusing("minari,datasets,robot"):
+    with refusing("minari,datasets,robot,lance"):
         from engram.cli.data import load
 
         load(source, directory, kind, rename, end_keys)

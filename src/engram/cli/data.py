@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _OF_SUFFIX = {".hdf5": "hdf5", ".h5": "hdf5", ".parquet": "parquet", ".npz": "numpy", ".pkl": "sb3"}
 _OF_FILE = {"buffer_metadata.json": "torchrl", "metadata.json": "minari", "data/metadata.json": "minari"}
-_OF_FILE |= {"meta/info.json": "lerobot"}
+_OF_FILE |= {"meta/info.json": "lerobot", "_versions": "lance"}
 
 
 def kind_of(source: Path) -> str:

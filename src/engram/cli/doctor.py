@@ -50,6 +50,7 @@ _EXTRAS = {
     "hdf5": ("h5py", "dumps and data sets in HDF5 files"),
     "minari": ("minari", "data sets of Minari"),
     "datasets": ("pyarrow", "data sets in Parquet files"),
+    "lance": ("pylance", "data sets of Lance"),
     **({} if sys.version_info >= (3, 14) else {"zstd": ("backports.zstd", "compressed rows")}),
 }
 _LEAST_TORCH = (2, 11)

@@ -1,4 +1,4 @@
-"""Arrays in memory, HDF5 files in D4RL's layout, Parquet files, and buffers of Stable-Baselines3."""
+"""Arrays in memory, HDF5 files in D4RL's layout, tables of Parquet and Lance, and buffers of Stable-Baselines3."""
 
 from __future__ import annotations
 
@@ -338,12 +338,48 @@ def _d4rl(field: FieldPath) -> str:
 # ---- Parquet ------------------------------------------------------------------------------------------------------------
 
 
-class ParquetRows(of.Table):
-    """The rows of Parquet files, one file after the other. Dots in names of columns part those of groups."""
+class ArrowRows(of.Table):
+    """The rows of Arrow's tables. Dots in names of columns part those of groups."""
+
+    def __init__(self, call: str, path: Path, files: Sequence[Path]) -> None:
+        super().__init__(call, path)
+        self._arrow, self.files = of.required("pyarrow", "datasets", call), files
+
+    def _choose(self, columns: Sequence[str], arguments: of.ImportArguments) -> None:
+        """Say what columns become, and how many rows are read at a time."""
+        old = {tuple(name.split(".")): name for name in columns}
+        self.named(old, arguments)
+        self._new = {name: new for path, name in old.items() if (new := self.names[path]) is not None}
+        nbytes = max(1, sum(one.stat().st_size for one in self.files))
+        self._piece = min(1 << 16, max(1, BLOCK_BYTES * self.rows // (4 * nbytes)))
+
+    def _columns(self, batch: pa.RecordBatch) -> of.Columns:
+        return {new: self._array(name, batch.column(name)) for name, new in self._new.items()}
+
+    def _array(self, name: str, column: pa.Array) -> of.Array:
+        """A column as an array, ``[rows, …]``. Raises ``DatasetError``: an entry is missing, or lists differ in length."""
+        shape, types = [len(column)], self._arrow.types
+        column = column.storage if isinstance(column, self._arrow.ExtensionArray) else column
+        while types.is_fixed_size_list(column.type) or types.is_list(column.type) or types.is_large_list(column.type):
+            sizes = column.value_lengths().to_numpy(zero_copy_only=False)
+            lengths = [] if column.null_count else np.unique(sizes).tolist()
+            if len(lengths) != 1:
+                raise self.refuse(f"column {name!r}: expected lists of one length, got {lengths or 'empty ones'}.")
+            shape.append(lengths[0])
+            column = column.flatten()
+        if column.null_count:
+            raise self.refuse(f"column {name!r}: expected a value in every row, got {column.null_count} empty ones.")
+        if not (types.is_integer(column.type) or types.is_floating(column.type) or types.is_boolean(column.type)):
+            raise self.refuse(f"column {name!r}: expected numbers, got {column.type}. rename={{name: None}} omits it.")
+        return np.asarray(column.to_numpy(zero_copy_only=False)).reshape(shape)
+
+
+class ParquetRows(ArrowRows):
+    """The rows of Parquet files, one file after the other."""
 
     def __init__(self, call: str, path: Path, files: Sequence[Path], arguments: of.ImportArguments) -> None:
-        super().__init__(call, path)
-        self._arrow, self.files, self._tables = of.required("pyarrow", "datasets", call), files, files
+        super().__init__(call, path, files)
+        self._tables = files
         if not files:
             raise self.refuse("expected Parquet files, got none.")
         self._parquet = of.required("pyarrow.parquet", "datasets", call)
@@ -355,11 +391,7 @@ class ParquetRows(of.Table):
             file.close()
             if theirs != columns[0]:
                 raise self.refuse(f"expected the same columns in all files, but {one.name} has others.")
-        old = {tuple(name.split(".")): name for name in columns[0][0]}
-        self.named(old, arguments)
-        self._new = {name: new for path, name in old.items() if (new := self.names[path]) is not None}
-        nbytes = max(1, sum(one.stat().st_size for one in files))
-        self._piece = min(1 << 16, max(1, BLOCK_BYTES * self.rows // (4 * nbytes)))
+        self._choose(columns[0][0], arguments)
 
     def _opened(self, path: Path) -> pq.ParquetFile:
         path.stat()  # raises FileNotFoundError, which names it
@@ -378,8 +410,7 @@ class ParquetRows(of.Table):
                     skipped, groups = row - sum(sizes[:first]), [*range(first, len(sizes))]
                     for batch in self._batches(file, groups, path):
                         if skipped < len(batch):
-                            some = batch.slice(skipped)
-                            yield {new: self._array(name, some.column(name)) for name, new in self._new.items()}
+                            yield self._columns(batch.slice(skipped))
                         skipped = max(0, skipped - len(batch))
             row = max(0, row - rows)
 
@@ -388,23 +419,6 @@ class ParquetRows(of.Table):
             yield from file.iter_batches(self._piece, row_groups=groups, columns=[*self._new], use_threads=False)
         except OSError as error:
             raise self.refuse(f"{path.name}: expected a whole Parquet file, got a damaged one ({error}).") from error
-
-    def _array(self, name: str, column: pa.Array) -> of.Array:
-        """A column as an array, ``[rows, …]``. Raises ``DatasetError``: an entry is missing, or lists differ in length."""
-        shape, types = [len(column)], self._arrow.types
-        column = column.storage if isinstance(column, self._arrow.ExtensionArray) else column
-        while types.is_fixed_size_list(column.type) or types.is_list(column.type) or types.is_large_list(column.type):
-            sizes = column.value_lengths().to_numpy(zero_copy_only=False)
-            lengths = [] if column.null_count else np.unique(sizes).tolist()
-            if len(lengths) != 1:
-                raise self.refuse(f"column {name!r}: expected lists of one length, got {lengths or 'empty ones'}.")
-            shape.append(lengths[0])
-            column = column.flatten()
-        if column.null_count:
-            raise self.refuse(f"column {name!r}: expected a value in every row, got {column.null_count} empty ones.")
-        if not (types.is_integer(column.type) or types.is_floating(column.type) or types.is_boolean(column.type)):
-            raise self.refuse(f"column {name!r}: expected numbers, got {column.type}. rename={{name: None}} omits it.")
-        return np.asarray(column.to_numpy(zero_copy_only=False)).reshape(shape)
 
 
 def from_parquet(path: StrPath, directory: StrPath, **more: Unpack[of.ImportArguments]) -> of.DataSet:
@@ -435,6 +449,72 @@ def from_parquet(path: StrPath, directory: StrPath, **more: Unpack[of.ImportArgu
     where = check_path("from_parquet: path", path)
     files = sorted(where.rglob("*.parquet")) if where.is_dir() else [where]
     return of.import_source(ParquetRows("from_parquet", where, files, more), directory, more)
+
+
+class LanceRows(ArrowRows):
+    """The rows of the newest version of a Lance data set. Fields of structs are columns of their own."""
+
+    def __init__(self, call: str, path: Path, arguments: of.ImportArguments) -> None:
+        lance = of.required("lance", "lance", call)
+        if not path.exists():
+            raise FileNotFoundError(2, f"{call}: expected the folder of a Lance data set", str(path))
+        super().__init__(call, path, [])
+        try:
+            self._dataset = lance.dataset(path)
+            self.rows = self._dataset.count_rows()
+        except (OSError, ValueError) as error:
+            raise self.refuse(f"expected a whole Lance data set ({error}).") from error
+        files = {one.path for part in self._dataset.get_fragments() for one in part.data_files()}
+        self.files = [path / "data" / name for name in sorted(files)]
+        self._choose(self._flat(self._dataset.schema.empty_table()).column_names, arguments)
+
+    def identity(self) -> dict[str, object]:
+        return {**super().identity(), "version": self._dataset.version}
+
+    def _flat(self, table: pa.Table) -> pa.Table:
+        while any(map(self._arrow.types.is_struct, table.schema.types)):
+            table = table.flatten()
+        return table
+
+    def pieces(self, row: int) -> Iterator[of.Columns]:
+        # A scan of all rows would read ahead hundreds of MB.
+        for first in range(row, self.rows, self._piece):
+            try:
+                table = self._dataset.to_table([*self._new], offset=first, limit=self._piece)
+            except (OSError, ValueError) as error:
+                raise self.refuse(f"rows from {first} on: expected whole files ({error}).") from error
+            yield from map(self._columns, table.combine_chunks().to_batches())
+
+
+def from_lance(path: StrPath, directory: StrPath, **more: Unpack[of.ImportArguments]) -> of.DataSet:
+    """Write the steps of a Lance data set to a store in a directory, and open it read-only.
+
+    A row of the newest version is a step, a column a field: numbers, or lists of one length. The field ``reward`` of a struct ``next``
+    is the field ``("next", "reward")``. Deleted rows are left out. A data set that got another version is another data set.
+
+    Lance starts threads, and warns of processes that are started by ``fork`` afterwards. Import in a process of its own, or start
+    others by ``spawn``.
+
+    Args:
+        path: the folder of the data set on this machine.
+        directory, rename, end_keys, batch_size, progress, show: as for :func:`from_numpy`.
+
+    Raises:
+        DatasetError: the data set is damaged, a column holds no numbers or empty entries, or nothing tells episodes apart.
+            FileNotFoundError.
+        ModuleNotFoundError: pylance is missing, which ``engram-replay[lance]`` brings. Others as :func:`from_numpy`.
+
+    >>> import tempfile
+    >>> import lance, pyarrow as pa
+    >>> from engram.datasets import from_lance
+    >>> folder = tempfile.mkdtemp()
+    >>> steps = {"obs": [[0.0, 1.0], [2.0, 3.0]], "next": [{"reward": 1.0}, {"reward": 2.0}], "episode": [0, 0]}
+    >>> _ = lance.write_dataset(pa.table(steps), folder + "/steps.lance")
+    >>> rb = from_lance(folder + "/steps.lance", folder + "/data")
+    >>> rb["observation"].shape, rb["episode_return"].tolist()
+    (torch.Size([2, 2]), [3.0, 3.0])
+    """
+    return of.import_source(LanceRows("from_lance", check_path("from_lance: path", path), more), directory, more)
 
 
 def to_parquet(directory: StrPath, path: StrPath, *, compression: str = "zstd", final: str = "refuse") -> None:
