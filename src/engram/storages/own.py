@@ -64,7 +64,7 @@ class OwnColumns:
         self.name = type(own).__name__
         declared = getattr(own, "traits", Traits())
         declared = check_type(f"{self.name}: traits", declared, Traits, "a Traits", "Write Traits(…).")
-        if declared.empties and not callable(getattr(own, "empty", None)):
+        if declared.empties and not hasattr(own, "empty"):
             raise TypeError(f"{self.name}: expected the method empty, which Traits(empties=True) declares, got none.")
         self.in_order, self._empties = declared.in_order, declared.empties
         self.capacity = 0
