@@ -158,9 +158,17 @@ def slots_of(store: Store, ring: Ring) -> TensorDict:
     return data
 
 
+@runtime_checkable
+class HasCursor(Protocol):
+    """A snapshot in a layout that TorchRL reads, too."""
+
+    @property
+    def cursor(self) -> dict[str, int]: ...
+
+
 def for_torchrl(folder: Path, snapshot: object, batch_size: object) -> None:
     """Beside a storage in a layout, write what TorchRL's ``loads`` of a buffer with a uniform sampler reads, too."""
-    if hasattr(snapshot, "cursor"):  # in a layout that TorchRL reads, too
+    if isinstance(snapshot, HasCursor):
         disk.put(folder / OF_DUMP, msgspec.json.encode({"batch_size": batch_size}))
         disk.put(folder / "writer" / OF_WRITER, msgspec.json.encode(snapshot.cursor))
 
@@ -368,6 +376,14 @@ class LoadHook(Protocol):
     def __call__(self, data: TensorDict, out: TensorDict | None = None) -> TensorDict: ...
 
 
+@runtime_checkable
+class _Timed(Protocol):
+    """A hook that wants to know which slot is the oldest."""
+
+    shift: int | None
+    is_full: bool | None
+
+
 class Layout(Protocol):
     """Files that hold each observation once."""
 
@@ -440,7 +456,7 @@ class HookedSnapshot(SlotsSnapshot):
         part, data = PartWriter(folder, "storage", HOOKED), slots_of(self._store, ring)
         holds = _has_elements(data)
         for hook in self._hooks:
-            if hasattr(hook, "shift") and hasattr(hook, "is_full"):  # it wants to know which slot is the oldest
+            if isinstance(hook, _Timed):
                 hook.shift, hook.is_full = ring.shift, ring.full
             data = applied("save", hook, data, f"{self._who}: dumps", path=folder)
         if holds and not _has_elements(data):

@@ -7,7 +7,7 @@ import math
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, Unpack, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias, Unpack, cast, runtime_checkable
 
 import msgspec
 import torch
@@ -50,6 +50,21 @@ if TYPE_CHECKING:
 METHODS = ("extent", "place", "write", "read")
 
 
+@runtime_checkable
+class _Declares(Protocol):
+    traits: Traits
+
+
+@runtime_checkable
+class _Empties(Protocol):
+    def empty(self) -> None: ...
+
+
+@runtime_checkable
+class _KeepsSchema(Protocol):
+    engram_schema: str | None
+
+
 def _by_name(structure: Structure) -> Structure:
     """The leaves of rows in one dict, by names such as ``next.reward``."""
     leaves = [Field((".".join(it.key),), it.dtype, it.shape) for it in structure.fields]
@@ -62,9 +77,9 @@ class OwnColumns:
     def __init__(self, own: RowStorage) -> None:
         self.own = own
         self.name = type(own).__name__
-        declared = getattr(own, "traits", Traits())
+        declared = own.traits if isinstance(own, _Declares) else Traits()
         declared = check_type(f"{self.name}: traits", declared, Traits, "a Traits", "Write Traits(…).")
-        if declared.empties and not hasattr(own, "empty"):
+        if declared.empties and not isinstance(own, _Empties):
             raise TypeError(f"{self.name}: expected the method empty, which Traits(empties=True) declares, got none.")
         self.in_order, self._empties = declared.in_order, declared.empties
         self.capacity = 0
@@ -126,7 +141,7 @@ class OwnColumns:
         row: object = self.own.read(torch.zeros(1, dtype=torch.int64, device="cpu"))
         if not isinstance(row, dict) or not all(isinstance(value, torch.Tensor) for value in row.values()):
             return Structure.of(row, batched=True, call=self._call("read")), False
-        if hasattr(self.own, "engram_schema") and self.own.engram_schema:
+        if isinstance(self.own, _KeepsSchema) and self.own.engram_schema:
             schema = decode(self.own.engram_schema.encode(), f"{self.name}.engram_schema")
             return Structure.from_schema(schema), False
         nested = row[SINGLE] if {*row} == {SINGLE} else wrap(row, torch.Size((1,)), None).unflatten_keys(".").to_dict()
@@ -141,7 +156,7 @@ class OwnColumns:
 
     def empty(self, call: str) -> None:
         self.check_empties(call)
-        if hasattr(self.own, "empty"):
+        if isinstance(self.own, _Empties):
             self.own.empty()
 
 
