@@ -303,7 +303,7 @@ INTERNAL = (
     "TooMany",
     "Untrusted",
     "WrongCount",
-    "AnotherStore",
+    "_AnotherStore",
     "_Changed",
     "_ReplacedAgain",
 )
