@@ -440,8 +440,8 @@ class Silent:
 
     def __init__(self, access: Access, addresses: list[protocol.Address]) -> None:
         self._access, self._addresses = access, addresses
-        self._listed, self._looked_at = {*access.addresses} if access.members else set(), -math.inf
-        self._unusable = ""  # why the list was so at the last look
+        #: What is listed, when it was looked at, and why the list could not be used then.
+        self._listed, self._looked_at, self._unusable = {*access.addresses} if access.members else set(), -math.inf, ""
 
     def left(self) -> bool:
         return bool(self._addresses) or self._access.members is not None
