@@ -304,7 +304,7 @@ INTERNAL = (
     "TooMany",
     "Untrusted",
     "WrongCount",
-    "AnotherStore",
+    "_AnotherStore",
     "_Changed",
     "_ReplacedAgain",
 )

@@ -190,9 +190,8 @@ def map_parts(jagged: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     new = [*map(change, old := parts_of(jagged))]
     if all(map(operator.is_, new, old)):
         return jagged
-    longest, dim = jagged._get_max_seqlen(), jagged._ragged_idx  # type: ignore[attr-defined] # noqa: SLF001 - no other way
-    lengths = new[2] if len(new) > 2 else None
-    return torch.nested.nested_tensor_from_jagged(new[0], new[1], lengths, dim, max_seqlen=longest)
+    most, dim = jagged._get_max_seqlen(), jagged._ragged_idx  # type: ignore[attr-defined] # noqa: SLF001 - no other way
+    return torch.nested.nested_tensor_from_jagged(new[0], new[1], (*new, None)[2], dim, max_seqlen=most)
 
 
 def first_leaf(data: object) -> Any:

@@ -135,7 +135,7 @@ class Untrusted(Final):
     """Raised for a server with which no TLS connection can be made."""
 
 
-class AnotherStore(Final, ValueError):
+class _AnotherStore(Final, ValueError):
     """Raised for a server whose rows are not those of the servers before: of a fleet, the store is gone."""
 
 
@@ -197,7 +197,7 @@ class Connection:
             except PermissionError:
                 raise
             except Final as error:
-                final, self.is_replaced = error, isinstance(error, AnotherStore)
+                final, self.is_replaced = error, isinstance(error, _AnotherStore)
                 self._next += 1
             except GONE as error:
                 why = error
@@ -230,7 +230,7 @@ class Connection:
             refuse(raw)
             served = msgspec.json.decode(raw, type=protocol.Served)
             if known is not None and served.store != known.store and not self.access.replaces_lost:
-                raise AnotherStore(f"connect: {address} serves another store than the servers before. Connect again.")
+                raise _AnotherStore(f"connect: {address} serves another store than the servers before. Connect again.")
             if access.compression not in served.compressions:
                 raise Final(
                     f"connect: {address}: its engram sends no rows by {access.compression}. Connect without compression=."
@@ -309,7 +309,7 @@ class Connection:
             return
         held = self.ask("health", protocol.Health(), dict[str, str], hurried=hurried).get("store", self.served.store)
         if held != self.served.store:
-            raise AnotherStore(f"connect: {self.access} serves another store than the servers before. Connect again.")
+            raise _AnotherStore(f"connect: {self.access} serves another store than the servers before. Connect again.")
 
     def pause(self, seconds: float) -> None:
         """Sleep. Raises ``RuntimeError``: it was closed meanwhile."""

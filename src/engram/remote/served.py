@@ -136,6 +136,25 @@ class OneStore(NamedTuple):
             time.sleep(RETRY_INTERVAL_S)
 
 
+def update_once(
+    called: Callable[..., tuple[object, bool]], rows: Tensor, given: Mapping[str, object]
+) -> tuple[Tensor | None, ...]:
+    """What ``update_if_present`` returns. Each message names the tickets of its rows, so that it is applied once.
+
+    Of one that was sent again, rows count that have the patch at the end; others that were edited meanwhile do not.
+    """
+    named = {"index": rows, **given}
+    look = {**named, "patch": {}, "version_key": None, "version": None, "tickets": None}
+    rejected, numbers, tickets, _ = cast("list[Tensor]", called("update_if_present", look)[0])
+    while True:
+        made, again = called("update_if_present", {**named, "tickets": tickets})
+        refused, written, others, alike = cast("list[Tensor]", made)
+        rejected, numbers = rejected | refused, numbers.maximum(written.maximum(alike) if again else written)
+        tickets = others.where((tickets >= 0) & (numbers < 0), -1)
+        if again or not bool((tickets >= 0).any()):
+            return numbers >= 0, None if given["version_key"] is None else rejected, numbers
+
+
 class ServedRows(Protocol):
     """Rows that servers have, as far as a buffer asks more of them than of every storage."""
 

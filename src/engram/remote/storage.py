@@ -28,7 +28,7 @@ from engram.format.schema import decode
 from engram.remote import protocol, wire
 from engram.remote.connection import IN_DOUBT as DOUBTFUL
 from engram.remote.connection import Answer, Connection, Exchange, Message
-from engram.remote.served import RETRY_INTERVAL_S, Drawn, Limits, OneStore, ServedStorage
+from engram.remote.served import RETRY_INTERVAL_S, Drawn, Limits, OneStore, ServedStorage, update_once
 from engram.store.ragged_rows import items_in
 from engram.store.requests import IN_DOUBT
 from engram.types import Entry, Info, Write, WritePlan
@@ -651,20 +651,8 @@ class RemoteStorage(ServedStorage):
         return [cast("tuple[Tensor, ...]", self.connection.call(name, given))]
 
     def update(self, rows: Tensor, given: Mapping[str, object]) -> tuple[Tensor | None, ...]:
-        """Each message names the tickets of its rows, so that it is applied once. Of one that was sent again, rows count that have the
-        patch at the end; others that were edited meanwhile do not.
-        """
         self._arrive()
-        name, named = "update_if_present", {"index": rows, **given}
-        look = {**named, "patch": {}, "version_key": None, "version": None, "tickets": None}
-        rejected, numbers, tickets, _ = cast("list[Tensor]", self.connection.call(name, look))
-        while True:
-            made, again = self.connection.called(name, {**named, "tickets": tickets})
-            refused, written, others, alike = cast("list[Tensor]", made)
-            rejected, numbers = rejected | refused, numbers.maximum(written.maximum(alike) if again else written)
-            tickets = others.where((tickets >= 0) & (numbers < 0), -1)
-            if again or not bool((tickets >= 0).any()):
-                return numbers >= 0, None if given["version_key"] is None else rejected, numbers
+        return update_once(self.connection.called, rows, given)
 
     def stores(self, *, home: bool) -> list[OneStore]:  # noqa: ARG002 - there is one
         return [OneStore(self.connection.call, lambda _: nullcontext(), 0)]

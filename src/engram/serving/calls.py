@@ -150,12 +150,12 @@ class Calls:
     def _shown(self, row: OpenRow) -> ShownRow:
         return (*row.place, row.lengths, row.is_abandoned or self._is_late(row))
 
-    def _missing(self, row: OpenRow, lengths: dict[Key, int], data: Fields) -> dict[tuple[str, ...], object]:
+    def _missing(self, row: OpenRow, lengths: object, data: Fields) -> dict[tuple[str, ...], object]:
         """What is not there yet, where a message came again. ``lengths``: before. Fields of one length have all of its items, or none.
 
         Raises ``RuntimeError``: others have appended since. ``TypeError``: no lengths.
         """
-        if type(lengths) is not dict or {*map(type, lengths.values())} - {int}:
+        if not isinstance(lengths, dict) or {*map(type, lengths.values())} - {int}:
             raise TypeError(f"append: lengths: expected how many items there were, by key, got {lengths!r:.80}.")
         given, done = paths_of(data, {}, row.groups, "append"), set()
         structure = cast("TensorStorage", self._rb.storage).written()

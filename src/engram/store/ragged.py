@@ -28,10 +28,6 @@ if TYPE_CHECKING:
     ItemsRead: TypeAlias = Sequence[tuple[list[int], int, int, Tensor, Tensor, Tensor, list[Tensor]]]
 
 
-#: Kinds of batches by tokens of which it is known how many rows fit.
-MAX_FORMS = 64
-
-
 def counted_groups(schema: Schema, field: FieldPath | None, call: str) -> list[int]:
     """The groups of fields of which the longest is the length of a row: that of a field, or those of all that are no texts, if any.
 
@@ -50,7 +46,7 @@ class RowsWithin(dict[object, float]):
 
     def note(self, form: object, rows: int) -> None:
         """A batch had so many."""
-        if len(self) >= MAX_FORMS:
+        if len(self) >= 64:  # kinds of batches
             self.clear()
         self[form] = 0.9 * self.get(form, rows) + 0.1 * rows
 

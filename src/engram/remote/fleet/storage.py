@@ -440,9 +440,8 @@ class Silent:
 
     def __init__(self, access: Access, addresses: list[protocol.Address]) -> None:
         self._access, self._addresses = access, addresses
-        self._listed, self._looked_at = {*access.addresses}, -math.inf
-        #: Why the list could not be used at the last look.
-        self._unusable = ""
+        #: What is listed, when it was looked at, and why the list could not be used then.
+        self._listed, self._looked_at, self._unusable = {*access.addresses} if access.members else set(), -math.inf, ""
 
     def left(self) -> bool:
         return bool(self._addresses) or self._access.members is not None
@@ -474,9 +473,8 @@ class Silent:
         """Stores that answer now, and are not known yet. Those that cannot belong to the fleet are named in a warning, once."""
         self._look()
         first, stores = known[0].served, {storage.served.store: storage for storage in known}
-        if self._access.members is not None:  # where another store took an address
-            taken = [at for it in known if it.connection.is_replaced for at in it.connection.access.reached.addresses]
-            self._addresses = [*dict.fromkeys([*self._addresses, *self._listed.intersection(taken)])]
+        taken = [at for it in known if it.connection.is_replaced for at in it.connection.access.reached.addresses]
+        self._addresses = [*dict.fromkeys([*self._addresses, *self._listed.intersection(taken)])]
         for address in tuple(self._addresses):
             try:
                 answer = _served_at(self._access, address)
