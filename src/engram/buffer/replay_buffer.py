@@ -460,8 +460,9 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
                 another number of environments; and what :meth:`end_trajectory` and, at each step, :meth:`add` or
                 :meth:`extend` raise.
 
-        Cost: a step of one environment takes one :meth:`add`, a step of several together one :meth:`extend`; and a copy of the
-        observations.
+        Cost: a step takes at most what an :meth:`appender` takes, if its values are arrays, CPU tensors or numbers of the dtypes of the
+        spaces, and nothing else looks at writes: no transform, limit, or sampler that listens. Otherwise it takes one :meth:`add` or
+        :meth:`extend`, and a copy of the observations.
 
         >>> import gymnasium
         >>> from engram import LazyTensorStorage, ReplayBuffer
