@@ -88,7 +88,7 @@ class Scratch:
 
 
 def leaves(
-    given: Mapping[str, object], exclude: Collection[str], *root: str, of: type = dict
+    given: Mapping[str, object], exclude: Collection[str], *root: str, of: type[dict[str, object]] = dict
 ) -> Iterator[tuple[Path, Array]]:
     """The arrays of values nested in ``of`` by path, without those of the names in ``exclude``. Raises ``TypeError``: one of objects."""
     for key, value in given.items():
