@@ -1,4 +1,4 @@
-"""DQN and SAC of RLlib learn over a store; a DQN learns what it learns over RLlib's own buffer; a training is killed and goes on."""
+"""DQN and SAC of RLlib learn over a store what they learn over RLlib's own buffers."""
 
 import logging
 import os
@@ -13,7 +13,6 @@ from ray.rllib.algorithms.dqn import DQNConfig
 from ray.rllib.algorithms.sac import SAC, SACConfig
 
 from engram.adapters import rllib
-from tests import fresh
 
 #: Of Ray: warnings of what it will change, and files that it leaves open.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
@@ -21,7 +20,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 SOLVED = 100
 
 
-def dqn(kind, capacity=20_000, every=1_000, **place):
+def dqn(kind, capacity=20_000, **place):
     """An algorithm on CartPole, in this process alone."""
     by = {"alpha": 0.6, "beta": 0.4} if "Prioritized" in kind else {}
     config = (
@@ -38,7 +37,7 @@ def dqn(kind, capacity=20_000, every=1_000, **place):
             training_intensity=8,
         )
     )
-    return made(config.reporting(min_sample_timesteps_per_iteration=every))
+    return made(config)
 
 
 def made(config):
@@ -111,34 +110,3 @@ def test_a_sac_agent_learns_what_it_learns_over_rllibs_own_buffer(tmp_path):
     assert not any(torch.equal(one, other) for one, other in zip(ours, first, strict=True) if one.ndim == 2)
     for one, other in zip(ours, theirs, strict=True):
         assert torch.equal(one, other)
-
-
-TRAINING = """
-from tests.doors.test_rllib_training import dqn
-
-algorithm = dqn("engram.adapters.rllib.EpisodeReplayBuffer", 300, every=50, scratch_dir=folder)
-while True:
-    algorithm.train()
-    added = algorithm.local_replay_buffer.get_added_timesteps()
-    print(added, "enough" if added >= 600 else "")
-"""
-
-
-def test_a_training_that_is_killed_goes_on(tmp_path):
-    program = fresh.start(TRAINING, folder=str(tmp_path / "replay"))
-    program.until("enough", limit_s=400)
-    program.kill()
-    told = int(program.out.rsplit("\n", 1)[0].rsplit("\n", 1)[-1].split()[0])
-    algorithm = dqn("engram.adapters.rllib.EpisodeReplayBuffer", 300, every=50, scratch_dir=tmp_path / "replay")
-    buffer = algorithm.local_replay_buffer
-    assert told >= 600
-    assert 100 <= buffer.get_num_timesteps() <= 300
-    for one in buffer.episodes:
-        assert one.is_done
-        rows = buffer.rb[torch.from_numpy(one.rows)]  # each step begins where the one before ended
-        assert torch.equal(rows["observation"][1:], rows["next", "observation"][:-1])
-        assert one.t_started > 0 or abs(rows["observation"][0]).max() <= 0.05  # as CartPole begins
-    held = buffer.get_num_timesteps()
-    trained(algorithm, 1, stop=1_000)
-    assert buffer.get_added_timesteps() > held
-    algorithm.stop()
