@@ -390,6 +390,16 @@ def record(folder, encode, lengths=(9, 5)):
         recorder.add({"observation.state": [7, 7]}, timestamp=0)  # of an episode that is never ended
 
 
+def test_an_episode_of_one_frame_comes_first(tmp_path):
+    """Of so short a video nothing is written before it is closed."""
+    frames = np.full((5, 48, 64, 3), 90, np.uint8)
+    from_numpy({"camera": frames, "episode": [0, 1, 1, 2, 2]}, tmp_path / "data").close()
+    to_lerobot(tmp_path / "data", tmp_path / "out", fps=10)
+    again = flat(from_lerobot(tmp_path / "out", tmp_path / "again")[:])
+    assert again["collector", "traj_ids"].tolist() == [0, 1, 1, 2, 2]
+    np.testing.assert_allclose(again["camera",], frames, atol=2)
+
+
 @pytest.mark.parametrize("encode", [False, True])
 def test_a_robots_recording(tmp_path, encode):
     record(tmp_path / "robot", encode)

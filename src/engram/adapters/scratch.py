@@ -87,14 +87,16 @@ class Scratch:
             self.rb.load_state_dict(rows)
 
 
-def leaves(given: Mapping[str, object], exclude: Collection[str], *root: str) -> Iterator[tuple[Path, Array]]:
-    """The arrays of nested values by path, without those of the names in ``exclude``. Raises ``TypeError``: one of objects."""
+def leaves(
+    given: Mapping[str, object], exclude: Collection[str], *root: str, of: type[dict[str, object]] = dict
+) -> Iterator[tuple[Path, Array]]:
+    """The arrays of values nested in ``of`` by path, without those of the names in ``exclude``. Raises ``TypeError``: one of objects."""
     for key, value in given.items():
         path = (*root, key)
         if (name := ".".join(path)) in exclude:
             continue
-        if hasattr(value, "items"):
-            yield from leaves(dict(value.items()), exclude, *path)
+        if isinstance(value, of):
+            yield from leaves(dict(value.items()), exclude, *path, of=of)
             continue
         array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
         if isinstance(value, tuple) or array.dtype.name not in DTYPES:

@@ -197,7 +197,7 @@ class VectorReplayBuffer(Scratch, data.VectorReplayBuffer):  # type: ignore[misc
         for name in ("obs", "obs_next") if self._save_only_last_obs else ():
             if name in given:
                 given[name] = given[name][:, -1]
-        rows = dict(leaves(given, self.exclude))
+        rows = dict(leaves(given, self.exclude, of=data.Batch))
         rows["done",] = np.logical_or(rows["terminated",], rows["truncated",])
         for path, value in rows.items():
             dtype = self._stored.get(path, value).dtype
