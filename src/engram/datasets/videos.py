@@ -107,8 +107,8 @@ class VideoFrames(Transform):
     >>> from_numpy(steps, folder + "/data").close()
     >>> to_lerobot(folder + "/data", folder + "/dataset", fps=10)
     >>> from_lerobot(folder + "/dataset", folder + "/again", video="reference").close()
-    >>> rb = ReplayBuffer.open(folder + "/again", readonly=True, transform=VideoFrames(folder + "/again"))
-    >>> rb.storage[:]["camera"].tolist(), rb.sample(8)["camera"].shape  # a file of four frames; frames
+    >>> rb = ReplayBuffer.open(folder + "/again", readonly=True, batch_size=8, transform=VideoFrames(folder + "/again"))
+    >>> rb.storage[:]["camera"].tolist(), rb.sample()["camera"].shape  # a file of four frames; frames
     ([[0.0, 0.0], [0.0, 0.1], [0.0, 0.2], [0.0, 0.3]], torch.Size([8, 16, 16, 3]))
     """
 
