@@ -304,7 +304,7 @@ def test_a_killed_import_goes_on(dataset, tmp_path, before):
 
 def test_frames_of_arrays_are_no_references(tmp_path):
     from_numpy({"obs": np.zeros((2, 2)), "episode": np.zeros(2, int)}, tmp_path / "data").close()
-    with pytest.raises(DatasetError, match="Its frames, if it has some, are in its rows"):
+    with pytest.raises(DatasetError, match="expected an import with video='reference', got one without"):
         VideoFrames(tmp_path / "data")
 
 

@@ -331,10 +331,8 @@ class _LeRobot(ParquetRows):
             if info["codebase_version"] != _VERSION:
                 raise LookupError(f"codebase_version is {info['codebase_version']!r}")
             features, self._half = info["features"], 0.5 / check_number("fps", info["fps"], least=0.001)
-            self._shapes, self._images = (
-                {key: tuple(one["shape"]) for key, one in features.items() if one["dtype"] == kind}
-                for kind in ("video", "image")
-            )
+            found = [(key, tuple(one["shape"]), one["dtype"]) for key, one in features.items()]
+            self._shapes, self._images = ({k: s for k, s, of_ in found if of_ == kind} for kind in ("video", "image"))
             if bad := [one for one in (self._shapes | self._images).items() if _unsafe(*one)]:
                 raise LookupError(f"cameras: expected names without '/' and three positive ints each, got {bad}")
             kinds = ["data", *map("videos/{}".format, self._shapes)]
@@ -359,8 +357,7 @@ class _LeRobot(ParquetRows):
         texts: list[str] = next((tasks[key] for key in tasks if key != "task_index"), [])
         axes = {key: feature.get("names") for key, feature in features.items()}
         self.about = {"fps": info["fps"], "tasks": texts, "names": axes}
-        named = {key: self.names[tuple(key.split("."))] for key in self._shapes | self._images}
-        self._cameras = {key: new for key, new in named.items() if new is not None}
+        self._cameras = {key: new for key in self._shapes | self._images if (new := self.names[tuple(key.split("."))])}
         if self._cameras:  # of which one video each is open
             self._reader = lru_cache(len(self._cameras))(of.required("engram.env.video", "robot", call).Reader)
         if self._refers:
@@ -445,7 +442,7 @@ class _LeRobot(ParquetRows):
     def _decoded(self, files: of.Array, key: str, shape: tuple[int, ...]) -> Iterator[of.Array]:
         for file in files:
             with self._readable(f"an image of {key!r}"):
-                frame = next(iter(self._reader.__wrapped__(io.BytesIO(file))))
+                frame = next(iter(self._reader.__wrapped__(io.BytesIO(file))), np.zeros(0))
             self._expect(frame.shape, shape, f"{key}: the shape of its images")
             yield frame
 
@@ -474,12 +471,8 @@ def _file(root: Path, kind: str, listed: Mapping[str, object]) -> Path:
 
 
 def from_lerobot(
-    path: StrPath,
-    directory: StrPath,
-    *,
-    video: Literal["decode", "reference"] = "decode",
-    **more: Unpack[of.ImportArguments],
-) -> of.DataSet:
+    path: StrPath, directory: StrPath, *, video: Literal["decode", "reference"] = "decode", **more: Unpack[of.ImportArguments]
+) -> of.DataSet:  # fmt: skip
     """Write a data set of LeRobot's, format v3.0, to a store in a directory, and open it read-only.
 
     A feature ``observation.state`` is the field ``("observation", "state")``, ``episode_index`` is ``("collector", "traj_ids")``, and

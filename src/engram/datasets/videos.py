@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
 from pathlib import Path
@@ -108,8 +107,8 @@ class VideoFrames(Transform):
     >>> to_lerobot(folder + "/data", folder + "/dataset", fps=10)
     >>> from_lerobot(folder + "/dataset", folder + "/again", video="reference").close()
     >>> rb = ReplayBuffer.open(folder + "/again", readonly=True, batch_size=8, transform=VideoFrames(folder + "/again"))
-    >>> rb.storage[:]["camera"].tolist(), rb.sample()["camera"].shape  # a file of four frames; frames
-    ([[0.0, 0.0], [0.0, 0.1], [0.0, 0.2], [0.0, 0.3]], torch.Size([8, 16, 16, 3]))
+    >>> rb.storage[:]["camera"].shape, rb.sample()["camera"].shape  # references; frames
+    (torch.Size([4, 2]), torch.Size([8, 16, 16, 3]))
     """
 
     writes = False
@@ -118,8 +117,7 @@ class VideoFrames(Transform):
         folder = check_path("VideoFrames: directory", directory)
         noted = msgspec.json.decode((folder / of.NOTE).read_bytes(), type=of.Note).about.get("videos")
         if noted is None:
-            expected = f"{folder}: expected an import with video='reference', got one without"
-            raise DatasetError(f"VideoFrames: {expected}. Its frames, if it has some, are in its rows.")
+            raise DatasetError(f"VideoFrames: {folder}: expected an import with video='reference', got one without.")
         self._videos = msgspec.convert(noted, Videos)
         #: ``[H, W, 3]`` of each camera.
         self.shapes = dict(self._videos.shapes)
@@ -136,31 +134,27 @@ class VideoFrames(Transform):
         return type(self), self._arguments
 
     def forward(self, data: object) -> object:
-        keys = [key for path in self.shapes for key in (path, ("next", *path)) if find(data, key) is not None]
-        refs = [torch.as_tensor(entry(data, key, "VideoFrames")).to("cpu", torch.float64) for key in keys]
-        shapes = [self.shapes[key if key in self.shapes else key[1:]] for key in keys]
-        made = [
-            torch.empty((*ref.shape[:-1], *shape), dtype=torch.uint8) for ref, shape in zip(refs, shapes, strict=True)
-        ]
-        frames = [one for each, shape in zip(made, shapes, strict=True) for one in each.view(-1, *shape).numpy()]
-        flat = np.concatenate([ref.reshape(-1, 2).numpy() for ref in refs]) if refs else np.zeros((0, 2))
-        order = np.lexsort(flat.T[::-1]).tolist()
-        for number, group in groupby(order, lambda place: float(flat[place, 0])):
+        both = {key: shape for path, shape in self.shapes.items() for key in (path, ("next", *path))}
+        shapes = {key: shape for key, shape in both.items() if find(data, key) is not None}
+        refs = [torch.as_tensor(entry(data, key, "VideoFrames")).to("cpu", torch.float64) for key in shapes]
+        leads = [(*ref.shape[:-1], *shape) for ref, shape in zip(refs, shapes.values(), strict=True)]
+        made = [torch.empty(shape, dtype=torch.uint8, device="cpu") for shape in leads]
+        frames = [one for each in made for one in each.view(-1, *each.shape[-3:]).numpy()]
+        flat = np.concatenate([np.zeros((0, 2)), *(ref.reshape(-1, 2).numpy() for ref in refs)])
+        for number, group in groupby(np.lexsort(flat.T[::-1]).tolist(), lambda place: float(flat[place, 0])):
             places = [*group]
             for place, frame in zip(places, self.frames(number, flat[places, 1].tolist()), strict=True):
                 frames[place][:] = frame
-        copied = shallow(data, "VideoFrames") if keys else data
-        for key, each in zip(keys, made, strict=True):
+        copied = shallow(data, "VideoFrames") if shapes else data
+        for key, each in zip(shapes, made, strict=True):
             put(copied, key, each)
         return copied
 
     def frames(self, number: float, times: Sequence[float]) -> list[Frame]:
         """The frames of a file at times in order. Raises ``DatasetError``: as the class says."""
         root, files = self._arguments[1], self._videos.files
-        if not 0 <= number < len(files) or number != int(number) or not all(map(math.isfinite, times)):
-            raise DatasetError(
-                f"VideoFrames: expected the number of a file below {len(files)}, and times, got {number}."
-            )
+        if number not in range(len(files)):
+            raise DatasetError(f"VideoFrames: expected the number of a file below {len(files)}, got {number}.")
         with self._lock:
             video = self._open[int(number)] = self._open.pop(int(number)) if number in self._open else _Video()
             while len(self._open) > MAX_OPEN:
@@ -168,8 +162,7 @@ class VideoFrames(Transform):
         try:
             frames, decoded = video.frames(path := root / files[int(number)], times, self._videos.half)
         except OSError as error:
-            with self._lock:
-                self._open.pop(int(number), None)  # the file may be mended
+            self._open.pop(int(number), None)  # the file may be mended
             what = "a whole video" if path.exists() else "a video, which is not there. root= says where the data set is"
             raise DatasetError(f"VideoFrames: {path}: expected {what} ({error}).") from error
         with self._lock:
