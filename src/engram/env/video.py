@@ -92,8 +92,7 @@ class Reader:
         if time < self._at - half or key > self._at:
             self._ahead, self._at = self._decode(time + half), -math.inf
         while self._at < time - half:
-            frame = next(self._ahead, None)
-            if frame is None:
+            if (frame := next(self._ahead, None)) is None:
                 self._at = math.inf
                 return None
             self._frame, self._at = frame, (frame.pts or 0) * self._unit
