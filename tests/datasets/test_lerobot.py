@@ -209,7 +209,7 @@ def test_a_feature_whose_name_leaves_the_folder_is_not_read(tmp_path, name):
     (tmp_path / "sets/in/videos" / data.KEY).rename(tmp_path / "sets/outside")
     with pytest.raises(DatasetError) as caught:
         from_lerobot(tmp_path / "sets/in", tmp_path / "data")
-    assert f"videos: expected names without '/' and three positive ints each, got [({name!r}, " in str(caught.value)
+    assert f"cameras: expected names without '/' and three positive ints each, got [({name!r}, " in str(caught.value)
     assert not (tmp_path / "data").exists()
 
 

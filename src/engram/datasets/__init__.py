@@ -6,8 +6,10 @@ buffer over the finished store, opened read-only. Every ``to_…`` reads a store
 
 from engram.datasets.libraries import from_lerobot, from_minari, from_torchrl, to_lerobot, to_minari, to_torchrl
 from engram.datasets.tables import from_hdf5, from_lance, from_numpy, from_parquet, from_sb3, to_hdf5, to_parquet
+from engram.datasets.videos import VideoFrames
 
 __all__ = [
+    "VideoFrames",
     "from_hdf5",
     "from_lance",
     "from_lerobot",

@@ -4,21 +4,25 @@
 
 from __future__ import annotations
 
+import io
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
-from itertools import islice
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from itertools import islice, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias, Unpack, cast
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, Unpack, cast
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
-from engram._support.checks import check_number, check_path
+from engram._support.checks import check_choice, check_number, check_path
 from engram._support.field_paths import FieldPath, nested, public
 from engram.datasets import importing as of
 from engram.datasets.tables import ParquetRows, Stored, arrow_table, check_dtypes, distinct, stored, written_whole
+from engram.datasets.videos import Frames, VideoFrames, Videos
 from engram.env.robot import RobotRecorder, record_robot
 from engram.errors import DatasetError
 from engram.store.memory import torch_dtype
@@ -27,6 +31,7 @@ from engram.torchrl.items import TorchRLDump
 from engram.types import StrPath
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from gymnasium import Space
     from minari import MinariDataset
 
@@ -313,35 +318,23 @@ _PLACE = ("episode_index", "frame_index", "timestamp")
 DATA_MB, VIDEO_MB, CHUNK_FILES = 100, 200, 1000
 
 
-class _Frames:
-    """The frames of an episode, ``[T, H, W, 3]``: a column that is read once, in order, and never in memory as a whole."""
-
-    dtype, ndim = np.dtype(np.uint8), 4
-
-    def __init__(self, shape: tuple[int, ...], frames: Iterator[of.Array]) -> None:
-        self.shape, self.nbytes, self._frames = shape, int(np.prod(shape)), frames
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, rows: slice) -> of.Array:
-        return np.stack([*islice(self._frames, len(range(*rows.indices(len(self)))))])
-
-
 class _LeRobot(ParquetRows):
     """The episodes of a data set, in the order of their numbers. A number is no place: there may be gaps."""
 
-    def __init__(self, call: str, path: Path, arguments: of.ImportArguments) -> None:
+    def __init__(self, call: str, path: Path, video: str, arguments: of.ImportArguments) -> None:
         of.Source.__init__(self, call, path)
-        self._folder, table = path, of.required("pyarrow.parquet", "datasets", call).read_table
+        check_choice(f"{call}: video", video, ("decode", "reference"))
+        self._refers, self._folder = video == "reference", path
+        table = of.required("pyarrow.parquet", "datasets", call).read_table
         try:
             info, sides = json.loads((path / _INFO).read_bytes()), ("from", "to")
             if info["codebase_version"] != _VERSION:
                 raise LookupError(f"codebase_version is {info['codebase_version']!r}")
             features, self._half = info["features"], 0.5 / check_number("fps", info["fps"], least=0.001)
-            self._shapes = {key: tuple(one["shape"]) for key, one in features.items() if one["dtype"] == "video"}
-            if bad := [one for one in self._shapes.items() if _unsafe(*one)]:
-                raise LookupError(f"videos: expected names without '/' and three positive ints each, got {bad}")
+            found = [(key, tuple(one["shape"]), one["dtype"]) for key, one in features.items()]
+            self._shapes, self._images = ({k: s for k, s, of_ in found if of_ == kind} for kind in ("video", "image"))
+            if bad := [one for one in (self._shapes | self._images).items() if _unsafe(*one)]:
+                raise LookupError(f"cameras: expected names without '/' and three positive ints each, got {bad}")
             kinds = ["data", *map("videos/{}".format, self._shapes)]
             wanted = [f"{kind}/{part}_index" for kind in kinds for part in ("chunk", "file")]
             wanted += ["episode_index", "length", *(f"{kind}/{side}_timestamp" for kind in kinds[1:] for side in sides)]
@@ -364,6 +357,45 @@ class _LeRobot(ParquetRows):
         texts: list[str] = next((tasks[key] for key in tasks if key != "task_index"), [])
         axes = {key: feature.get("names") for key, feature in features.items()}
         self.about = {"fps": info["fps"], "tasks": texts, "names": axes}
+        self._cameras = {key: new for key in self._shapes | self._images if (new := self.names[tuple(key.split("."))])}
+        if self._cameras:  # of which one video each is open
+            self._reader = lru_cache(len(self._cameras))(of.required("engram.env.video", "robot", call).Reader)
+        if self._refers:
+            self.about |= {"videos": self._referred()}
+
+    def identity(self) -> dict[str, object]:
+        found = super().identity()
+        return found | {"names": [found["names"], "references"]} if self._refers else found
+
+    def _referred(self) -> Videos:
+        """The videos that rows refer to. Raises ``DatasetError``: one is damaged, or has fewer frames than rows."""
+        rows, cameras = Counter[Path](), {key: new for key, new in self._cameras.items() if key in self._shapes}
+        for key, one in product(cameras, self._listed):
+            rows[_file(self._folder, f"videos/{key}", one)] += int(one["length"])
+        for file, expected in rows.items():
+            with self._readable(name := file.relative_to(self._folder)):
+                if 0 < (count := self._reader(file).count) < expected:
+                    raise self.refuse(f"{name}: expected {expected} frames, got {count}: it has fewer than rows.")
+        self._numbers = {file: number for number, file in enumerate(rows)}
+        names = [str(file.relative_to(self._folder)) for file in rows]
+        shapes = [(new, self._shapes[key]) for key, new in cameras.items()]
+        return Videos(str(self._folder.absolute()), names, self._half, shapes)
+
+    @contextmanager
+    def _readable(self, name: object) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise self.refuse(f"{name}: expected whole frames ({error}).") from error
+
+    def _array(self, name: str, column: pa.Array) -> of.Array:
+        """As of every table; of images, the bytes of their files."""
+        if name not in self._images:
+            return super()._array(name, column)
+        files = column.field("bytes").to_pylist() if self._arrow.types.is_struct(column.type) else [None]
+        if None in files:
+            raise self.refuse(f"column {name!r}: expected images in the table, got {column.type} without bytes.")
+        return np.fromiter(files, object, len(files))
 
     def _expect(self, got: object, expected: object, what: str) -> None:
         if got != expected:
@@ -375,10 +407,14 @@ class _LeRobot(ParquetRows):
     def blocks(self, row: int, episode: int) -> Iterator[of.Block]:
         for block in super().blocks(row, episode):
             pairs = zip(islice(self._listed, episode, None), block.episodes(), strict=False)
-            whole = [columns | self._checked(listed, columns) for listed, columns in pairs]
-            lengths = [np.array([length]) for length in block.lengths]
-            yield from map(of.Block, whole, lengths, [{}] * len(whole)) if self._shapes else [block]
-            episode += len(whole)
+            frames = [self._checked(listed, columns) for listed, columns in pairs]
+            if self._images or (not self._refers and self._cameras):
+                whole = [columns | found for columns, found in zip(block.episodes(), frames, strict=True)]
+                yield from (of.Block(one, np.array([n]), {}) for one, n in zip(whole, block.lengths, strict=True))
+            else:
+                refs = {new: np.concatenate([found[new] for found in frames]) for new in frames[0]}
+                yield of.Block(block.columns | refs, block.lengths, {})
+            episode += len(frames)
 
     def _checked(self, listed: Mapping[str, float], columns: of.Columns) -> of.Columns:
         """The frames of an episode. Raises ``DatasetError``: it is not the one that follows in ``meta/``."""
@@ -388,28 +424,38 @@ class _LeRobot(ParquetRows):
         if (frame != np.arange(len(frame))).any() or (np.diff(time) <= 0).any():
             raise self.refuse(f"episode {numbers[0]}: expected frame_index from 0 on, and timestamps that grow.")
         found = of.Columns()
-        for key, shape in self._shapes.items():
-            if (new := self.names[tuple(key.split("."))]) is not None:
+        for key, new in self._cameras.items():
+            shape, n = (self._shapes | self._images)[key], len(time)
+            if key in self._images:
+                frames = self._decoded(columns[new], key, shape)
+            else:
                 begin, end = (listed[f"videos/{key}/{side}_timestamp"] for side in ("from", "to"))
-                file = _file(self._folder, f"videos/{key}", listed)
-                frames = self._frames(file, shape, time.astype(np.float64) + begin, end)
-                found[new] = cast("of.Array", _Frames((len(time), *shape), frames))
+                file, times = _file(self._folder, f"videos/{key}", listed), time.astype(np.float64) + begin
+                frames = self._frames(file, shape, times[-1:] if self._refers else times, end)
+                if self._refers:
+                    next(frames)  # the last one is missing in a file that was cut
+                    found[new] = np.stack([np.full(n, float(self._numbers[file])), times], 1)
+                    continue
+            found[new] = cast("of.Array", Frames((n, *shape), frames))
         return found
+
+    def _decoded(self, files: of.Array, key: str, shape: tuple[int, ...]) -> Iterator[of.Array]:
+        for file in files:
+            with self._readable(f"an image of {key!r}"):
+                frame = next(iter(self._reader.__wrapped__(io.BytesIO(file))), np.zeros(0))
+            self._expect(frame.shape, shape, f"{key}: the shape of its images")
+            yield frame
 
     def _frames(self, path: Path, shape: tuple[int, ...], times: of.Array, end: float) -> Iterator[of.Array]:
         """The frames of a video at times, which grow and lie before its end."""
-        half, name = self._half, path.relative_to(self._folder)
-        try:
-            found, at = of.required("engram.env.video", "robot", self.call).timed(path, times[0]), -np.inf
-            for time in times:
-                while at < time - half:
-                    at, frame = next(found, (np.inf, times))
-                if max(at, time) > min(time + half, end):
+        name = path.relative_to(self._folder)
+        with self._readable(name):
+            for time in times.tolist():
+                frame = self._reader(path).at(time, self._half, end)
+                if frame is None:
                     raise self.refuse(f"{name}: expected a frame at {time:.3f} s: it has fewer than there are rows.")
                 self._expect(frame.shape, shape, f"{name}: the shape of its frames")
                 yield frame
-        except OSError as error:
-            raise self.refuse(f"{name}: expected a whole video ({error}).") from error
 
 
 def _unsafe(name: str, shape: tuple[object, ...] = (1, 1, 1)) -> bool:
@@ -424,21 +470,26 @@ def _file(root: Path, kind: str, listed: Mapping[str, object]) -> Path:
     return root / kind / (_CHUNK.format(**at) + (".mp4" if kind.startswith("videos") else ".parquet"))
 
 
-def from_lerobot(path: StrPath, directory: StrPath, **more: Unpack[of.ImportArguments]) -> of.DataSet:
+def from_lerobot(
+    path: StrPath, directory: StrPath, *, video: Literal["decode", "reference"] = "decode", **more: Unpack[of.ImportArguments]
+) -> of.DataSet:  # fmt: skip
     """Write a data set of LeRobot's, format v3.0, to a store in a directory, and open it read-only.
 
     A feature ``observation.state`` is the field ``("observation", "state")``, ``episode_index`` is ``("collector", "traj_ids")``, and
-    ``index`` is left out. Videos are decoded: a camera is a field of uint8 frames ``[H, W, 3]``, a few of which are in memory at a time.
+    ``index`` is left out. Videos and images are decoded: a camera is a field of uint8 frames ``[H, W, 3]``, a few of which are in memory
+    at a time. With ``video="reference"`` frames stay in the videos of the data set, which must stay where they are: rows have the
+    number of a file and a time, and the :class:`VideoFrames` of the buffer decodes the frames of each batch.
     ``import.json`` in the directory keeps the texts of tasks, which ``task_index`` numbers: ``["about"]["tasks"]``.
 
     Args:
         path: the folder of the data set on this machine; nothing is downloaded.
         directory, rename, batch_size, progress, show: as for :func:`from_numpy`.
             ``rename={("observation", "images", "top"): None}`` leaves a camera out, and its video is not decoded.
+        video: whether frames are decoded into the store, or their videos are referred to.
 
     Raises:
         DatasetError: the data set is of another version; a file is damaged; an episode is missing, has another number of rows than
-            ``meta/`` says, timestamps that do not grow, or fewer frames than rows; a feature is of text, or of images in tables.
+            ``meta/`` says, timestamps that do not grow, or fewer frames than rows; a feature is of text.
         FileNotFoundError: there is no such data set, or a file is missing.
         ModuleNotFoundError: pyarrow or PyAV is missing, which ``engram-replay[datasets,robot]`` brings. Others as :func:`from_numpy`.
 
@@ -452,8 +503,12 @@ def from_lerobot(path: StrPath, directory: StrPath, **more: Unpack[of.ImportArgu
     >>> rb["action"].tolist(), rb["collector", "traj_ids"].tolist()
     ([0.0, 1.0, 2.0, 3.0], [0, 0, 1, 1])
     """
-    source = _LeRobot("from_lerobot", check_path("from_lerobot: path", path), more)
-    return of.import_source(source, directory, more)
+    rb = of.import_source(
+        _LeRobot(call := "from_lerobot", check_path(f"{call}: path", path), video, more), directory, more
+    )
+    if video == "reference":
+        rb.append_transform(VideoFrames(directory))
+    return rb
 
 
 # ---- out ----------------------------------------------------------------------------------------------------------------
@@ -584,10 +639,13 @@ def _describe(root: Path, meta: list[Row], info: Row, tasks: list[str], stats: o
     (root / "meta/stats.json").write_text(json.dumps(stats, indent=4))
 
 
-def _steps(store: Stored, fps: float) -> Iterator[Named]:
+def _steps(store: Stored, fps: float, videos: VideoFrames | None) -> Iterator[Named]:
     """The episodes of a store. What LeRobot takes from the next row, and what an import has added, is left out."""
     for found in (one for block in store.blocks(0, 0) for one in block.episodes()):
         kept = {path: one for path, one in found.items() if path[:2] not in _LEFT_OUT}
+        if videos is not None:
+            refs = {path: kept[path] for path in kept.keys() & videos.shapes.keys()}
+            kept |= {path: cast("of.Array", videos.column(path, one)) for path, one in refs.items()}
         columns = dict(zip(distinct([*map(".".join, kept)], store.call), kept.values(), strict=True))
         for name, unit in (("timestamp", 1 / fps), ("frame_index", 1), ("index", 1)):
             at = columns.get(name, np.zeros(1)).reshape(-1) * 1.0
@@ -613,7 +671,7 @@ def _recorded(recorder: RobotRecorder, fps: float, tolerance: float) -> Iterator
                 if stream.spec.is_video:
                     pairs = zip(episode.frames(name), np.bincount(near, minlength=len(times)).tolist(), strict=True)
                     frames = (frame for frame, often in pairs for _ in range(often))
-                    columns[name] = cast("of.Array", _Frames((len(rows), *leaf.shape), frames))
+                    columns[name] = cast("of.Array", Frames((len(rows), *leaf.shape), frames))
                 else:
                     columns[name] = episode.read(name)[near]
         if columns:
@@ -668,5 +726,6 @@ def to_lerobot(
     opened = record_robot(folder, encode=False) if robot.is_file() else stored(folder, call)
     with opened as source, written_whole(path, call) as whole:
         whole.mkdir()
-        episodes = _steps(source, rate) if isinstance(source, Stored) else _recorded(source, rate, tolerance)
+        videos = VideoFrames(folder) if "videos" in about else None
+        episodes = _steps(source, rate, videos) if isinstance(source, Stored) else _recorded(source, rate, tolerance)
         _write(whole, episodes, rate, tasks, names)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from fractions import Fraction
+from io import BytesIO
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -19,8 +22,11 @@ except ModuleNotFoundError as error:
     ) from error
 
 if TYPE_CHECKING:
+    from io import BytesIO
     from pathlib import Path
 
+    from av.container import InputContainer
+    from av.index import IndexEntry
     from numpy.typing import NDArray
 
     Frame = NDArray[np.uint8]
@@ -58,29 +64,67 @@ def encode(frames: Iterable[Frame], path: Path, fps: float) -> None:
             encoder.write(frame)
 
 
-def timed(path: Path, start: float = 0) -> Iterator[tuple[float, Frame]]:
-    """The RGB frames ``[H, W, 3]`` of a video from a key frame before a time on, each with its time, in seconds.
+class Reader:
+    """The RGB frames ``[H, W, 3]`` of a video, by time; in order of time it decodes none twice.
 
-    Raises ``OSError``: it cannot be read, or is damaged.
+    All methods raise ``OSError``: the video cannot be read, or is damaged.
     """
-    try:
-        with av.open(str(path)) as file:
-            stream = file.streams.video[0]
-            stream.thread_count, unit = 1, cast("Fraction", stream.time_base)
-            if start > 0:
-                file.seek(int(start / unit), stream=stream)
-            for frame in file.decode(stream):
+
+    def __init__(self, path: Path | BytesIO) -> None:
+        self._name = "an image" if isinstance(path, BytesIO) else repr(str(path))
+        self._at, self.decoded = math.inf, 0
+        try:
+            self._file = cast("InputContainer", av.open(path if isinstance(path, BytesIO) else str(path)))
+            self._stream = self._file.streams.video[0]
+        except (av.FFmpegError, IndexError) as error:
+            raise self._refused(error) from error
+        self._stream.thread_count, self._unit = 1, float(cast("Fraction", self._stream.time_base))
+        #: How many frames there are; 0: the file does not say.
+        self.count = self._stream.frames
+        #: When key frames are decoded, which is not after they are shown. PyAV 14 does not say.
+        entries = cast("Iterable[IndexEntry]", getattr(self._stream, "index_entries", ()))
+        self._keys = [entry.timestamp * self._unit for entry in entries if entry.is_keyframe]
+        self._ahead = self._decode()
+
+    def at(self, time: float, half: float, end: float = math.inf) -> Frame | None:
+        """The frame that is shown at a time, at most ``half`` seconds off and not after ``end``. None: there is none."""
+        key = self._keys[max(0, bisect_right(self._keys, time + half) - 1)] if self._keys else -math.inf
+        if time < self._at - half or key > self._at:
+            self._ahead, self._at = self._decode(time + half), -math.inf
+        while self._at < time - half:
+            if (frame := next(self._ahead, None)) is None:
+                self._at = math.inf
+                return None
+            self._frame, self._at = frame, (frame.pts or 0) * self._unit
+        return _rgb(self._frame) if max(self._at, time) <= min(time + half, end) else None
+
+    def __iter__(self) -> Iterator[Frame]:
+        return map(_rgb, self._ahead)
+
+    def _decode(self, start: float = 0) -> Iterator[av.VideoFrame]:
+        """Frames from the key frame before a time on."""
+        try:
+            if start:
+                self._file.seek(int(start / self._unit), stream=self._stream)
+            for frame in self._file.decode(self._stream):
+                self.decoded += 1
                 if frame.is_corrupt:
-                    raise OSError(f"{str(path)!r}: expected a whole video, got a damaged frame.")
-                yield float((frame.pts or 0) * unit), frame.to_ndarray(format="rgb24").astype(np.uint8, copy=False)
-    except (av.FFmpegError, IndexError) as error:
-        raise OSError(f"{str(path)!r}: expected a video, got one that cannot be decoded: {error}.") from error
+                    raise OSError(f"{self._name}: expected a whole video, got a damaged frame.")
+                yield frame
+        except av.FFmpegError as error:
+            raise self._refused(error) from error
+
+    def _refused(self, error: Exception) -> OSError:
+        return OSError(f"{self._name}: expected a video, got one that cannot be decoded: {error}.")
+
+
+def _rgb(frame: av.VideoFrame) -> Frame:
+    return frame.to_ndarray(format="rgb24").astype(np.uint8, copy=False)
 
 
 def decode(path: Path) -> Iterator[Frame]:
     """The RGB frames ``[H, W, 3]`` of a video. Raises ``OSError``: it cannot be read."""
-    for _, frame in timed(path):
-        yield frame
+    yield from Reader(path)
 
 
 def difference(frames: Iterable[Frame], path: Path) -> float:
