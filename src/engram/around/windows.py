@@ -59,9 +59,9 @@ class _Bound(NamedTuple):
     layout: _native.Layout
     table: Table
     static: StaticTable | None
+    #: Marks and how windows are laid out: by what is shown of a batch, with tickets or without. "apart": all is shown, but the native core
+    #: does not read the columns.
     ways: dict[tuple[Way, bool], tuple[EndMarks, _native.Batched]]
-    """Marks and how windows are laid out: by what is shown of a batch, with tickets or without. "apart": all is shown, but the native core
-    does not read the columns."""
     #: The field that trajectories are told by; None: they are told by end flags, or are static.
     id_key: FieldPath | None
 

@@ -185,10 +185,10 @@ class Checkpointer:
         self._schedule = Schedule(self._job.ranks, options)
         self._saves = self._guards = 0
         self._lock = threading.Lock()
+        #: The save that began last.
         self._current: SaveAttempt | None = None
-        """The save that began last."""
+        #: A save that :meth:`poll` began, of which it has not said how it ended.
         self._unsettled: SaveAttempt | None = None
-        """A save that :meth:`poll` began, of which it has not said how it ended."""
 
     def __repr__(self) -> str:
         options, defaults = self._job.options, {"keep": 3, "every_steps": None, "every_minutes": None}
@@ -734,8 +734,8 @@ class StatefulReplay:
         self._restore = restore
         self._handle: SaveHandle | None = None
         self._saved_step = -1
+        #: What :meth:`load_state_dict` loaded last; None: nothing.
         self.report: RestoreReport | None = None
-        """What :meth:`load_state_dict` loaded last; None: nothing."""
 
     def __repr__(self) -> str:
         handle = "" if self._handle is None else f", step {self._saved_step}: {self._handle!r}"

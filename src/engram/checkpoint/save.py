@@ -333,10 +333,10 @@ class SaveHandle:
     """
 
     def __init__(self) -> None:
+        #: The folder that is written; None: not known yet.
         self.path: Path | None = None
-        """The folder that is written; None: not known yet."""
+        #: When it ended, by ``time.monotonic()``; None: it has not.
         self.ended: float | None = None
-        """When it ended, by ``time.monotonic()``; None: it has not."""
         self._over = disk.WorkerEvent()
         self._report: SaveReport | None = None
         self._error: BaseException | None = None

@@ -250,10 +250,10 @@ class RobotEpisode:
     def __init__(self, recorder: RobotRecorder, number: int, *, complete: bool, lengths: list[int]) -> None:
         self._recorder = recorder
         self._lengths = dict(zip(recorder.streams, lengths, strict=True))
+        #: From 0 on, in order.
         self.number = number
-        """From 0 on, in order."""
+        #: Whether it was ended; False: it was cut by the end of the process.
         self.complete = complete
-        """Whether it was ended; False: it was cut by the end of the process."""
 
     def timestamps(self, name: str) -> NDArray[np.float64]:
         """The timestamps of a feature, float64 ``[T]``, in seconds. Raises as :meth:`read`.
@@ -351,8 +351,8 @@ class RobotRecorder(Closes):
         self.directory = directory
         (directory / _VIDEOS).mkdir(parents=True, exist_ok=True)
         self._hold: Hold | None = Hold(directory / "robot.lock", "record_robot", directory)
+        #: One per camera, and one per rate of the other features.
         self.streams = [Stream(directory, spec) for spec in specs]
-        """One per camera, and one per rate of the other features."""
         self._of = {name: stream for stream in self.streams for name in stream.spec.features}
         self._ended = _ended(directory, specs)
         self._encode, self._tolerance = encode, tolerance
@@ -362,10 +362,10 @@ class RobotRecorder(Closes):
         self._silent = 0
         #: Cameras and episodes without a video, and how many rows were before theirs.
         self._waiting: dict[tuple[str, int], int] = {}
+        #: Episodes that have no verified video, and why: their frames stay as they are.
         self.kept: dict[int, str] = {}
-        """Episodes that have no verified video, and why: their frames stay as they are."""
+        #: The number of the episode that is recorded, or of the next one.
         self.episode = 0
-        """The number of the episode that is recorded, or of the next one."""
 
     def recover(self) -> None:
         """Continue behind what is there; :func:`record_robot` calls it.

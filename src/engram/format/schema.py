@@ -234,12 +234,12 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
     structure: Node
     format: str = FORMAT
     version: tuple[int, int] = VERSION
+    #: In the folder of a store: fields whose rows have at most so many bytes lie in one file; 0: none. Rows that are saved do not depend
+    #: on it: :func:`encode` leaves it out. Fields that were added have files of their own.
     grouped: int = 0
-    """In the folder of a store: fields whose rows have at most so many bytes lie in one file; 0: none. Rows that are saved do not
-    depend on it: :func:`encode` leaves it out. Fields that were added have files of their own."""
+    #: Of the last fields, which were added to a store that held rows: what a row has whose writer leaves them out, its bytes in
+    #: hexadecimal digits; those of one number, where all numbers of the row are equal.
     added: tuple[str, ...] = ()
-    """Of the last fields, which were added to a store that held rows: what a row has whose writer leaves them out, its bytes in
-    hexadecimal digits; those of one number, where all numbers of the row are equal."""
 
     @functools.cached_property
     def row_bytes(self) -> int:

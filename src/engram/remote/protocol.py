@@ -404,9 +404,9 @@ class State(msgspec.Struct, frozen=True):
     mass: Mass | None = None
     #: Clients that write through this server.
     writers: int = 0
+    #: The number of the limits of several stores that these are a part of, and how many stores; zeros: of this one alone. No stores: the
+    #: counts began again here since.
     fleet: tuple[int, int] = (0, 0)
-    """The number of the limits of several stores that these are a part of, and how many stores; zeros: of this one alone. No stores: the
-    counts began again here since."""
     #: How many fields rows have; 0: the server is of an older engram, which shows those that it began with.
     fields: int = 0
 

@@ -67,8 +67,8 @@ class SamplerWithoutReplacement(NativeSampler):
         self.shuffle = bool(shuffle)
         self.index_name = index
         self._own = EpochIndex.alone(native.epoch_bytes)
+        #: The store that was drawn from last, and its epoch: the sampler's own, or that of a directory. Replaced as a whole.
         self._bound: tuple[Store | None, EpochIndex] = (None, self._own)
-        """The store that was drawn from last, and its epoch: the sampler's own, or that of a directory. Replaced as a whole."""
         self._storage: SampledStorage | None = None
         self._ran_out = False
         self._drawn_from: int | None = None

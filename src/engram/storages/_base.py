@@ -51,16 +51,16 @@ if TYPE_CHECKING:
 class Rows(NamedTuple):
     """An index of the user's, resolved against the live rows."""
 
+    #: int64 ``[B]``.
     rows: Tensor
-    """int64 ``[B]``."""
+    #: The user asked for one row, not for a batch of one.
     single: bool = False
-    """The user asked for one row, not for a batch of one."""
+    #: Rows ``[a, b)``, where the index is a contiguous slice without holes.
     span: tuple[int, int] | None = None
-    """Rows ``[a, b)``, where the index is a contiguous slice without holes."""
+    #: ``ndim > 1``: the shape that the index selects from ``[*columns, time]``; ``rows`` is flat.
     shape: torch.Size | None = None
-    """``ndim > 1``: the shape that the index selects from ``[*columns, time]``; ``rows`` is flat."""
+    #: The slice, where a live view shows these rows.
     view: slice | None = None
-    """The slice, where a live view shows these rows."""
 
 
 class Count(NamedTuple):

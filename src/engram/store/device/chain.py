@@ -116,18 +116,18 @@ def tree_at(address: int, leaves: int) -> Tree:
 class Batch(NamedTuple):
     """Rows that a device has read. All tensors are views of the block."""
 
+    #: uint8, all parts one behind the other.
     block: Tensor
-    """uint8, all parts one behind the other."""
+    #: ``[B, *row shape]`` per field.
     fields: tuple[Tensor, ...]
-    """``[B, *row shape]`` per field."""
+    #: int64 ``[B]``; -1 where no row could be read.
     rows: Tensor
-    """int64 ``[B]``; -1 where no row could be read."""
+    #: int64 ``[B]``: the numbers of the writes that the rows held, which updates of priorities name; -1 where there is none.
     tickets: Tensor
-    """int64 ``[B]``: the numbers of the writes that the rows held, which updates of priorities name; -1 where there is none."""
+    #: bool ``[B]``: False where no row could be read, and all bytes of the row are zero.
     valid: Tensor
-    """bool ``[B]``: False where no row could be read, and all bytes of the row are zero."""
+    #: float32 ``[B]``, of draws by priority: over the smallest leaf of the store; 0 where no row could be read.
     weights: Tensor | None
-    """float32 ``[B]``, of draws by priority: over the smallest leaf of the store; 0 where no row could be read."""
 
 
 class Layout:
@@ -368,10 +368,9 @@ class Chain:
         self._programs = min(batch_size * self._chunks, programs or 1 << 30)
         words = _PLACES + _PLACE_WORDS * batch_size + _ENTRY_WORDS * self._chunks + columns.lanes
         self._state = torch.zeros(words, dtype=torch.int64, device=self.device)
+        #: int64 on the device: batches, then internal, rows read again, places that repeat another one's row, places without a row, and
+        #: places whose row was resident.
         self.counters = self._state[_COUNTERS:_PLACES]
-        """int64 on the device: batches, then internal, rows read again, places that repeat another one's row, places without a row, and
-        places whose row was resident.
-        """
         if not self._kernels.INTERPRETED:
             self._warm_up(columns)
         self.replace(columns, commands)

@@ -74,9 +74,9 @@ class _Block(NamedTuple):
     holes: Tensor
     #: One pinned tensor ``[a + e, *row shape]`` per field.
     columns: list[Tensor]
+    #: Once the rows were read: the position of the step after those that were appended, or were just being; and of each row, int32 ``[a +
+    #: e, 2]``, how many edits were known before, and how many there were then. None: no graph writes rows.
     moved: tuple[Tensor, Tensor] | None
-    """Once the rows were read: the position of the step after those that were appended, or were just being; and of each row, int32
-    ``[a + e, 2]``, how many edits were known before, and how many there were then. None: no graph writes rows."""
     leaves: list[_Leaves]
     #: When it has come, the memory on the host holds the copies.
     copied: torch.Event
