@@ -15,7 +15,7 @@ class Store:
     def __init__(self, name, *, refuses=0):
         self.name, self.refuses, self.version, self.closed = name, refuses, None, False
         self.served = SimpleNamespace(store=name)
-        self.connection = SimpleNamespace(reconnect=self.asked)
+        self.connection = SimpleNamespace(reconnect=self.asked, is_replaced=False)
 
     def asked(self):
         if self.refuses:

@@ -162,7 +162,7 @@ class VideoFrames(Transform):
         try:
             frames, decoded = video.frames(path := root / files[int(number)], times, self._videos.half)
         except OSError as error:
-            self._open.pop(int(number), None)  # the file may be mended
+            self._open.pop(int(number), None)  # the file may be repaired
             what = "a whole video" if path.exists() else "a video, which is not there. root= says where the data set is"
             raise DatasetError(f"VideoFrames: {path}: expected {what} ({error}).") from error
         with self._lock:

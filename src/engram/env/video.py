@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from av.container import InputContainer
-    from av.index import IndexEntry
     from numpy.typing import NDArray
 
     Frame = NDArray[np.uint8]
@@ -82,7 +81,7 @@ class Reader:
         #: How many frames there are; 0: the file does not say.
         self.count = self._stream.frames
         #: When key frames are decoded, which is not after they are shown. PyAV 14 does not say.
-        entries = cast("Iterable[IndexEntry]", getattr(self._stream, "index_entries", ()))
+        entries = self._stream.index_entries if "index_entries" in dir(self._stream) else ()
         self._keys = [entry.timestamp * self._unit for entry in entries if entry.is_keyframe]
         self._ahead = self._decode()
 

@@ -12,14 +12,14 @@ from torch import Tensor
 from engram._support.unsupported import BY_NUMBER, refused, refusing
 from engram.errors import PriorityError, RateLimited
 from engram.format.sizes import usual_row_bytes
-from engram.remote.protocol import COALESCED_BYTES, MAX_BATCHES, Sample, Served, State
+from engram.remote.protocol import COALESCED_BYTES, MAX_BATCHES, Mass, Sample, Served, State
 from engram.samplers._base import DeclaredSampler
 from engram.samplers.prioritized import as_priorities, rows_of
 from engram.samplers.staleness import check_version
 from engram.storages import Count, LazyTensorStorage, Storage
 from engram.storages._columns import rows_of_coordinates, rows_of_written
 from engram.storages._ragged_structure import structure_in
-from engram.types import Info, NativeBatch, Shown, Traits
+from engram.types import Entry, Info, NativeBatch, Shown, Traits
 from engram.writers._base import NativeWriter
 
 if TYPE_CHECKING:
@@ -112,6 +112,19 @@ class Drawn(NamedTuple):
     info: Info
     #: An epoch ended with it.
     last: bool
+
+
+class Parts(NamedTuple):
+    """What a store has drawn of some batches, one behind the other."""
+
+    #: Of the rows of each part.
+    sizes: list[list[int]]
+    #: Of the store, at each.
+    masses: list[Mass]
+    #: Of all rows ``[n, ...]``, as are the rows and the entries of info.
+    columns: list[Tensor]
+    rows: Tensor
+    info: dict[Entry, Tensor]
 
 
 class OneStore(NamedTuple):

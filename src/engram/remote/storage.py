@@ -12,7 +12,7 @@ import warnings
 from collections import deque
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 from uuid import uuid4
 
 import msgspec
@@ -28,10 +28,10 @@ from engram.format.schema import decode
 from engram.remote import protocol, wire
 from engram.remote.connection import IN_DOUBT as DOUBTFUL
 from engram.remote.connection import Answer, Connection, Exchange, Message
-from engram.remote.served import RETRY_INTERVAL_S, Drawn, Limits, OneStore, ServedStorage, update_once
+from engram.remote.served import RETRY_INTERVAL_S, Drawn, Limits, OneStore, Parts, ServedStorage, update_once
 from engram.store.ragged_rows import items_in
 from engram.store.requests import IN_DOUBT
-from engram.types import Entry, Info, Write, WritePlan
+from engram.types import Info, Write, WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -80,7 +80,7 @@ class WritesUnderWay:
         """Send rows, which are copied, and do not wait for the answer. Raises as :meth:`gather`."""
         with self._changed:
             if self._admits(batch.num_rows, batch.nbytes):
-                self._append(wire.Rows(batch.schema, lanes, _copied(batch)))
+                self._append(wire.Rows(batch.schema, lanes, wire.copied(batch)))
 
     def gather(self, schema: pa.Schema, columns: list[bytes], lanes: frozenset[int], n: int) -> None:
         """As :meth:`put`, rows that go with others in one message. ``columns``: the bytes of each.
@@ -191,7 +191,7 @@ class WritesUnderWay:
             if not some:  # it was closed
                 continue
             try:
-                self._send(_together(batches), len(frozenset().union(*(one.lanes for one in some))))
+                self._send(wire.together(batches), len(frozenset().union(*(one.lanes for one in some))))
             except NotAdmitted:  # fewer rows may be admitted
                 most = 1
                 with self._changed:
@@ -226,21 +226,6 @@ class WritesUnderWay:
                 self.dropped += 0 if error is None else one.rows
             self._error, self._refused = error or self._error, False
             self._changed.notify_all()
-
-
-def _copied(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """In memory of its own: the caller may change its tensors."""
-    arrays = []
-    for array in batch.columns:
-        raws = [raw and pa.py_buffer(raw.to_pybytes()) for raw in array.buffers()]
-        arrays.append(pa.Array.from_buffers(array.type, len(array), raws))
-    return pa.RecordBatch.from_arrays(arrays, schema=batch.schema)
-
-
-def _together(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
-    if len(batches) == 1:
-        return batches[0]
-    return pa.Table.from_batches(batches).combine_chunks().to_batches()[0]
 
 
 _PRIORITIES, _EDITS = map(wire.arrow_schema, (wire.PRIORITIES, wire.EDITS))
@@ -298,24 +283,6 @@ class ServedLimits(Limits):
 
     def count_limit_wait(self, samples: bool) -> None:
         """The server counts none of these."""
-
-
-class Parts(NamedTuple):
-    """What a store has drawn of some batches, one behind the other."""
-
-    #: Of the rows of each part.
-    sizes: list[list[int]]
-    #: Of the store, at each.
-    masses: list[protocol.Mass]
-    #: Of all rows ``[n, ...]``, as are the rows and the entries of info.
-    columns: list[Tensor]
-    rows: Tensor
-    info: dict[Entry, Tensor]
-
-
-def _fields_in(answer: Answer) -> int:
-    """How many columns of an answer are fields."""
-    return next(k for k, it in enumerate(answer.columns) if it.name == wire.ROW_NUMBER)
 
 
 class RemoteStorage(ServedStorage):
@@ -435,18 +402,13 @@ class RemoteStorage(ServedStorage):
             return self._parts(self._learning.receive())
 
     def _parts(self, answer: Answer) -> Parts:
-        sampled = self._sampled(answer)
-        tensors = wire.tensors_in(answer.rows, answer.columns)
-        fields, known = _fields_in(answer), len(self._schema.fields)
-        entries = [wire.entry_of(it.name) for it in answer.columns[fields + 1 :]]
-        info = dict(zip(entries, tensors[fields + 1 :], strict=True))
-        return Parts(sampled.sizes, sampled.masses, tensors[: min(fields, known)], tensors[fields], info)
-
-    def _sampled(self, answer: Answer) -> protocol.Sampled:
         sampled = msgspec.json.decode(answer.metadata, type=protocol.Sampled)
-        if sampled.masses:
-            self.limits.tell(sampled.limits)
-        return sampled
+        self.limits.tell(sampled.limits)
+        tensors = wire.tensors_in(answer.rows, answer.columns)
+        names, known = [it.name for it in answer.columns], len(self._schema.fields)
+        fields = names.index(wire.ROW_NUMBER)
+        info = dict(zip(map(wire.entry_of, names[fields + 1 :]), tensors[fields + 1 :], strict=True))
+        return Parts(sampled.sizes, sampled.masses, tensors[: min(fields, known)], tensors[fields], info)
 
     def answer(self, rows: int) -> list[Callable[[], Drawn]]:
         with self._learning.lock:
@@ -473,7 +435,8 @@ class RemoteStorage(ServedStorage):
                 self._learning.forget()
 
     def _batches(self, answer: Answer) -> list[Callable[[], Drawn]]:
-        metadata, fields = self._sampled(answer), _fields_in(answer)
+        metadata = msgspec.json.decode(answer.metadata, type=protocol.Sampled)
+        fields = next(k for k, it in enumerate(answer.columns) if it.name == wire.ROW_NUMBER)
         counts = [math.prod(shape) for shape in metadata.sizes]
         entries = [wire.entry_of(it.name) for it in answer.columns[fields + 1 :]]
 

@@ -139,6 +139,22 @@ def record_batch(schema: pa.Schema, columns: Sequence[Tensor], rows: int) -> pa.
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
+def copied(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """In memory of its own: the caller may change its tensors."""
+    arrays = []
+    for array in batch.columns:
+        raws = [raw and pa.py_buffer(raw.to_pybytes()) for raw in array.buffers()]
+        arrays.append(pa.Array.from_buffers(array.type, len(array), raws))
+    return pa.RecordBatch.from_arrays(arrays, schema=batch.schema)
+
+
+def together(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+    """One behind the other."""
+    if len(batches) == 1:
+        return batches[0]
+    return pa.Table.from_batches(batches).combine_chunks().to_batches()[0]
+
+
 def _array_of(field: pa.Field, items: Items, rows: int) -> pa.Array:
     """A column of rows of items. Those of a field that was left out are zeros. Raises as :func:`record_batch`."""
     column, there = _column_in(field), items.packed()

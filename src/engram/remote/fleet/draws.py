@@ -17,7 +17,7 @@ from engram._support.native import NotAdmitted
 from engram.errors import NoSampleable, RateLimited
 from engram.remote import protocol
 from engram.remote.fleet import plans
-from engram.remote.served import Drawn
+from engram.remote.served import Drawn, Parts
 from engram.store import ragged_rows
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engram.remote.fleet.members import Members, Shard
-    from engram.remote.storage import Parts
     from engram.types import Info
 
 #: Rounds in a row that give no row, after which there is none.
