@@ -233,8 +233,7 @@ def test_a_creation_that_fails_removes_what_it_made_and_nothing_else(tmp_path):
             made.text(tmp_path / "there" / "b", b"x")
             made.folder(tmp_path / "there" / "hidden")
             made.file(tmp_path / "there" / "hidden" / "c", 10)
-            (tmp_path / "there" / "hidden").rename(tmp_path / "there" / "shown")
-            made.published(tmp_path / "there" / "hidden", tmp_path / "there" / "shown")
+            made.publish(tmp_path / "there" / "hidden", tmp_path / "there" / "shown")
             made.text(tmp_path / "there" / "mine", b"x")
 
     with pytest.raises(FileExistsError):

@@ -232,9 +232,10 @@ class Creation:
         if sparse:
             os.truncate(path, nbytes)
 
-    def published(self, old: Path, new: Path) -> None:
-        """Note that a file or folder that this made was renamed."""
-        self._made = [new / path.relative_to(old) if path.is_relative_to(old) else path for path in self._made]
+    def publish(self, old: Path, new: Path) -> None:
+        """Rename a file or folder that this made. An interrupt may come before or after: it is removed under either name."""
+        self._made += [new / path.relative_to(old) for path in self._made if path.is_relative_to(old)]
+        old.rename(new)
 
     def text(self, path: Path, raw: bytes) -> None:
         """Make a small file with this content."""

@@ -200,8 +200,7 @@ def _index_file(folder: Path, kind: str, nbytes: int, make: Callable[[Block], No
         make(file_block(hidden, nbytes))
         _unscanned(path).unlink(missing_ok=True)
         made.text(_unscanned(path), b"")
-        hidden.rename(path)
-        made.published(hidden, path)
+        made.publish(hidden, path)
         return file_block(path, nbytes)
 
 

@@ -215,8 +215,7 @@ def create_store(
         _make_fields(made, paths, metas)
         make_rings(made, directory, schema, hidden.name, memory.file_block)
         _make_control(made, hidden, schema, maker, guest_of, begin)
-        hidden.rename(directory / layout.FOLDER)  # from here on the folder is a store
-        made.published(hidden, directory / layout.FOLDER)
+        made.publish(hidden, directory / layout.FOLDER)  # from here on the folder is a store
         return _attach(schema, directory, schemas.first_fingerprints(schema, raw), unclean="refuse")
 
 
