@@ -85,9 +85,10 @@ def members_named(index: object, n: int, who: str) -> int | list[int]:
     else:
         if isinstance(index, bool) or not isinstance(index, int | list | range | np.ndarray | np.integer | Tensor):
             raise TypeError(f"{who}: expected an int, a slice, or ints that name members, got {type(index).__name__}.")
-        named = as_ints(f"{who}: members", index, MEMBERS)
+        named = as_numbers(f"{who}: members", index)
         if named.ndim > 1:
             raise RuntimeError(f"{who}: expected an int or a list of ints, got an index of shape {list(named.shape)}.")
+        named = as_ints(f"{who}: members", named, MEMBERS)
         for member in named.reshape(-1).tolist():
             if not -n <= member < n:
                 raise IndexError(f"{who}: expected a member in [0, {n}), got {member}.")
