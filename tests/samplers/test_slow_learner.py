@@ -21,6 +21,7 @@ from engram import (
     StalenessAwareSampler,
     StreamingSliceSampler,
 )
+from engram.store import row_indexes
 
 ROWS, WRITTEN, BATCHES = 1024, 16, 12
 
@@ -138,15 +139,15 @@ def test_no_draw_of_a_slow_learner_fails(storage, kind):
 def test_rows_that_move_while_their_versions_are_read_are_read_again(storage, monkeypatch, every):
     """Between the look at the tickets and the read, all rows, or half of them, are edited."""
     rb = ReplayBuffer(storage=storage, sampler=StalenessAwareSampler())
-    editor, read, edits = ReplayBuffer(storage=storage), type(storage).field, []
+    editor, specified, edits = ReplayBuffer(storage=storage), row_indexes.specified, []
 
-    def field(self, path, index, expected=None):
+    def edited(*of_field):
         if not edits:
             edits.append(1)
             editor.set_at_("state", torch.ones(ROWS // every, dtype=torch.int64), torch.arange(0, ROWS, every))
-        return read(self, path, index, expected)
+        return specified(*of_field)
 
-    monkeypatch.setattr(type(storage), "field", field)
+    monkeypatch.setattr(row_indexes, "specified", edited)
     assert {int(step) % 2 for step in rb.sample(64)["step"]} == ({0, 1} if every == 1 else {1})
     assert len(set(rb.sample(ROWS)["step"].tolist())) == ROWS
 
@@ -162,7 +163,7 @@ def test_a_draw_that_fails_takes_no_row_from_later_ones(storage, monkeypatch, er
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(storage), "field", broken)
+        patch.setattr(row_indexes, "specified", broken)
         for _ in range(2):
             with pytest.raises(type(error)):
                 rb.sample(16)
