@@ -81,7 +81,7 @@ class WritePath:
         wiring, storage = self._wiring, self._wiring.storage
         memory: Store | None = storage.memory
         plain = wiring.appends_natively and not wiring.transform.writes and self._recipe.noted and storage.ndim == 1
-        if not plain or memory is None or not memory.is_native or wiring.has_listeners():
+        if not plain or memory is None or not memory.is_native or storage.traits.is_remote or wiring.has_listeners():
             return None
         storage.begin_change()
         if self._prefetching is not None:
