@@ -406,8 +406,6 @@ class _Loads(Loads):
 SAMPLEABLE = "sampleable"
 #: Of a draw: the number that the choice of members has, which no member has.
 _CHOICE = 1 << 40
-#: Numbers that weights are compared with.
-_FINE = 1 << 53
 
 
 def _drawable(source: DeclaredSampler, storage: SampledStorage, rows: int) -> float:
@@ -483,7 +481,7 @@ class _Samplers(OnePerMember[Sampler], DeclaredSampler):
                 check_drawable(sum(len(storage) for _, storage in sources))
                 raise NoSampleable(f"sample: expected a member that has {rows} rows, got {n} that have not.")
         # A few parts: NumPy, as in plans.chosen, would take longer than the rest of the choice.
-        at = [number / _FINE * ends[-1] for number in self._numbers(key, _FINE)]
+        at = [number / plans.FINE * ends[-1] for number in self._numbers(key, plans.FINE)]
         last = next(i for i, end in enumerate(ends) if end >= ends[-1])  # rounding must not choose one without weight
         return [min(bisect_right(ends, place), last) for place in at]
 

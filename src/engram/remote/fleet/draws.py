@@ -46,24 +46,6 @@ class _Round(NamedTuple):
     #: Units of each store, batch by batch: places in the message.
     places: list[NDArray[np.int64]]
 
-    @classmethod
-    def of(
-        cls,
-        attempt: int,
-        shards: list[Shard],
-        used: NDArray[np.float64],
-        where: NDArray[np.int64],
-        owners: NDArray[np.int64],
-        form: tuple[int, int],
-    ) -> _Round:
-        """``where``: places of the units; ``owners``: the place in ``shards`` of the store of each. ``form``: batches, and their units."""
-        batches, units = form
-        counts = np.bincount(where // units * len(shards) + owners, minlength=batches * len(shards)).reshape(
-            batches, len(shards)
-        )
-        by_store = where[np.argsort(owners, kind="stable")]
-        return cls(attempt, shards, used, counts, np.split(by_store, np.cumsum(counts.sum(0))[:-1]))
-
 
 class _Message:
     """Batches that are requested together, and what has come of them."""
@@ -82,6 +64,21 @@ class _Message:
         self.left: deque[tuple[int, tuple[int, int]]] = deque()
         self.first: _Round
         self.error: Exception | None = None
+
+    def round_of(
+        self,
+        attempt: int,
+        shards: list[Shard],
+        used: NDArray[np.float64],
+        where: NDArray[np.int64],
+        owners: NDArray[np.int64],
+    ) -> _Round:
+        """A round of units at places ``where``. ``owners``: the place in ``shards`` of the store of each."""
+        batches, units = self.at.shape
+        counts = np.bincount(where // units * len(shards) + owners, minlength=batches * len(shards))
+        counts = counts.reshape(batches, len(shards))
+        by_store = where[np.argsort(owners, kind="stable")]
+        return _Round(attempt, shards, used, counts, np.split(by_store, np.cumsum(counts.sum(0))[:-1]))
 
     def take(self, asked: _Round, at: int, parts: Parts, together: int) -> None:
         """The parts of a store, of whose units the last may be missing."""
@@ -103,7 +100,7 @@ def _factor(asked: _Round, at: int, mass: protocol.Mass) -> float:
     """As of :attr:`_Message.factors`, for the part of a store with this mass."""
     if mass.over_batch:
         return mass.least * float(asked.used[at] / asked.used.sum()) / mass.total
-    now, least = ([getattr(it.mass, name) for it in asked.shards] for name in ("total", "least"))
+    now, least = [it.mass.total for it in asked.shards], [it.mass.least for it in asked.shards]
     now[at], least[at] = mass.total, mass.least
     return plans.factor(mass.beta, at, asked.used.tolist(), now, least)
 
@@ -183,7 +180,7 @@ class Draws:
                 message = _Message([key], len(found.rows) // self._together)
                 shard.rows_within.note(form, message.units)
                 owners = np.full(message.units, at)
-                of = _Round.of(attempt, shards, masses, np.arange(message.units), owners, message.at.shape)
+                of = message.round_of(attempt, shards, masses, np.arange(message.units), owners)
                 self._take(message, of, at, found)
                 return self._assembled(message)[0]()
         raise NoSampleable("sample: no store has given a row, at any try. Add data first.")
@@ -209,11 +206,11 @@ class Draws:
         if not self._epochs:
             owners = plans.chosen(masses, plans.fractions(message.keys, missing.sum(1).tolist(), attempt))
             used = np.array([shard.weight for shard in shards])
-            return _Round.of(attempt, shards, used, where, owners, message.at.shape)
+            return message.round_of(attempt, shards, used, where, owners)
         owners = plans.dealt(message.keys[0], attempt, masses.astype(np.int64), len(where))
         if not message.came:
             message.at = message.at[:, : len(owners)]
-        planned = _Round.of(attempt, shards, masses, where[: len(owners)], owners, message.at.shape)
+        planned = message.round_of(attempt, shards, masses, where[: len(owners)], owners)
         for shard, n in zip(shards, planned.counts[0], strict=True):
             shard.weight -= n
         return planned

@@ -25,7 +25,8 @@ SHIFT = 48
 _WORD = (1 << 64) - 1
 #: The number of a store's draws may not meet that of the choice among them.
 _CHOICE = 1 << 62
-_FINE = 1 << 53
+#: Numbers that a double holds exactly lie below.
+FINE = 1 << 53
 #: Numbers that NumPy deals without replacement.
 _MAX_DEALT_ROWS = 10**9
 
@@ -102,8 +103,8 @@ def fractions(keys: Sequence[int], counts: Sequence[int], attempt: int) -> NDArr
     parts = numbers.split([*counts])  # type: ignore[no-untyped-call]
     for key, some in zip(keys, parts, strict=True):
         if len(some):
-            native.uniform(key_of(key, _CHOICE, attempt), _FINE, some)
-    return numbers.numpy() / _FINE
+            native.uniform(key_of(key, _CHOICE, attempt), FINE, some)
+    return numbers.numpy() / FINE
 
 
 def dealt(key: int, attempt: int, left: NDArray[np.int64], n: int) -> NDArray[np.int64]:
