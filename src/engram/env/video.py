@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from fractions import Fraction
 from io import BytesIO
 from typing import TYPE_CHECKING, cast
@@ -80,9 +80,10 @@ class Reader:
         self._stream.thread_count, self._unit = 1, float(cast("Fraction", self._stream.time_base))
         #: How many frames there are; 0: the file does not say.
         self.count = self._stream.frames
-        #: When key frames are decoded, which is not after they are shown. PyAV 14 does not say.
-        entries = self._stream.index_entries if "index_entries" in dir(self._stream) else ()
-        self._keys = [entry.timestamp * self._unit for entry in entries if entry.is_keyframe]
+        #: When key frames are decoded, which is not after they are shown.
+        self._keys: list[float] = []
+        with suppress(AttributeError):  # PyAV 14 does not say
+            self._keys = [it.timestamp * self._unit for it in self._stream.index_entries if it.is_keyframe]
         self._ahead = self._decode()
 
     def at(self, time: float, half: float, end: float = math.inf) -> Frame | None:

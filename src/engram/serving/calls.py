@@ -77,7 +77,8 @@ class Calls:
         return found.all(keys, "remove")
 
     def _update_if_present(self, _: protocol.Call, **given: object) -> tuple[Tensor, ...]:
-        return FieldUpdates(vars(self._rb)["_wiring"]).apply_once(**given)  # type: ignore[arg-type] # it checks them
+        updates = FieldUpdates(self._rb._wiring)  # noqa: SLF001 - of the facade
+        return updates.apply_once(**given)  # type: ignore[arg-type] # it checks them
 
     # ---- rows that grow ------------------------------------------------------------------------------------------------
 
