@@ -471,8 +471,12 @@ def _file(root: Path, kind: str, listed: Mapping[str, object]) -> Path:
 
 
 def from_lerobot(
-    path: StrPath, directory: StrPath, *, video: Literal["decode", "reference"] = "decode", **more: Unpack[of.ImportArguments]
-) -> of.DataSet:  # fmt: skip
+    path: StrPath,
+    directory: StrPath,
+    *,
+    video: Literal["decode", "reference"] = "decode",
+    **more: Unpack[of.ImportArguments],
+) -> of.DataSet:
     """Write a data set of LeRobot's, format v3.0, to a store in a directory, and open it read-only.
 
     A feature ``observation.state`` is the field ``("observation", "state")``, ``episode_index`` is ``("collector", "traj_ids")``, and
@@ -503,9 +507,8 @@ def from_lerobot(
     >>> rb["action"].tolist(), rb["collector", "traj_ids"].tolist()
     ([0.0, 1.0, 2.0, 3.0], [0, 0, 1, 1])
     """
-    rb = of.import_source(
-        _LeRobot(call := "from_lerobot", check_path(f"{call}: path", path), video, more), directory, more
-    )
+    source = _LeRobot("from_lerobot", check_path("from_lerobot: path", path), video, more)
+    rb = of.import_source(source, directory, more)
     if video == "reference":
         rb.append_transform(VideoFrames(directory))
     return rb

@@ -118,9 +118,8 @@ class RecordedVector(_VectorWrapper):
             following = self._followed(observation, over, infos)
             told = [(infos, acting & ~over), (infos.get("final_info"), acting & over)]
         recording.write(acting, following, reward, flags, told)
-        if (
-            self._mode is not AutoresetMode.SAME_STEP
-        ):  # in NEXT_STEP the next step resets those that are over, and is none of theirs
+        if self._mode is not AutoresetMode.SAME_STEP:
+            # In NEXT_STEP the next step resets those that are over, and is none of theirs.
             recording.waiting[:] = over | (recording.waiting & (self._mode is AutoresetMode.DISABLED))
         running = ~recording.waiting
         recording.go_on(observation, [(infos, running)], running, acting)

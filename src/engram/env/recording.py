@@ -196,10 +196,8 @@ class Recording:
         fields, extras = store.schema.fields, [leaf.dtype for leaf in self._notes.leaves.values()]
         numbers = {(field.key, field.dtype): i for i, field in enumerate(fields) if field.key != (self._priority,)}
         kinds = [self._observation_spec, self._action_spec, self._observation_spec, FLOAT32, BOOL, BOOL, BOOL, *extras]
-        try:
-            trees = [
-                _tree(*both, numbers) for both in zip(kinds, self._paths, strict=False)
-            ]  # entries of infos come last
+        try:  # entries of infos come last
+            trees = [_tree(*both, numbers) for both in zip(kinds, self._paths, strict=False)]
         except KeyError:
             return None
         specs, outcome = dlpack_specs(fields), [*trees[2:6], *trees[7:]]
