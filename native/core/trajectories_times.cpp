@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "check.h"
+#include "fence.h"
 #include "reals.h"
 #include "trajectories.h"
 
@@ -39,7 +40,9 @@ double difference(T a, T b) {
 
 }  // namespace
 
-// Tickets are taken before times are read: who reads the rows under them afterwards finds out which were written over meanwhile.
+// Tickets are taken before times are read: who reads the rows under them afterwards finds out which were written over meanwhile. A row
+// that only showed the search its way is not among these: each is looked at behind its time, whether it still was the step that it stands
+// for.
 template <class T>
 std::int64_t Trajectories::nearest_of(const Field& times, const std::int64_t* rows, std::uint64_t n, std::span<const double> deltas,
                                       const Moments& found) const {
@@ -49,7 +52,12 @@ std::int64_t Trajectories::nearest_of(const Field& times, const std::int64_t* ro
     const std::uint64_t here = place_of(r, cursor(r / control_.lane_length())), out = i * deltas.size();
     const bool known = v.count > 0 && here >= v.low && here < v.next;
     const std::uint64_t run = known ? v.find(here) : 0;
-    if (!known || v.dead(run)) {
+    const auto stood = [&](std::uint64_t place) {
+      fence(std::memory_order_acquire);
+      return look(v.track / width_, v.track % width_, place) == Look::whole;
+    };
+    const T origin = time_at<T>(times, rows[i]);
+    if (!known || v.dead(run) || !stood(here)) {
       std::fill_n(found.rows + out, deltas.size(), rows[i]);
       std::fill_n(found.numbers + out, deltas.size(), -1);
       std::fill_n(found.after + out, deltas.size(), 0.0);
@@ -57,13 +65,14 @@ std::int64_t Trajectories::nearest_of(const Field& times, const std::int64_t* ro
       continue;
     }
     const std::uint64_t first = v.first(run), last = v.end(run) - 1;
-    const T origin = time_at<T>(times, rows[i]);
     if (!is_finite(origin)) return rows[i];
     for (std::uint64_t k = 0; k < deltas.size(); ++k) {
       std::int64_t wrong = -1;
+      bool stand = true;
       const auto after = [&](std::uint64_t place) {
         const std::int64_t at = row(v.track, place);
         const T time = time_at<T>(times, at);
+        stand = stand && stood(place);
         if (!is_finite(time)) wrong = at;
         return difference(time, origin);
       };
@@ -74,12 +83,12 @@ std::int64_t Trajectories::nearest_of(const Field& times, const std::int64_t* ro
       }
       const std::int64_t numbers[] = {number_at(row(v.track, low)), number_at(row(v.track, high)), number_at(rows[i])};
       const double early = after(low), late = after(high);
-      if (wrong != -1) return wrong;
+      if (wrong != -1 && stand) return wrong;
       const bool later = std::abs(late - deltas[k]) < std::abs(early - deltas[k]);
       const bool itself = deltas[k] == 0;  // of equal times the row
       const std::uint64_t place = itself ? here : later ? high : low;
       found.rows[out + k] = row(v.track, place);
-      found.numbers[out + k] = numbers[itself ? 2 : later ? 1 : 0];
+      found.numbers[out + k] = stand ? numbers[itself ? 2 : later ? 1 : 0] : -1;
       found.after[out + k] = itself ? 0.0 : later ? late : early;
       found.is_last[out + k] = place == (deltas[k] < found.after[out + k] ? first : last);
     }
