@@ -176,7 +176,7 @@ def test_threads_and_copies(dataset, tmp_path):
 
 def test_a_forked_process_reads_by_itself(dataset, tmp_path):
     code = """
-import os
+import gc, os
 from engram.datasets import VideoFrames
 transform = VideoFrames(directory)
 mine = transform.frames(0, [0.3])[0].mean()
@@ -184,6 +184,7 @@ child = os.fork()
 if not child:
     for step in range(18, -1, -1):
         transform.frames(0, [step / 10])
+    gc.collect()  # of the readers that the parent has open
     os._exit(transform.delivered - 20)
 theirs = os.waitpid(child, 0)[1]
 print(theirs, [round(float(transform.frames(0, [step / 10])[0].mean())) for step in range(19)])
@@ -192,6 +193,44 @@ print(theirs, [round(float(transform.frames(0, [step / 10])[0].mean())) for step
     status, found = fresh.run(code, directory=str(tmp_path / "data")).split(" ", 1)
     assert status == "0"
     assert np.abs(np.array(eval(found)) - LEVELS[:19]).max() <= 2
+
+
+#: Encodings that show frames in another order than they are decoded in, some before the key frame that begins their group.
+ENCODED = {
+    "closed groups": ("libx264", {"g": "12"}),
+    "short groups": ("libx264", {"g": "2"}),
+    "open groups": ("libx264", {"g": "12", "x264-params": "open-gop=1"}),
+    "HEVC": ("libx265", {"g": "12", "x265-params": "log-level=none"}),
+    "HEVC, short groups": ("libx265", {"g": "2", "x265-params": "log-level=none"}),
+    "one group": ("libx265", {"x265-params": "log-level=none"}),
+    "MPEG-4": ("mpeg4", {"bf": "2", "g": "12", "qscale": "2"}),
+}
+
+
+@pytest.mark.parametrize("how", ENCODED)
+def test_each_frame_is_found_however_a_video_is_encoded(how, tmp_path):
+    codec, options = ENCODED[how]
+    path, rate, count = tmp_path / "video.mp4", 30, 60
+    with av.open(str(path), "w", format="mp4") as file:
+        stream = file.add_stream(codec, rate=rate, options=options)
+        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
+        for number in range(count):
+            file.mux(stream.encode(av.VideoFrame.from_ndarray(np.full((64, 64, 3), 4 * number, np.uint8))))
+        file.mux(stream.encode())
+    with av.open(str(path)) as file:  # the oracle: one after the other
+        truth = [(it.pts * float(it.time_base), it.to_ndarray(format="rgb24")) for it in file.decode(video=0)]
+    assert len(truth) == count
+    in_order, random = range(count), np.random.default_rng(5).permutation(count)
+    for order in (in_order, range(0, count, 3), range(37, count), random, [0, 59, 58, 0]):
+        reader = Reader(path)
+        for number in order:
+            time, expected = truth[number]
+            assert np.array_equal(reader.at(time, 0.5 / rate), expected), (number, order)
+        if order is in_order:
+            assert reader.decoded == count
+    for number, (time, expected) in enumerate(truth):
+        assert np.array_equal(Reader(path).at(time, 0.5 / rate), expected), number
+    assert reader.at(truth[-1][0] + 1 / rate, 0.5 / rate) is None
 
 
 def test_many_videos_are_not_open_at_once(tmp_path):

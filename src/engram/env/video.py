@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 #: How videos are encoded: fast enough for three cameras beside a robot, and visually lossless.
 _CODEC, _OPTIONS = "libx264", {"preset": "ultrafast", "crf": "16"}
+#: Colours are converted by the thread that asks: a forked process has no others, and waits for them. Before PyAV 17 there are none.
+_ALONE = {"threads": 1} if int(av.__version__.split(".")[0]) >= 17 else {}
 
 
 class Encoder:
@@ -48,7 +50,8 @@ class Encoder:
             self._stream.height, self._stream.width = frame.shape[:2]
             self._stream.pix_fmt = "yuv444p" if frame.shape[0] % 2 or frame.shape[1] % 2 else "yuv420p"
             self._stream.thread_count = 1  # the robot has the other cores
-        self._file.mux(self._stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        picture = av.VideoFrame.from_ndarray(frame, format="rgb24")
+        self._file.mux(self._stream.encode(picture.reformat(format=self._stream.pix_fmt, **_ALONE)))
 
     def close(self) -> None:
         if self._stream is not None:
@@ -88,23 +91,32 @@ class Reader:
 
     def at(self, time: float, half: float, end: float = math.inf) -> Frame | None:
         """The frame that is shown at a time, at most ``half`` seconds off and not after ``end``. None: there is none."""
-        key = self._keys[max(0, bisect_right(self._keys, time + half) - 1)] if self._keys else -math.inf
-        if time < self._at - half or key > self._at:
-            self._ahead, self._at = self._decode(time + half), -math.inf
+        place = bisect_right(self._keys, time + half)
+        groups = self._keys[max(0, place - 2) : place]
+        if time < self._at - half or (len(groups) == 2 and groups[0] > self._at):
+            # Frames may be shown before the key frame that they are decoded after: then the group before it has them.
+            for start in (time + half, *reversed(groups), 0.0):
+                self._ahead = self._decode(start)
+                self._advance()
+                if self._at <= time + half:
+                    break
         while self._at < time - half:
-            if (frame := next(self._ahead, None)) is None:
-                self._at = math.inf
-                return None
-            self._frame, self._at = frame, (frame.pts or 0) * self._unit
+            self._advance()
         return _rgb(self._frame) if max(self._at, time) <= min(time + half, end) else None
+
+    def _advance(self) -> None:
+        """To the next frame; the time is infinite where there is none."""
+        self._at = math.inf
+        if (frame := next(self._ahead, None)) is not None:
+            self._frame, self._at = frame, (frame.pts or 0) * self._unit
 
     def __iter__(self) -> Iterator[Frame]:
         return map(_rgb, self._ahead)
 
-    def _decode(self, start: float = 0) -> Iterator[av.VideoFrame]:
-        """Frames from the key frame before a time on."""
+    def _decode(self, start: float | None = None) -> Iterator[av.VideoFrame]:
+        """Frames from the key frame before a time on; None: those that come next."""
         try:
-            if start:
+            if start is not None:
                 self._file.seek(int(start / self._unit), stream=self._stream)
             for frame in self._file.decode(self._stream):
                 self.decoded += 1
@@ -119,7 +131,7 @@ class Reader:
 
 
 def _rgb(frame: av.VideoFrame) -> Frame:
-    return frame.to_ndarray(format="rgb24").astype(np.uint8, copy=False)
+    return frame.reformat(format="rgb24", **_ALONE).to_ndarray().astype(np.uint8, copy=False)
 
 
 def decode(path: Path) -> Iterator[Frame]:
