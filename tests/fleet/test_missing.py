@@ -72,6 +72,23 @@ def test_a_store_that_dies_is_left_out_and_comes_back(tmp_path, sampler, prefetc
                 assert any((rb.sample()["a"] >= 20).any() for _ in range(20))
 
 
+def test_batches_of_a_stratum_that_came_are_there_when_its_store_is_gone(tmp_path):
+    with fleet(tmp_path, RandomSampler) as (servers, _):
+        addresses, how = [server.address for server in servers], {"patience": SKIP_S, "generator": seeded()}
+        with ReplayBuffer.connect(addresses, stratum=1, prefetch=2, batch_size=8, **how) as rb:
+            rb.sample()
+            servers[1].kill()
+            with pytest.warns(UserWarning, match="is gone, with 30 rows"):
+                until(lambda: len(rb) == 20)
+            batches = []
+            with pytest.raises(ConnectionError, match="store 1, the stratum of this buffer, is gone"):
+                batches.extend(rb.sample() for _ in range(100))
+            for batch in batches:
+                assert (batch["a"] >= 20).all()
+                assert torch.allclose(batch["loss_factor"], torch.tensor(2 * 30 / 50))
+            assert batches
+
+
 def test_rows_of_an_epoch_come_once_though_a_store_was_away(tmp_path):
     with fleet(tmp_path, SamplerWithoutReplacement) as (servers, folders):
         addresses = [server.address for server in servers]

@@ -345,6 +345,7 @@ class Draws:
         plain, flat = [column for k, column in enumerate(columns) if k not in ragged], len(first.sizes[0]) == 1
         factors = np.concatenate(message.factors)
         last = self._epochs and not self._masses(self._members.present()).any()
+        factor = None if self._stratum is None else self._loss_factor(self._members.shards[self._stratum])
 
         def made(places: NDArray[np.int64]) -> Drawn:
             units = places[places >= 0] if self._epochs else places
@@ -356,18 +357,17 @@ class Draws:
             if len(factors):
                 weights = cast("Tensor", info[_WEIGHT])  # a server sends nothing else
                 info[_WEIGHT] = _weighed(weights, factors[units], first.masses[0])
-            if self._stratum is not None:
-                info["loss_factor"] = torch.full(found[fields].shape, self._loss_factor(), device="cpu")
+            if factor is not None:
+                info["loss_factor"] = torch.full(found[fields].shape, factor, device="cpu")
             return Drawn(found[:fields], found[fields], info, last)
 
         return [partial(made, places) for places in message.at]
 
-    def _loss_factor(self) -> float:
-        """``S * T_s / T``: how much more a row counts that is drawn from its own store alone."""
-        shards = self._members.present()
+    def _loss_factor(self, own: Shard) -> float:
+        """``S * T_s / T``: how much more a row counts that is drawn from its own store alone, which may be gone since it drew."""
+        shards = [own, *(shard for shard in self._members.present() if shard is not own)]
         shares = [shard.mass.total if self._prioritized else float(shard.mass.live) for shard in shards]
-        own = next(share for share, shard in zip(shares, shards, strict=True) if shard.number == self._stratum)
-        return len(shards) * own / sum(shares)
+        return len(shares) * shares[0] / sum(shares) if shares[0] else 1.0
 
     # ---- the rest ------------------------------------------------------------------------------------------------------
 
