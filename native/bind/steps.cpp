@@ -24,20 +24,32 @@ using namespace nb::literals;
 namespace engram {
 namespace {
 
+// What an array holds: its shape, and the bytes of all of it.
+struct Form {
+  std::vector<std::int64_t> shape;
+  std::size_t bytes;
+
+  bool is_of(const Py_buffer& buffer) const {
+    const bool is_ours = buffer.format == nullptr || (*buffer.format != '>' && *buffer.format != '!');  // the order of bytes
+    return is_ours && static_cast<std::size_t>(buffer.len) == bytes &&
+           std::ranges::equal(shape, std::span(buffer.shape, static_cast<std::size_t>(buffer.ndim)));
+  }
+};
+
 // Arrays of NumPy whose memory stays where it is while this is there. The GIL must be held when it is made and dropped.
 class HeldArrays {
  public:
-  HeldArrays(nb::handle arrays, const std::vector<std::size_t>& bytes) {
-    buffers_.reserve(bytes.size());
+  HeldArrays(nb::handle arrays, const std::vector<Form>& forms) {
+    buffers_.reserve(forms.size());
     for (nb::handle array : arrays) {
       Py_buffer buffer;
-      if (PyObject_GetBuffer(array.ptr(), &buffer, PyBUF_CONTIG) != 0) {
+      if (PyObject_GetBuffer(array.ptr(), &buffer, PyBUF_CONTIG | PyBUF_FORMAT) != 0) {
         PyErr_Clear();
         return;
       }
       buffers_.push_back(buffer);
     }
-    fit_ = std::ranges::equal(buffers_, bytes, {}, [](const Py_buffer& it) { return static_cast<std::size_t>(it.len); });
+    fit_ = std::ranges::equal(forms, buffers_, [](const Form& form, const Py_buffer& it) { return form.is_of(it); });
   }
   HeldArrays(const HeldArrays&) = delete;
   HeldArrays& operator=(const HeldArrays&) = delete;
@@ -45,7 +57,7 @@ class HeldArrays {
     for (Py_buffer& buffer : buffers_) PyBuffer_Release(&buffer);
   }
 
-  // Whether each is writable, in one piece, and as long as it was to be.
+  // Whether each is writable, in one piece, and of its form.
   bool fit() const { return fit_; }
   std::size_t size() const { return buffers_.size(); }
   std::span<std::byte> operator[](std::size_t i) const {
@@ -91,13 +103,13 @@ class Steps {
     }
     for (std::size_t k = 0; k < seen_.size(); ++k) complete_ = complete_ && bytes_[seen_[k]] == bytes_[followed_[k]];
     check(!lanes_.empty() && (batched || lanes_.size() == 1), "a lane per environment");
-    masks_ = std::make_unique<HeldArrays>(masks, std::vector<std::size_t>(4, lanes_.size()));
+    masks_ = std::make_unique<HeldArrays>(masks, std::vector<Form>(4, {{static_cast<std::int64_t>(n())}, n()}));
     check(masks_->fit(), "masks of a byte per environment");
   }
 
   // Keeps the next observations and actions in these arrays. False: they are others than the store holds, or it has more fields.
   bool hold(nb::handle before, nb::handle acted) {
-    held_ = std::make_shared<Held>(before, bytes_of(seen_), acted, bytes_of(acted_));
+    held_ = std::make_shared<Held>(before, forms_of(seen_), acted, forms_of(acted_));
     if (!complete_ || !held_->before.fit() || !held_->acted.fit()) held_.reset();
     return held_ != nullptr;
   }
@@ -107,8 +119,8 @@ class Steps {
 
  private:
   struct Held {
-    Held(nb::handle seen, const std::vector<std::size_t>& seen_bytes, nb::handle done, const std::vector<std::size_t>& done_bytes)
-        : before(seen, seen_bytes), acted(done, done_bytes) {}
+    Held(nb::handle seen, const std::vector<Form>& of_seen, nb::handle done, const std::vector<Form>& of_done)
+        : before(seen, of_seen), acted(done, of_done) {}
     HeldArrays before, acted;
   };
 
@@ -118,9 +130,12 @@ class Steps {
   std::span<std::byte> open() const { return (*masks_)[2]; }
   std::span<std::byte> waiting() const { return (*masks_)[3]; }
 
-  std::vector<std::size_t> bytes_of(const Fields& fields) const {
-    std::vector<std::size_t> made;
-    for (const std::uint64_t field : fields) made.push_back(n() * bytes_[field]);
+  std::vector<Form> forms_of(const Fields& fields) const {
+    std::vector<Form> made;
+    for (const std::uint64_t field : fields) {
+      Form& form = made.emplace_back(Form{outcome_.specs()[field].shape, n() * bytes_[field]});
+      if (batched_) form.shape.insert(form.shape.begin(), static_cast<std::int64_t>(n()));
+    }
     return made;
   }
   bool take(const Intake& intake, nb::handle data, Taken& taken) const {

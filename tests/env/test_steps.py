@@ -274,6 +274,52 @@ def test_what_was_written_stays_when_the_environment_uses_its_memory_again():
         assert rows_of(rb, lane) == each.log
 
 
+class Turned(gymnasium.vector.VectorEnv):
+    """Environments whose observations are once the wrong way round, or of the other order of bytes."""
+
+    def __init__(self, dtype):
+        self.num_envs, self.metadata, self.turned = 3, {"autoreset_mode": AutoresetMode.DISABLED}, False
+        self.single_observation_space = gymnasium.spaces.Box(-99, 99, (2,), np.dtype(dtype))
+        self.single_action_space = gymnasium.spaces.Discrete(9)
+        self.observation_space = gymnasium.vector.utils.batch_space(self.single_observation_space, 3)
+        self.action_space = gymnasium.vector.utils.batch_space(self.single_action_space, 3)
+
+    def seen(self):
+        return np.array([[0, 1], [10, 11], [20, 21]], np.float32)
+
+    def reset(self, **_):
+        return np.ascontiguousarray(self.seen().T) if self.turned else self.seen(), {}
+
+    def step(self, action):
+        no = np.zeros(3, np.bool_)
+        return self.seen(), np.ones(3, np.float32), no, no, {}
+
+
+def test_observations_the_wrong_way_round_are_refused():
+    rb = ReplayBuffer(storage=LazyTensorStorage(60, lanes=3))
+    made = Turned(np.float32)
+    env = rb.record(made)
+    env.reset()
+    for _ in range(3):
+        env.step(np.zeros(3, int))
+    made.turned = True
+    env.reset()
+    with pytest.raises(RuntimeError, match="same number of rows"):
+        env.step(np.zeros(3, int))
+    assert rb.write_count == 9
+    assert rb["observation"].unique(dim=0).tolist() == made.seen().tolist()
+
+
+def test_a_space_of_the_other_order_of_bytes():
+    rb = ReplayBuffer(storage=LazyTensorStorage(60, lanes=3))
+    made = Turned(">f4")
+    env = rb.record(made)
+    env.reset()
+    for _ in range(4):
+        env.step(np.zeros(3, int))
+    assert rb["observation"].unique(dim=0).tolist() == made.seen().tolist()
+
+
 def test_the_core_refuses_masks_and_flags_of_another_size():
     rb = one()
     env = tale(rb)
@@ -291,6 +337,8 @@ def test_the_core_refuses_masks_and_flags_of_another_size():
     assert steps().hold(*held)
     assert not steps().hold([np.zeros(2, np.float32)], held[1])
     assert not steps().hold([], held[1])
+    assert not steps().hold([np.zeros((3, 1), np.float32)], held[1]), "as many bytes of another shape"
+    assert not steps().hold([np.zeros(3, ">f4")], held[1])
     assert not steps(done=5).hold(*held), "a field twice, and one never"
     short = native.Intake(specs, ("tuple", tuple, [0, 1], [2, 3]), ())
     for wrong in (
