@@ -96,7 +96,7 @@ def test_damaged_files(tmp_path, damage):
         assert not (tmp_path / "data").exists()
         return
     file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(DatasetError, match=r"rows from \d+ on: expected whole files"):
+    with pytest.raises(DatasetError, match=r"rows from \d+ on: expected rows that Lance can read"):
         from_lance(tmp_path / "x", tmp_path / "data")
 
 

@@ -15,7 +15,7 @@ ROOMS = {
     "cli": 1_761,
     "datasets": 1_274,
     "device": 978,
-    "env": 1_107,
+    "env": 1_115,
     "format": 1_067,
     "inspect": 1_100,
     "members": 1_712,

@@ -482,7 +482,7 @@ class LanceRows(ArrowRows):
             try:
                 table = self._dataset.to_table([*self._new], offset=first, limit=self._piece)
             except (OSError, ValueError) as error:
-                raise self.refuse(f"rows from {first} on: expected whole files ({error}).") from error
+                raise self.refuse(f"rows from {first} on: expected rows that Lance can read ({error}).") from error
             yield from map(self._columns, table.combine_chunks().to_batches())
 
 
