@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import compress
 from operator import le
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engram._support import fork, native
@@ -17,21 +20,13 @@ from engram.buffer.replay_buffer import ReplayBuffer
 from engram.errors import IncompatibleStore, RateLimited, StoreInUse
 from engram.storages import LazyMemmapStorage
 from engram.storages.ragged import Ragged
+from engram.store.keys import StoredKeys
 from engram.store.opening import holds_store
+from engram.store.ragged import RaggedStore
 from engram.store.ragged_rows import Items
 from engram.store.rings import Spans
 from engram.store.trees import ALIGNMENT, FORM_OF, dense, tree_bytes, tree_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from contextlib import AbstractContextManager
-
-    from numpy.typing import NDArray
-
-    from engram.store.keys import StoredKeys
-    from engram.store.ragged import RaggedStore
-    from engram.types import StrPath
-
+from engram.types import StrPath
 
 FORM = 8
 #: What fills a form up, by the number of dimensions.

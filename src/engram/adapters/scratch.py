@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias, cast
+import pathlib
+from collections.abc import Collection, Iterator, Mapping
+from typing import TypeAlias, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 import engram
 from engram.errors import IncompatibleStore
 from engram.format.schema import DTYPES
 from engram.storages import LazyTensorStorage
 from engram.store.lifetime import Hold, hold
+from engram.types import Sampler
 
-if TYPE_CHECKING:
-    import pathlib
-    from collections.abc import Collection, Iterator, Mapping
-
-    from numpy.typing import NDArray
-
-    from engram.types import Sampler
-
-    Array: TypeAlias = NDArray[np.generic]
-    Path: TypeAlias = tuple[str, ...]
-    Rows: TypeAlias = NDArray[np.int64]
+Array: TypeAlias = NDArray[np.generic]
+Path: TypeAlias = tuple[str, ...]
+Rows: TypeAlias = NDArray[np.int64]
 
 
 class Scratch:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
 import torch
+from torch import Tensor
 
 from engram._support.checks import check_choice, check_count, check_number
 from engram._support.field_paths import WINDOW_ENDS, FieldPath, as_path, as_paths, public
@@ -23,11 +24,7 @@ from engram.samplers import RandomSampler
 from engram.transforms import Compose, ExcludeTransform, Transform
 from engram.transforms._base import Key, KeyedTransform, Keys, as_key, entry, find, path_of, put, shallow
 from engram.transforms.windows import Windows, checked_dim, ends_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from engram.types import Sampler
+from engram.types import Sampler
 
 
 class CatFrames(KeyedTransform):

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 from engram import samplers, storages
 from engram._support.checks import check_count
@@ -19,20 +19,18 @@ from engram._support.state import real
 from engram._support.words import warn
 from engram.buffer.recipe import kind_of
 from engram.buffer.saving import OwnLoad, Saving
+from engram.buffer.services import Facade
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.reshard.driver import reshard
 from engram.reshard.plan import Policy, Target, checked_incomplete
 from engram.reshard.plan import open_shards as open_saved
 from engram.saved import attempts, disk, parts
+from engram.saved.checkpoints import Checkpoint
+from engram.saved.parts import SavedPart
 from engram.saved.series import Lease, Mirror, open_shards
+from engram.storages import Storage
 from engram.types import Form, Sampler
 from engram.writers._base import FollowingWriter
-
-if TYPE_CHECKING:
-    from engram.buffer.services import Facade
-    from engram.saved.checkpoints import Checkpoint
-    from engram.saved.parts import SavedPart
-    from engram.storages import Storage
 
 T = TypeVar("T")
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
 
 from engram._support.state import real, saved
+from engram.buffer.wiring import Wiring
 from engram.errors import IncompatibleCheckpoint
 from engram.saved import parts
+from engram.saved.parts import SavedPart
 from engram.store import priorities
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from engram.buffer.wiring import Wiring
-    from engram.saved.parts import SavedPart
 
 #: Parts that may be of another class. Which one a sampler goes with is often the buffer's to say.
 _OTHERS = ("sampler", "buffer", "writer")

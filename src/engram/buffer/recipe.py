@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from engram import around, samplers, storages, writers
 from engram._support.checks import check_choice, check_path
 from engram.buffer.configuration import Settings
+from engram.buffer.services import Facade
+from engram.buffer.wiring import Wiring
 from engram.errors import CorruptStore, EngramError, IncompatibleStore
 from engram.format import files, layout
 from engram.storages.ragged import RaggedArguments
 from engram.store import DeviceStore, Store
 from engram.types import Declared, StrPath
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    from engram.buffer.services import Facade
-    from engram.buffer.wiring import Wiring
 
 _SAMPLERS = around.Expander.known
 _WRITERS: dict[str, Any] = {

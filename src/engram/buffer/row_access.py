@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -16,24 +16,21 @@ from engram._support.checks import as_ints
 from engram._support.field_paths import FieldPath, checked_path, public
 from engram._support.nested import entries_of, find, flatten, has_entries, name_of
 from engram._support.tensordicts import is_tensor_collection
+from engram.buffer.configuration import Settings
 from engram.buffer.field_updates import CALL, ConditionalUpdateResult, FieldUpdates, add_entries
 from engram.buffer.on_device import OnDevice
+from engram.buffer.prefetching import Prefetching
+from engram.buffer.read_path import ReadPath
+from engram.buffer.wiring import Wiring
 from engram.buffer.write_path import new_containers
 from engram.device.direct import Replays
 from engram.errors import EMPTY, RowError
+from engram.format.schema import Field
 from engram.saved.rows import Boundaries, Roles, boundary_fields, roles_of
+from engram.storages import Rows
 from engram.store import DeviceStore
 from engram.store.keys import count_keys
 from engram.types import Draw
-
-if TYPE_CHECKING:
-    from engram.buffer.configuration import Settings
-    from engram.buffer.prefetching import Prefetching
-    from engram.buffer.read_path import ReadPath
-    from engram.buffer.wiring import Wiring
-    from engram.format.schema import Field
-    from engram.storages import Rows
-
 
 #: How often a slice is looked up whose rows are evicted before they are read.
 _TRIES = 100

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -16,33 +18,28 @@ from engram._support.progress import OnProgress, Work
 from engram._support.state import Loads, check_keys, integer, prepare_load, read_from, saved, tensor_in, typed
 from engram._support.words import warn
 from engram.buffer import other_sampler
+from engram.buffer.configuration import Settings
+from engram.buffer.lanes import Lanes
 from engram.buffer.prefetching import Prefetching, prepare_batches
+from engram.buffer.read_path import ReadPath
+from engram.buffer.recipe import Recipe
+from engram.buffer.wiring import Wiring
 from engram.errors import IncompatibleCheckpoint
 from engram.format import layout
 from engram.reshard.driver import Reshard, format_counts, seed_of
 from engram.reshard.driver import convert as converted_for
 from engram.reshard.plan import open_shard
+from engram.samplers._base import DeclaredSampler
 from engram.saved import checkpointers, disk
 from engram.saved import parts as saved_parts
+from engram.saved.checkpointers import ForeignDump, IndexNames
 from engram.saved.checkpoints import Checkpoint, finish_dump, replacing, standing
+from engram.saved.part_reader import PartReader
 from engram.saved.parts import Parts, SavedPart, check_blocks
 from engram.saved.snapshot import Snapshot, StoragePreparation, StorageSnapshot
 from engram.storages import Storage, announcing
 from engram.store import priorities
 from engram.types import Commit, Form, Ranking, StorageLoad, StrPath
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
-    from contextlib import AbstractContextManager
-
-    from engram.buffer.configuration import Settings
-    from engram.buffer.lanes import Lanes
-    from engram.buffer.read_path import ReadPath
-    from engram.buffer.recipe import Recipe
-    from engram.buffer.wiring import Wiring
-    from engram.samplers._base import DeclaredSampler
-    from engram.saved.checkpointers import ForeignDump, IndexNames
-    from engram.saved.part_reader import PartReader
 
 State = dict[str, Any]
 

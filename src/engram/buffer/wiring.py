@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,23 +15,18 @@ from engram._support.checks import as_numbers, check_count
 from engram._support.overrides import overrides, refuse_others
 from engram.around import Expander, SampleUnit
 from engram.around.sequence import Named, UnitReader
+from engram.buffer.output import Source
+from engram.device.pinning import Pinning
 from engram.errors import RowError
+from engram.samplers._base import DeclaredSampler
+from engram.storages import Storage
 from engram.store import Key, Process, Store
 from engram.store.device.accelerator import Accelerator
 from engram.store.limits import Gate, Limit, Rules, rules_of
 from engram.store.ragged import RowsWithin
+from engram.transforms import Compose
 from engram.types import Declared, Sampler, Traits, Writer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from engram.buffer.output import Source
-    from engram.device.pinning import Pinning
-    from engram.samplers._base import DeclaredSampler
-    from engram.storages import Storage
-    from engram.transforms import Compose
-    from engram.writers._base import NativeWriter
-
+from engram.writers._base import NativeWriter
 
 #: Attributes of a wiring that a copy makes again.
 _DERIVED = (

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -20,24 +21,20 @@ from engram import storages
 from engram._support import fork, nested
 from engram._support.checks import as_numbers
 from engram._support.native import NotAdmitted
+from engram._support.nested import Path
 from engram._support.overrides import doing, overrides
 from engram._support.tensordicts import is_tensor_collection
+from engram.buffer.configuration import Settings
 from engram.buffer.lanes import BATCHES, Lane, Lanes, Layout
+from engram.buffer.recipe import Recipe
+from engram.buffer.wiring import Wiring
 from engram.env import Notes
 from engram.storages import Count, Storage, leading_size
+from engram.store import Store
 from engram.types import Extent, Write, WritePlan
 from engram.writers._base import NativeWriter
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from engram._support.nested import Path
-    from engram.buffer.configuration import Settings
-    from engram.buffer.recipe import Recipe
-    from engram.buffer.wiring import Wiring
-    from engram.store import Store
-
-    Added = int | Tensor | None
+Added = int | Tensor | None
 
 #: What the write transforms leave where they hold all rows back.
 HELD_BACK = object()

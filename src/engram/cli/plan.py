@@ -6,8 +6,8 @@ import json
 import re
 import shutil
 import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -18,10 +18,6 @@ from engram.format import files, layout, schema
 from engram.format.schema import DTYPES, Field
 from engram.format.sizes import DevicePlan, ShownField, priority_bytes
 from engram.saved.inspection import Entries, describe, described_field
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
 
 _SPEC = re.compile(r"(?P<dtype>[a-z]+[0-9]*)(?:\[(?P<shape>[0-9, ]*)\])?")
 _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>[kMGT]?)(?:i?B)?", re.IGNORECASE)

@@ -22,7 +22,6 @@ except ModuleNotFoundError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from io import BytesIO
     from pathlib import Path
 
     from av.container import InputContainer

@@ -12,16 +12,14 @@ import functools
 import json
 import math
 import re
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeAlias, get_args
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
 import xxhash
 
 from engram.errors import CorruptStore, IncompatibleStore
 from engram.format import strict
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 FORMAT = "engram.store"
 VERSION = (2, 0)

@@ -9,7 +9,9 @@ import contextlib
 import errno
 import itertools
 import os
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -19,10 +21,6 @@ from engram.format.files import Descriptor
 from engram.format.schema import MAX_BYTES
 from engram.saved import description, disk
 from engram.saved.documents import Problem, no_file
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
 _T = TypeVar("_T")
 

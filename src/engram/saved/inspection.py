@@ -9,8 +9,10 @@ import math
 import os
 import struct
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 import msgspec
 
@@ -21,11 +23,6 @@ from engram.saved import attempts, description, disk, documents
 from engram.saved.checkpoints import Checkpoint
 from engram.saved.part_reader import Level, PartReader
 from engram.saved.series import LATEST, Series
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
 
 __all__ = ["Kind", "Report", "is_aborted", "kind_of", "read_store", "store_header", "verify"]
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar, cast
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from engram._support.copies import raw_bytes
 from engram._support.field_paths import plain
@@ -23,12 +25,6 @@ from engram.saved.part_reader import PartReader
 from engram.saved.part_writer import PartInfo, PartWriter
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
 from engram.types import Commit, Declared
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from torch import Tensor
-
 
 S_co = TypeVar("S_co", covariant=True)
 

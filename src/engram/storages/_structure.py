@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass as is_dataclass_type
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,13 +22,9 @@ from engram._support.field_paths import public
 from engram.format.layout import SINGLE
 from engram.format.schema import DTYPES, Field, Kind, Node, Schema, key_differences, name_of, validate_key
 from engram.storages import _types
+from engram.storages._types import Dtypes
+from engram.storages.ragged import ItemField
 from engram.store import DTYPE_NAMES, DTYPE_OF, dlpack_specs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from engram.storages._types import Dtypes
-    from engram.storages.ragged import ItemField
 
 #: What makes a row of this kind of one of another.
 _REMEDIES = {"tensordict": " Write TensorDict(data, [n]); [] of one row.", "dict": " Write data.to_dict()."}

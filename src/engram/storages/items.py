@@ -26,7 +26,7 @@ from engram._support.tensordicts import (
 from engram.format.schema import DTYPES, Field, Node, Schema
 from engram.store import Store
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
-from engram.store.row_indexes import GroupDraw, GroupRules, Groups, not_known
+from engram.store.row_indexes import Drawn, GroupDraw, GroupRules, Groups, not_known
 from engram.types import WritePlan
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from engram._support.nested import Path
     from engram.storages.list import ListStorage
-    from engram.store.row_indexes import Drawn
 
 T = TypeVar("T")
 

@@ -10,26 +10,22 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from engram._support import native
 from engram.errors import CorruptStore, WriterStalled
 from engram.format import files, layout
 from engram.format import schema as schemas
+from engram.format.schema import Field, Schema
 from engram.store.lifetime import exclusive, schema_in
 from engram.store.memory import column_field, private_field
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from engram._support import native
-    from engram.format.schema import Field, Schema
 
 #: How often a pause is tried: who holds one may be waiting for the lock of the folder.
 _TRIES = 3

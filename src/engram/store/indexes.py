@@ -8,19 +8,16 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar, cast
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar, cast
+
+from torch import Tensor
 
 from engram._support import fork, native, progress
 from engram.errors import IncompatibleStore
 from engram.format import files, layout
 from engram.store.lifetime import exclusive
 from engram.store.memory import Block, file_block, private_block
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import Tensor
-
 
 C = TypeVar("C", bound=fork.Forked)
 K = TypeVar("K", bound="Ordered")

@@ -13,20 +13,17 @@ import tempfile
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from engram._support import fork, native
 from engram.errors import CorruptStore, IncompatibleStore, StoreInUse, WriterStalled
 from engram.format import files, layout
 from engram.format import schema as schemas
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
-
-    from engram.format.schema import Schema
-    from engram.store.memory import Block
+from engram.format.schema import Schema
+from engram.store.memory import Block
 
 #: Timeout for another process that is creating, opening or closing the store; an index scan may take that long.
 WAIT_S = 60.0

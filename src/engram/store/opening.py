@@ -8,36 +8,32 @@ import json
 import os
 import secrets
 import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from engram._support import fork, native
+from engram._support.mappings import Piece
 from engram._support.memory import available_memory
 from engram._support.words import format_size, warn
 from engram.errors import CorruptStore, IncompatibleStore, ReadOnlyStore, StoreInUse, UncleanStore
 from engram.format import files, layout
 from engram.format import files as controls
 from engram.format import schema as schemas
+from engram.format.schema import Schema
 from engram.format.sizes import resident_bytes
 from engram.store import lifetime, memory
 from engram.store.adding import changed_description, encoded, put_in_order
 from engram.store.device import DeviceStore
 from engram.store.indexes import INDEX_KINDS, Host, Indexes
+from engram.store.lifetime import Process
 from engram.store.ragged import RaggedStore, store_class
 from engram.store.rings import make_rings, private_rings, rings_in
 from engram.store.store import Repair, Saved, Store
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from torch import Tensor
-
-    from engram._support.mappings import Piece
-    from engram.format.schema import Schema
-    from engram.store.lifetime import Process
 
 
 class IndexCopies(Indexes):

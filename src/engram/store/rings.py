@@ -5,25 +5,21 @@ And those items on their way out and back in, for saves: where they lie, and whe
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from engram._support import native
 from engram.errors import CorruptStore, IncompatibleCheckpoint
 from engram.format import files, layout
+from engram.format.schema import RaggedGroup, Schema
 from engram.format.sizes import ragged_control_bytes
 from engram.store.memory import Block, placed, private_block, torch_dtype, write_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from engram.format.schema import RaggedGroup, Schema
-    from engram.types import RowsTarget
+from engram.types import RowsTarget
 
 #: Where the mutex begins in a control block, and where the lanes do.
 _MUTEX, _LANES = 64, 4096

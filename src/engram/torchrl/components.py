@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 import sys
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self
+from collections.abc import Collection, Iterable
+from typing import Annotated, Any, NamedTuple, Self
 
 import msgspec
 import torch
@@ -17,12 +18,8 @@ from engram.format.schema import DTYPES, MAX_DEPTH, MAX_FIELDS, Field, Node
 from engram.saved.checkpointers import DumpedPriorities
 from engram.saved.folder import Folder, convert
 from engram.torchrl import layouts
+from engram.torchrl.layouts import LayoutDump
 from engram.torchrl.parts import open_layout
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
-
-    from engram.torchrl.layouts import LayoutDump
 
 _NOT_TENSORS = ("NonTensorData", "NonTensorStack")
 _CLASS = re.compile(r"<class '([\w.<>]+)'>")

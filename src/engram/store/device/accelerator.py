@@ -40,10 +40,13 @@ import os
 import platform
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from engram._support import fork
 from engram._support.devices import free_bytes, missing_for_kernels
@@ -51,12 +54,6 @@ from engram._support.mappings import shared_pieces
 from engram._support.memory import available_memory
 from engram._support.words import no_space
 from engram.errors import ForkedHandle
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-    from contextlib import AbstractContextManager
-
-    from torch import Tensor
 
 #: The driver's code for memory that this process has registered already, or that CUDA has allocated.
 ALREADY_REGISTERED = 712
