@@ -16,7 +16,7 @@ from engram._support import fork
 from engram._support.checks import check_choice, check_count, check_path
 from engram._support.progress import OnProgress, Work
 from engram._support.state import Loads, check_keys, integer, prepare_load, read_from, saved, tensor_in, typed
-from engram._support.words import warn
+from engram._support.words import raise_as, warn
 from engram.buffer import other_sampler
 from engram.buffer.configuration import Settings
 from engram.buffer.lanes import Lanes
@@ -586,8 +586,6 @@ class RngLoad(NamedTuple):
 def checked_generator_state(state: object, where: str) -> torch.Generator:
     """A generator of a saved state. Raises ``TypeError``, ``ValueError``: it is none."""
     generator = torch.Generator()
-    try:
+    with raise_as(ValueError, f"{where}: expected the state of a generator", RuntimeError):
         generator.set_state(tensor_in({"state": state}, "state", torch.uint8, (None,), where).clone())
-    except RuntimeError as error:
-        raise ValueError(f"{where}: expected the state of a generator: {error}.") from error
     return generator

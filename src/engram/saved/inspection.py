@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 import msgspec
 
 from engram._support.progress import OnProgress, Work
+from engram._support.words import raise_as
 from engram.errors import CorruptCheckpoint, CorruptStore, IncompatibleStore
 from engram.format import files, layout, schema, sizes
 from engram.saved import attempts, description, disk, documents
@@ -149,10 +150,8 @@ def read_store(path: Path) -> tuple[schema.Schema, files.ControlHeader]:
     files.check_size(folder / layout.CONTROL, files.control_bytes(decoded.lanes))
     raw = bytearray(files.FIXED_BYTES)
     _read_file(folder / layout.CONTROL, memoryview(raw), 0)
-    try:
+    with raise_as(CorruptStore, folder / layout.CONTROL):
         header = files.parse_control(bytes(raw))
-    except ValueError as error:
-        raise CorruptStore(f"{folder / layout.CONTROL}: {error}.") from error
     sums = schema.first_fingerprints(decoded, description)
     if (header.capacity, header.lanes) != (decoded.capacity, decoded.lanes) or header.schema_sum not in sums:
         raise CorruptStore(f"{folder / layout.CONTROL}: expected the header of this description, got another's.")

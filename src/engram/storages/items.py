@@ -23,6 +23,7 @@ from engram._support.tensordicts import (
     tensordict_type,
     wrap,
 )
+from engram._support.words import raise_as
 from engram.format.schema import DTYPES, Field, Node, Schema
 from engram.store import Store
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
@@ -322,10 +323,8 @@ def unpack(state: dict[str, Any], device: torch.device | None, where: str) -> li
 
 def _unpack_form(form: Any, n: int, device: torch.device | None, where: str) -> list[Any]:
     check_keys(form, ("tree", "parts"), where)
-    try:
+    with raise_as(ValueError, f"{where}: tree: not readable as JSON", (ValueError, RecursionError)):
         tree = json.loads(typed(form, "tree", str, where))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: tree: not readable as JSON ({error}).") from error
     unpacking = _Unpacking(list(typed(form, "parts", list, where)), n, device, where)
     items = unpacking.items(tree, 0)
     if unpacking.parts:

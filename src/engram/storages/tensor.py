@@ -14,7 +14,7 @@ from torch import Tensor
 from engram._support.devices import existing_device
 from engram._support.nested import NoRows, is_number
 from engram._support.state import check_keys, copied, typed
-from engram._support.words import count
+from engram._support.words import count, raise_as
 from engram.errors import EngramError, RowError
 from engram.format.schema import Schema
 from engram.saved.part_reader import PartReader
@@ -575,10 +575,8 @@ class TensorStorage(Storage):
                 return where
             return where._replace(view=slice(*where.span))
         slots = len(self) // math.prod(self.columns)
-        try:
+        with raise_as(RowError, "rb[index]", IndexError):
             rows = _columns.selected_rows(index, slots, self.columns, self.dim_extend)
-        except IndexError as error:
-            raise RowError(f"rb[index]: {error}.") from error
         view = slice(None) if index is Ellipsis else index if isinstance(index, slice) else None
         return Rows(rows.reshape(-1), single=rows.ndim == 0, shape=rows.shape, view=view)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from engram._support import fork, native
 from engram._support.mappings import Piece
 from engram._support.memory import available_memory
-from engram._support.words import format_size, warn
+from engram._support.words import format_size, raise_as, warn
 from engram.errors import CorruptStore, IncompatibleStore, ReadOnlyStore, StoreInUse, UncleanStore
 from engram.format import files, layout
 from engram.format import files as controls
@@ -566,10 +566,8 @@ def _closed_in_order(core: native.Store, directory: Path, unclean: str) -> bool:
 
 def _check_closed(core: native.Store, directory: Path) -> None:
     """Check the control memory of a store that was closed in order. Cost: O(lanes)."""
-    try:
+    with raise_as(CorruptStore, directory / layout.FOLDER / layout.CONTROL, CorruptStore):
         core.check_closed()
-    except CorruptStore as error:
-        raise CorruptStore(f"{directory / layout.FOLDER / layout.CONTROL}: {error}") from None
 
 
 def _boot_id() -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engram._support import native
+from engram._support.words import raise_as
 from engram.errors import CorruptStore, IncompatibleCheckpoint
 from engram.format import files, layout
 from engram.format.schema import RaggedGroup, Schema
@@ -72,10 +73,8 @@ class RaggedMemory(NamedTuple):
         addresses = dict(zip(self.values, placed([*self.values.values()])[0], strict=True))
         members = {n: (n, addresses[n], it.item_bytes) for n, it in schema.ragged.items()}
         groups = [(*it[:2], tuple([members[n] for n in it.members]), it.slot) for it in schema.ragged_groups]
-        try:
+        with raise_as(CorruptStore, self.path or "ragged fields", (ValueError, CorruptStore)):
             core.use_ragged(self.control.address, self.control.nbytes, tuple(groups), alone)
-        except (ValueError, CorruptStore) as error:
-            raise CorruptStore(f"{self.path or 'ragged fields'}: {str(error).removesuffix('.')}.") from error
 
 
 #: Of a store without ragged fields.

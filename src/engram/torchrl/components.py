@@ -12,6 +12,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from engram._support.words import raise_as
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format.layout import SINGLE, encode_key
 from engram.format.schema import DTYPES, MAX_DEPTH, MAX_FIELDS, Field, Node
@@ -410,10 +411,8 @@ def read_rng(folder: Folder) -> Tensor | None:
     state = _entry_of(folder, ("rng_state",), meta, "rng_state", "uint8", _MAX_RNG_BYTES)
     mine = torch.Generator(device="cpu")
     if state.numel() == mine.get_state().numel():  # else it is that of an accelerator's generator
-        try:
+        with raise_as(CorruptCheckpoint, folder.name(("rng_state", "rng_state.memmap")), RuntimeError):
             mine.set_state(state)
-        except RuntimeError as error:
-            raise CorruptCheckpoint(f"{folder.name(('rng_state', 'rng_state.memmap'))}: {error}.") from error
     return state
 
 

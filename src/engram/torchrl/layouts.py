@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engram._support.field_paths import DEFAULT_DONE_KEYS
+from engram._support.words import raise_as
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format.schema import DTYPES, MAX_DIMS, Field, Node, Schema, renumbered, validate_key
 from engram.saved.checkpointers import Key, Ring, rows_state, tensordicts_of
@@ -58,10 +59,8 @@ def check_bools(values: Tensor, name: str) -> Tensor:
 
 def check_key(key: tuple[str, ...], name: str) -> None:
     """Raise ``CorruptCheckpoint`` for a key that no store can hold."""
-    try:
+    with raise_as(CorruptCheckpoint, name):
         validate_key(key)
-    except ValueError as error:
-        raise CorruptCheckpoint(f"{name}: {str(error).removesuffix('.')}.") from error
 
 
 def known_dtype(dtype: str, where: str) -> str:

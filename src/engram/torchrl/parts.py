@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from engram._support.state import typed
+from engram._support.words import raise_as
 from engram.errors import CorruptCheckpoint, CorruptStore, IncompatibleCheckpoint, IncompatibleStore
 from engram.format import layout
 from engram.format import schema as schemas
@@ -346,10 +347,8 @@ def prepare_layout(storage: SavedStorage, reader: PartReader, without: Sequence[
     check_sums(reader.folder, noted)
     keys: layouts.Keys = convert(noted.get("keys"), layouts.Keys, root)
     dump = Layout(_KIND_OF[reader.type], keys, "loads").open(reader.folder)
-    try:
+    with raise_as(CorruptCheckpoint, root, (ValueError, CorruptStore, IncompatibleStore)):
         schema = schemas.decode(text.encode(), root)
-    except (ValueError, CorruptStore, IncompatibleStore) as error:
-        raise CorruptCheckpoint(f"{root}: {error}") from error
     expected = [(field.key, field.dtype, field.shape) for field in schema.fields]
     found = {(field.key, field.dtype, field.shape) for field in dump.fields}
     if (schema.capacity, schema.columns) != (dump.capacity, dump.columns) or not found.issuperset(expected):
