@@ -37,6 +37,26 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+__all__ = [
+    "HAS_FIRST",
+    "HAS_LAST",
+    "LINKED",
+    "MAX_SEGMENTS",
+    "MAX_TRAJECTORIES",
+    "OPEN",
+    "RECORD_BYTES",
+    "TRUNCATED",
+    "Lane",
+    "Segment",
+    "Trajectory",
+    "pack_lanes",
+    "pack_segments",
+    "pack_trajectories",
+    "unpack_lanes",
+    "unpack_segments",
+    "unpack_trajectories",
+]
+
 #: Bytes of a block; the last one of a file may be shorter.
 BLOCK = 1 << 18
 
