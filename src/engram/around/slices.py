@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack, cast
 
 import torch
 import xxhash
-from torch import Tensor
 
 from engram._support import native as _native
 from engram._support.checks import check_choice
@@ -17,14 +16,19 @@ from engram._support.state import Change, check_keys, integer, tensor_in, typed
 from engram._support.unsupported import reject_unsupported
 from engram._support.words import warn
 from engram.around.settings import Setting, StreamingArguments, WindowArguments, WindowSettings
-from engram.around.windows import Arguments, Table, WindowSampler, _Bound
+from engram.around.windows import WindowSampler, _Bound
 from engram.errors import NoSampleable
-from engram.samplers._base import NativeSampler
 from engram.samplers.prioritized import PrioritizedSampler
 from engram.store import Masses, Store, origin_of
 from engram.store.priorities import PriorityIndex
-from engram.store.sampled import SampledStorage
-from engram.types import Commit, Write
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engram.around.windows import Arguments, Table
+    from engram.samplers._base import NativeSampler
+    from engram.store.sampled import SampledStorage
+    from engram.types import Commit, Write
 
 
 class SliceArguments(WindowArguments, total=False):

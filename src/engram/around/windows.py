@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
-from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NoReturn, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -18,19 +17,23 @@ from engram._support.words import warn_of_mixed
 from engram.around.episodes import StaticTable, TrajectoryKeys, fragments_table, numbers_by_path
 from engram.around.settings import Setting, WindowSettings, WindowSpec
 from engram.errors import EMPTY, NoSampleable
-from engram.format.schema import Schema
 from engram.samplers._base import MAX_DRAWS, NativeSampler, key_for
-from engram.samplers.prioritized import PrioritizedSampler
 from engram.store import Key as DrawKey
 from engram.store import Masses, Store, dlpack_specs
-from engram.store.sampled import SampledStorage
 from engram.types import Draw, Entry, Extent, Info, NativeBatch, ReadBatch, ReadDraw, Shown
 
-Merge: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-Table: TypeAlias = _native.Trajectories | _native.Fragments
-Arguments: TypeAlias = tuple[
-    _native.Store, _native.Layout, int, int, _native.WindowSpec, _native.Batched, _native.Marks
-]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from engram.format.schema import Schema
+    from engram.samplers.prioritized import PrioritizedSampler
+    from engram.store.sampled import SampledStorage
+
+    Merge: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+    Table: TypeAlias = _native.Trajectories | _native.Fragments
+    Arguments: TypeAlias = tuple[
+        _native.Store, _native.Layout, int, int, _native.WindowSpec, _native.Batched, _native.Marks
+    ]
 
 #: The entry of a draw's info that says at which places windows end: int64 ``[windows]``.
 LAST_STEPS = "engram.ends"
