@@ -16,7 +16,7 @@ from torch.nn import functional
 from engram._support.checks import check_count, check_path
 from engram._support.field_paths import nested
 from engram._support.nested import map_leaves
-from engram.adapters.scratch import Path, Scratch
+from engram.adapters.scratch import Scratch
 from engram.samplers import RandomSampler
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lerobot.rl.buffer import BatchTransition
     from torch import Tensor
 
+    from engram.adapters.scratch import Path
     from engram.types import StrPath
 
 __all__ = ["ReplayBuffer", "random_shift"]

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import torch
-from torch import Tensor
 
 from engram._support import native
-from engram._support.field_paths import FieldPath
 from engram.errors import RowError
-from engram.format.schema import RaggedGroup, Schema
-from engram.store.blocks import Key
 from engram.store.memory import as_rows, dlpack_specs
 from engram.store.ragged_rows import Items, addresses_of, check_room, sharing, source_of
 from engram.store.rings import RingsTarget, heads_of
 from engram.store.store import Store, StoreState
 from engram.types import Draw, RowsTarget, Write, WritePlan
 
-#: Of each group its fields, a number of items, the longest row, lengths, offsets as int64 and as int32, and the items of each field.
-ItemsRead: TypeAlias = Sequence[tuple[list[int], int, int, Tensor, Tensor, Tensor, list[Tensor]]]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from engram._support.field_paths import FieldPath
+    from engram.format.schema import RaggedGroup, Schema
+    from engram.store.blocks import Key
+
+    #: Of each group its fields, a number of items, the longest row, lengths, offsets as int64 and as int32, and the items of each field.
+    ItemsRead: TypeAlias = Sequence[tuple[list[int], int, int, Tensor, Tensor, Tensor, list[Tensor]]]
 
 
 def counted_groups(schema: Schema, field: FieldPath | None, call: str) -> list[int]:

@@ -6,12 +6,9 @@ process keeps it.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar, cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from engram._support import native
 from engram._support.field_paths import FieldPath, public
@@ -21,11 +18,17 @@ from engram.format import layout
 from engram.format.schema import DTYPES, Field, items_of
 from engram.store.indexes import LockedIndex, Ordered, TicketIndex
 from engram.store.memory import Block, dlpack_specs, read_block
-from engram.store.store import Store
 
-#: int64 rows, group by group, their tickets, and whether some come again; or a row: all rows of its group were just being written;
-#: None: there is no group.
-Drawn: TypeAlias = tuple[Tensor, Tensor, bool] | int | None
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from engram.store.store import Store
+
+    #: int64 rows, group by group, their tickets, and whether some come again; or a row: all rows of its group were just being written;
+    #: None: there is no group.
+    Drawn: TypeAlias = tuple[Tensor, Tensor, bool] | int | None
 
 #: Which rows are in groups, as the core says it: the number of the key's field and its bytes, fields that are to be ready, uses, the field
 #: of the version, staleness, the order of groups, rows of each of these, and the field of their rewards.
