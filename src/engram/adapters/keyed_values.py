@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from itertools import compress
 from operator import le
 from typing import cast
 
@@ -220,12 +219,12 @@ class KeyedValues:
             store, stored = _stored(buffer)
             rows, writes = stored.newest(names, "get")
             if bool((rows < 0).any()):
-                raise KeyError(list(compress(names, (rows < 0).tolist())))
+                raise KeyError(list(itertools.compress(names, (rows < 0).tolist())))
             (forms, _, items), gone = store.read(rows, expected=store.tickets_of_writes(rows, writes))
             kept = torch.ones(len(left), dtype=torch.bool, device="cpu")
             kept[gone] = False  # replaced or moved since: found again at once
             there = cast("Items", items)[kept].packed() if gone else cast("Items", items)
-            for place, value in zip(compress(left, kept.tolist()), decode(forms[kept], there), strict=True):
+            for place, value in zip(itertools.compress(left, kept.tolist()), decode(forms[kept], there), strict=True):
                 found[place] = value
             left = [left[place] for place in gone]
         return found

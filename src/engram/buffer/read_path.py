@@ -24,7 +24,6 @@ from engram.buffer.write_path import map_dimensioned
 from engram.errors import NoSampleable
 from engram.remote.served import Drawn
 from engram.samplers.redraw import Redraw
-from engram.storages import items
 from engram.storages.ragged import RaggedLayout
 from engram.store import Key, ThreadKey
 from engram.types import Draw, Entry, Info, Shown
@@ -237,7 +236,7 @@ class ReadPath:
         if wiring.storage.traits.has_fields:
             return data
         stack = wiring.storage.stacked
-        return items.stack(data) if stack is None else stack(data)
+        return storages.items.stack(data) if stack is None else stack(data)
 
     def copied(self, data: object, *, stacked: bool) -> Any:
         """Data that transforms may change: a list storage hands out what it keeps, unless it was stacked into something new."""

@@ -27,7 +27,6 @@ from engram.device.direct import Replays
 from engram.errors import EMPTY, RowError
 from engram.format.schema import Field
 from engram.saved.rows import Boundaries, Roles, boundary_fields, roles_of
-from engram.storages import Rows
 from engram.store import DeviceStore
 from engram.store.keys import count_keys
 from engram.types import Draw
@@ -71,7 +70,7 @@ class RowAccess:
         rows = self._wiring.storage.extent().in_order(lanes)[:end]
         return self._get(storages.Rows(rows), rows)
 
-    def _get(self, where: Rows, index: object) -> object:
+    def _get(self, where: storages.Rows, index: object) -> object:
         wiring, reading = self._wiring, self._reading
         if where.view is not None and not wiring.transform.reads:
             data = wiring.storage.view(where, self._entries(where))
@@ -88,21 +87,21 @@ class RowAccess:
             data = wiring.transform.forward(reading.copied(data, stacked=stacked and wiring.collate_fn is None))
         return data
 
-    def _where(self, index: object) -> Rows:
+    def _where(self, index: object) -> storages.Rows:
         """The rows an index means: with ``ndim > 1`` it is one into the layout of ``extend``, ``[*columns, T]``."""
         storage = self._wiring.storage
         if not storage.initialized:
             storage.store  # noqa: B018 - raises: nothing was written
-        return cast("Rows", storage.locate(index))
+        return cast("storages.Rows", storage.locate(index))
 
-    def _read(self, where: Rows) -> object:
+    def _read(self, where: storages.Rows) -> object:
         storage = self._wiring.storage
         columns, moved = storage.read(where.rows)
         if moved:
             self._reading.read_again(Draw(where.rows), columns, moved, "rb[index]")
         return storage.pack(columns, where, self._entries(where))
 
-    def _entries(self, where: Rows) -> dict[str, Tensor] | None:
+    def _entries(self, where: storages.Rows) -> dict[str, Tensor] | None:
         """Entries that TensorDicts read by number get beside their fields: with ``ndim > 1`` the slot, not the row."""
         wiring = self._wiring
         if not wiring.of_writer.adds_index:

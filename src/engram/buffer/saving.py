@@ -35,7 +35,6 @@ from engram.saved import parts as saved_parts
 from engram.saved.checkpointers import ForeignDump, IndexNames
 from engram.saved.checkpoints import Checkpoint, finish_dump, replacing, standing
 from engram.saved.part_reader import PartReader
-from engram.saved.parts import Parts, SavedPart, check_blocks
 from engram.saved.snapshot import Snapshot, StoragePreparation, StorageSnapshot
 from engram.storages import Storage, announcing
 from engram.store import priorities
@@ -155,7 +154,7 @@ class Saving:
             "_prefetch_state": batches,
         }
 
-    def _parts(self, noted: Collection[str] | None, *, drop_prefetched: bool) -> Parts:
+    def _parts(self, noted: Collection[str] | None, *, drop_prefetched: bool) -> saved_parts.Parts:
         """All of the state but the storage's, as the parts of a checkpoint.
 
         ``noted``: names of priorities that the storage's part has, None: all. If one of those is all of the sampler's state, its
@@ -178,7 +177,7 @@ class Saving:
             "rng": {"generator": state["_rng"], "default": state["_default_rng"]},
             "prefetch": {"batches": state["_prefetch_state"]},
         }
-        return Parts(states, self._kinds())
+        return saved_parts.Parts(states, self._kinds())
 
     def _kinds(self) -> dict[str, str]:
         """The class of each part."""
@@ -319,7 +318,7 @@ class Saving:
         return [name for name, kind in self._own_indexes() if (name, kind) == (named, priorities.PriorityIndex.kind)]
 
     def _converted(
-        self, states: dict[str, State], found: Mapping[str, SavedPart], where: str, *, convert: bool
+        self, states: dict[str, State], found: Mapping[str, saved_parts.SavedPart], where: str, *, convert: bool
     ) -> other_sampler.Conversion:
         """What is loaded of states, whose sampler may be another one if ``convert``."""
         if not convert:
@@ -371,7 +370,7 @@ class Saving:
                 f"{'best' if isinstance(self.form.ranking, Ranking) else 'newest'} were taken: a larger storage takes more."
             )
         if len(storage):
-            check_blocks(reader)
+            saved_parts.check_blocks(reader)
         state, source = converted.rows
         others = {name: known for name, known in state["priorities"].items() if name not in own}
         load: StorageLoad = storage.prepare_rows({**state, "priorities": others}, source)
@@ -455,7 +454,7 @@ class Saving:
 class DumpPreparation:
     """A dump of a buffer, prepared before writers wait for it."""
 
-    def __init__(self, storage: Storage, own: Callable[[], IndexNames], parts: Callable[[], Parts]) -> None:
+    def __init__(self, storage: Storage, own: Callable[[], IndexNames], parts: Callable[[], saved_parts.Parts]) -> None:
         self._storage, self._own, self._parts = storage, own, parts
         self._prepared: StoragePreparation | None = None
 
@@ -480,7 +479,7 @@ class Dump(NamedTuple):
     """All that a dump has of a buffer, at one moment."""
 
     rows: StorageSnapshot
-    parts: Parts
+    parts: saved_parts.Parts
 
     def save(self, folder: Path, progress: OnProgress | None = None) -> None:
         """Write it into a new folder. ``progress``, and what it raises: as :meth:`ReplayBuffer.dumps`."""

@@ -19,7 +19,6 @@ from engram.buffer.output import Source
 from engram.device.pinning import Pinning
 from engram.errors import RowError
 from engram.samplers._base import DeclaredSampler
-from engram.storages import Storage
 from engram.store import Key, Process, Store
 from engram.store.device.accelerator import Accelerator
 from engram.store.limits import Gate, Limit, Rules, rules_of
@@ -46,7 +45,7 @@ class Wiring:
 
     def __init__(
         self,
-        storage: Storage,
+        storage: storages.Storage,
         transform: Compose,
         *,
         collate_fn: Callable[[Any], object] | None,
@@ -153,7 +152,7 @@ class Wiring:
             )
         return reader
 
-    def check_storage(self, storage: Storage) -> None:
+    def check_storage(self, storage: storages.Storage) -> None:
         """Raise what sample unit, sampler or writer raise to refuse a storage that is to take the place of this one."""
         if self.unit is not None and not storage.traits.is_remote:
             self.unit.check(storage, self.source)
@@ -453,8 +452,8 @@ def checked_size(size: object, call: str) -> int | None:
 
 
 def first_storage(
-    given: object, size: int | None, sampler: Sampler, call: str, kind: Callable[[int], Storage]
-) -> Storage:
+    given: object, size: int | None, sampler: Sampler, call: str, kind: Callable[[int], storages.Storage]
+) -> storages.Storage:
     """The storage of a new buffer, by default of a ``kind``, of ``size`` rows or as many as the sampler can draw from.
 
     Raises:
@@ -464,7 +463,7 @@ def first_storage(
         size = checked_size(size, call)
     if given is None:
         rows = size or samplers.declared(sampler).max_size or 1000
-        storage: Storage = kind(rows)
+        storage: storages.Storage = kind(rows)
     else:
         storage = component(given, storages.Storage, "storage", None)
     if size is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar, cast
 
@@ -90,7 +89,7 @@ class Dumpable(Stateful):
     part: ClassVar[str]
 
     @property
-    def paused(self) -> AbstractContextManager[object]:
+    def paused(self) -> contextlib.AbstractContextManager[object]:
         """Inside nothing that is saved changes."""
         return contextlib.nullcontext()
 

@@ -19,7 +19,6 @@ from engram._support.unsupported import Later, TracingArguments, carriers, rejec
 from engram.errors import IncompatibleCheckpoint, IncompatibleStore
 from engram.format import layout
 from engram.format import schema as schemas
-from engram.format.schema import Schema
 from engram.storages._base import Rows
 from engram.storages._geometry import Geometry
 from engram.storages._home import Home
@@ -249,7 +248,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         storage._home = home
         return storage
 
-    def _allocate(self, schema: Schema) -> Store:
+    def _allocate(self, schema: schemas.Schema) -> Store:
         assert self._home is not None  # as __init__ and open() leave it
         folder, replace = self._home.folder, self._existsok or self._scratch_dir is None
         try:

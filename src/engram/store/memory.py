@@ -24,7 +24,6 @@ from engram._support.words import no_space
 from engram.errors import CorruptStore
 from engram.format import files, layout, strict
 from engram.format import schema as schemas
-from engram.format.files import FIXED_BYTES, processes
 from engram.format.schema import DTYPES, Field, RaggedItems, Schema
 from engram.types import RowsTarget
 
@@ -317,8 +316,8 @@ def segment_fields(
     Raises:
         CorruptStore: no such process, or none that this process may look at.
     """
-    raw = control.tensor[:FIXED_BYTES].numpy().tobytes()
-    found = open_files(("self", *processes(raw)))
+    raw = control.tensor[: files.FIXED_BYTES].numpy().tobytes()
+    found = open_files(("self", *files.processes(raw)))
     device = os.stat(folder).st_dev
     tensors = []
     if len(segments) != schema.first_fields:

@@ -11,7 +11,6 @@ import fcntl
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -350,7 +349,7 @@ class Store:
 
     # ---- its state ---------------------------------------------------------------------------------------------------
 
-    def paused(self) -> AbstractContextManager[None]:
+    def paused(self) -> contextlib.AbstractContextManager[None]:
         """No process writes inside, and no write is under way. Re-entrant within a thread. Writers wait, for a limited time.
 
         Reads continue, and priorities may change.
@@ -458,7 +457,7 @@ class Store:
 
     # ---- writers that look first -------------------------------------------------------------------------------------
 
-    def placing(self) -> AbstractContextManager[None]:
+    def placing(self) -> contextlib.AbstractContextManager[None]:
         """Held from placing to writing by writers that look for rows, so that no two choose the same one. Re-entrant.
 
         Raises:

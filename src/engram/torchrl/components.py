@@ -19,7 +19,6 @@ from engram.format.schema import DTYPES, MAX_DEPTH, MAX_FIELDS, Field, Node
 from engram.saved.checkpointers import DumpedPriorities
 from engram.saved.folder import Folder, convert
 from engram.torchrl import layouts
-from engram.torchrl.layouts import LayoutDump
 from engram.torchrl.parts import open_layout
 
 _NOT_TENSORS = ("NonTensorData", "NonTensorStack")
@@ -43,7 +42,7 @@ class DumpedStorage:
         self.files: dict[tuple[str, ...], tuple[str, ...]] = {}
         self.left_out: list[str] = []
         #: The rows, where each observation was saved once; None: they were saved as they are.
-        self.layout: LayoutDump | None = None
+        self.layout: layouts.LayoutDump | None = None
         self.structure = Node("dict")
         #: Sizes of the dimensions that index rows, slots first.
         self.lead: tuple[int, ...] = ()
@@ -72,7 +71,7 @@ class DumpedStorage:
             raise IncompatibleCheckpoint(f"{self.folder.name(self.parts)}: expected at least one tensor, got none.")
         self._set_length(described.len, self.folder.name(parts))
 
-    def _take(self, found: LayoutDump) -> None:
+    def _take(self, found: layouts.LayoutDump) -> None:
         """Note the fields of rows whose observations were saved once each."""
         if len(found.columns) != self.ndim - 1:
             raise IncompatibleCheckpoint(

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from engram.saved.checkpointers import IndexNames, Key, SavedStorage
     from engram.saved.part_reader import PartReader
-    from engram.torchrl.layouts import Steps, Write
     from engram.types import StorageLoad
 
 _NON_TENSOR = "<class 'tensordict.tensorclass.NonTensorData'>"
@@ -58,7 +57,7 @@ class FolderSink:
         self._lengths: tuple[Tensor, Tensor] = (torch.zeros(0), torch.zeros(0))
         self.files: list[str] = []
 
-    def begin(self, ring: Ring, steps: Steps, keys: layouts.Keys) -> None:
+    def begin(self, ring: Ring, steps: layouts.Steps, keys: layouts.Keys) -> None:
         self._ring, self._steps = ring, steps
         if self._nested:
             self._lengths = steps.trajectories()
@@ -69,7 +68,7 @@ class FolderSink:
             self._put(f"{layout.encode_key(name)}/meta.json", said)
 
     @contextlib.contextmanager
-    def column(self, key: Key, shape: torch.Size, dtype: torch.dtype, *, expanded: bool) -> Iterator[Write]:
+    def column(self, key: Key, shape: torch.Size, dtype: torch.dtype, *, expanded: bool) -> Iterator[layouts.Write]:
         rows = self._steps.observations if expanded else self._ring.slots * self._ring.width
         name = self._name(key)
         described = layout.Described(device="cpu", shape=[rows, *shape], dtype=str(dtype), is_nested=self._nested)

@@ -41,7 +41,6 @@ import platform
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -139,13 +138,13 @@ class Accelerator:
         """The calling thread's stream."""
         return cast("torch.Stream", self._module.current_stream(self.device))
 
-    def on(self, stream: torch.Stream) -> AbstractContextManager[object]:
+    def on(self, stream: torch.Stream) -> contextlib.AbstractContextManager[object]:
         """A context in which work is queued on a stream."""
-        return cast("AbstractContextManager[object]", self._module.stream(stream))
+        return cast("contextlib.AbstractContextManager[object]", self._module.stream(stream))
 
-    def active(self) -> AbstractContextManager[object]:
+    def active(self) -> contextlib.AbstractContextManager[object]:
         """A context in which the device is the current one, as kernels need that are launched without :meth:`launch`."""
-        return cast("AbstractContextManager[object]", self._module.device(self.device))
+        return cast("contextlib.AbstractContextManager[object]", self._module.device(self.device))
 
     def mark(self, stream: torch.Stream) -> torch.Event:
         """An event after all work that is queued on a stream."""
