@@ -25,10 +25,7 @@ Plain mistakes in a call keep their builtin class (``TypeError``, ``KeyError``, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from collections.abc import Mapping
 
 __all__ = [
     "CorruptCheckpoint",

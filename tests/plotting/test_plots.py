@@ -378,4 +378,4 @@ def test_nothing_is_imported_and_no_display_is_needed():
     except ModuleNotFoundError as error:
         print(error)
     """
-    assert run(code).splitlines()[-1] == 'plots need matplotlib: pip install "engram-replay[plot]"'
+    assert run(code).splitlines()[-1] == 'plot: needs matplotlib: pip install "engram-replay[plot]".'

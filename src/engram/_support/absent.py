@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import ModuleType
+from types import ModuleType
 
 #: Modules by the paths that they had in the package, which are imported until 1.0, and where they are. Those inside of a folder
 #: moved with it, unless they are named, too.

@@ -5,16 +5,14 @@ from __future__ import annotations
 import functools
 import sys
 import zlib
-from typing import TYPE_CHECKING, cast
+from types import ModuleType
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from engram import _core
 from engram._support.checks import check_count
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 
 def raw_bytes(tensor: Tensor) -> Tensor:

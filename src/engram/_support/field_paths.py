@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 FieldPath: TypeAlias = tuple[str, ...]
 #: The entry of a batch of windows that transforms find beside its fields: bool ``[*batch, 1]``, true at the last step of each window.

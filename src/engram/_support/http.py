@@ -13,10 +13,8 @@ import re
 import socket
 import threading
 import time
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from collections.abc import Callable
+from typing import NamedTuple
 
 _log = logging.getLogger("engram")
 

@@ -8,16 +8,13 @@ import ctypes
 import mmap
 import os
 import stat
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from torch import Tensor
+from torch import Tensor
 
 #: How the kernel marks a file without a name.
 _DELETED = " (deleted)"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -12,10 +13,7 @@ from engram import _core
 from engram._core import *  # noqa: F403 - what there is, its stub lists once
 from engram.errors import CorruptStore, NoSampleable, RateLimited, ReadOnlyStore, WriterStalled
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    MakeTensor: TypeAlias = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+MakeTensor: TypeAlias = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
 class NotAdmitted(RateLimited):

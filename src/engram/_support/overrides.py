@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
 
 
 def _overrides(cls: type[object], name: str) -> bool:

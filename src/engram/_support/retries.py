@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from engram._support import native
 from engram.errors import WriterStalled
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 #: Tries without a pause between them.
 TRIES_WITHOUT_PAUSE = 8

@@ -12,17 +12,14 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, Protocol, TypeGuard
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
 from engram.errors import CorruptCheckpoint, EngramError, PriorityError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-
-    from engram.types import Commit
+from engram.types import Commit
 
 # ---- trees of tensors and plain values ---------------------------------------------------------------------------------
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, NamedTuple, NoReturn, TypedDict, get_type_hints
+from typing import Annotated, NamedTuple, NoReturn, TypedDict, get_type_hints
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
-    from engram.types import Declared
+from engram.types import Declared
 
 
 @contextmanager

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
+from collections.abc import Callable, Iterator
 
 
 def count(number: int, noun: str) -> str:
@@ -66,6 +68,30 @@ def no_space(nbytes: int, free: int, advice: str = "Use fewer rows, a smaller dt
     """
     sizes = f"expected {format_size(nbytes)}, got {format_size(free)}"
     return f"{sizes} that are free. {advice}; engram.plan(row, capacity) says what they take"
+
+
+@contextlib.contextmanager
+def raise_as(
+    kind: Callable[[str], Exception], where: object, caught: type[Exception] | tuple[type[Exception], ...] = ValueError
+) -> Iterator[None]:
+    """Raise what the block raises as another error, whose message says first where that was.
+
+    >>> from engram._support.words import raise_as
+    >>> with raise_as(TypeError, "extend: lane"):
+    ...     int("seven")
+    Traceback (most recent call last):
+    ...
+    TypeError: extend: lane: invalid literal for int() with base 10: 'seven'.
+
+    Args:
+        kind: the class of the error that is raised.
+        where: a file, a call or an argument, before the colon.
+        caught: the classes of errors that are raised as another one.
+    """
+    try:
+        yield
+    except caught as error:
+        raise kind(f"{where}: {str(error).removesuffix('.')}.") from error
 
 
 def warn(message: str) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from itertools import compress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from operator import le
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engram._support import fork, native
@@ -17,21 +19,13 @@ from engram.buffer.replay_buffer import ReplayBuffer
 from engram.errors import IncompatibleStore, RateLimited, StoreInUse
 from engram.storages import LazyMemmapStorage
 from engram.storages.ragged import Ragged
+from engram.store.keys import StoredKeys
 from engram.store.opening import holds_store
+from engram.store.ragged import RaggedStore
 from engram.store.ragged_rows import Items
 from engram.store.rings import Spans
 from engram.store.trees import ALIGNMENT, FORM_OF, dense, tree_bytes, tree_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from contextlib import AbstractContextManager
-
-    from numpy.typing import NDArray
-
-    from engram.store.keys import StoredKeys
-    from engram.store.ragged import RaggedStore
-    from engram.types import StrPath
-
+from engram.types import StrPath
 
 FORM = 8
 #: What fills a form up, by the number of dimensions.
@@ -225,12 +219,12 @@ class KeyedValues:
             store, stored = _stored(buffer)
             rows, writes = stored.newest(names, "get")
             if bool((rows < 0).any()):
-                raise KeyError(list(compress(names, (rows < 0).tolist())))
+                raise KeyError(list(itertools.compress(names, (rows < 0).tolist())))
             (forms, _, items), gone = store.read(rows, expected=store.tickets_of_writes(rows, writes))
             kept = torch.ones(len(left), dtype=torch.bool, device="cpu")
             kept[gone] = False  # replaced or moved since: found again at once
             there = cast("Items", items)[kept].packed() if gone else cast("Items", items)
-            for place, value in zip(compress(left, kept.tolist()), decode(forms[kept], there), strict=True):
+            for place, value in zip(itertools.compress(left, kept.tolist()), decode(forms[kept], there), strict=True):
                 found[place] = value
             left = [left[place] for place in gone]
         return found

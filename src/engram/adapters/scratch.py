@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias, cast
+import pathlib
+from collections.abc import Collection, Iterator, Mapping
+from typing import TypeAlias, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 import engram
+from engram._support.words import raise_as
 from engram.errors import IncompatibleStore
 from engram.format.schema import DTYPES
 from engram.storages import LazyTensorStorage
 from engram.store.lifetime import Hold, hold
+from engram.types import Sampler
 
-if TYPE_CHECKING:
-    import pathlib
-    from collections.abc import Collection, Iterator, Mapping
-
-    from numpy.typing import NDArray
-
-    from engram.types import Sampler
-
-    Array: TypeAlias = NDArray[np.generic]
-    Path: TypeAlias = tuple[str, ...]
-    Rows: TypeAlias = NDArray[np.int64]
+Array: TypeAlias = NDArray[np.generic]
+Path: TypeAlias = tuple[str, ...]
+Rows: TypeAlias = NDArray[np.int64]
 
 
 class Scratch:
@@ -59,10 +56,8 @@ class Scratch:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = hold(folder.with_name(f".{folder.name}.lock"), where, folder)
         kind = engram.ReplayBuffer[dict[str, object]]
-        try:
+        with raise_as(IncompatibleStore, f"{where}: expected {what}", IncompatibleStore):
             self.rb = kind.open_or_create(folder, size, lanes=lanes, sampler=sampler, transform=transform)
-        except IncompatibleStore as error:
-            raise IncompatibleStore(f"{where}: expected {what}: {error}") from None
         self._hold = lock
 
     def _stored_columns(self) -> dict[Path, Array]:

@@ -7,7 +7,7 @@ nothing of engram.
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import NoReturn, cast
 
 import h5py
 import numpy as np
@@ -23,15 +23,13 @@ with needs("engram.adapters.tianshou", "tianshou"):
     from tianshou import data
     from tianshou.data.utils.converter import to_hdf5
 
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Collection, Mapping, Sequence
+import os
+from collections.abc import Collection, Mapping, Sequence
 
-    from numpy.typing import NDArray
+from numpy.typing import NDArray
 
-    from engram.adapters.scratch import Array, Path, Rows
-    from engram.types import Sampler
-
+from engram.adapters.scratch import Array, Path, Rows
+from engram.types import Sampler
 
 __all__ = ["PrioritizedVectorReplayBuffer", "VectorReplayBuffer"]
 

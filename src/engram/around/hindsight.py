@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import TYPE_CHECKING, Unpack, cast
+from typing import Unpack, cast
 
 import torch
 from torch import Tensor
@@ -14,14 +15,10 @@ from engram._support.field_paths import FieldPath, as_path, checked_path, public
 from engram._support.tensordicts import add_fields
 from engram._support.words import warn
 from engram.around.expander import Expander, Reading, TrajectoryArguments
+from engram.storages import TensorStorage
 from engram.store import Store, dlpack_specs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from engram.storages import TensorStorage
-    from engram.store.sampled import SampledStorage
-    from engram.types import Entry, Info, Sampler
+from engram.store.sampled import SampledStorage
+from engram.types import Entry, Info, Sampler
 
 
 class HindsightStrategy(StrEnum):

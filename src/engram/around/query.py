@@ -24,7 +24,6 @@ from engram.store import DTYPE_NAMES, Store
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
-    from engram.around.episodes import Boundaries
     from engram.around.trajectory import Trajectory
     from engram.storages import Storage
     from engram.transforms import Compose
@@ -466,7 +465,7 @@ def check_flat(data: object, call: str) -> None:
 
 def boundaries_of(
     fields: Sequence[schema.Field], numbers: dict[FieldPath, int], given: object, call: str
-) -> Boundaries:
+) -> episodes.Boundaries:
     """Where trajectories end among rows of these fields, with a warning where no id says it.
 
     Raises ``KeyError``: no field says it. ``TypeError``: no key.

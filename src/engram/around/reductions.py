@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
 import torch
+from torch import Tensor
 
 from engram._support.checks import check_choice, check_count, check_number
 from engram._support.field_paths import WINDOW_ENDS, FieldPath, as_path, as_paths, public
 from engram._support.nested import is_tensordict
-from engram.around.expander import (
-    TO_THE_END,
-    Column,
-    Expander,
-    Reading,
-    TrajectoryArguments,
-    check_steps,
-    is_of_next_step,
-    observed_before,
-)
+from engram.around import expander
 from engram.samplers import RandomSampler
 from engram.transforms import Compose, ExcludeTransform, Transform
 from engram.transforms._base import Key, KeyedTransform, Keys, as_key, entry, find, path_of, put, shallow
 from engram.transforms.windows import Windows, checked_dim, ends_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from engram.types import Sampler
+from engram.types import Sampler
 
 
 class CatFrames(KeyedTransform):
@@ -239,7 +227,7 @@ def _dims(data: object) -> int:
     return dims
 
 
-class FrameStack(Expander):
+class FrameStack(expander.Expander):
     """Stacks every sampled frame with the ``n - 1`` frames before it, so that each frame needs to be stored only once.
 
     A field ``[*shape]`` under one of the ``in_keys`` becomes ``[..., n * shape[dim], ...]`` in the batch, or ``[n, *shape]`` with
@@ -303,9 +291,9 @@ class FrameStack(Expander):
         padding: str = "same",
         padding_value: float = 0,
         whole: bool = False,
-        **trajectories: Unpack[TrajectoryArguments],
+        **trajectories: Unpack[expander.TrajectoryArguments],
     ) -> None:
-        self.n = check_steps("FrameStack: n", n)
+        self.n = expander.check_steps("FrameStack: n", n)
         self.dim = None if dim is None else checked_dim("FrameStack: dim", dim)
         self.padding_value = _checked_padding("FrameStack", padding, padding_value)
         keys = as_paths(in_keys, "FrameStack: in_keys")
@@ -318,7 +306,7 @@ class FrameStack(Expander):
     def changed(self) -> tuple[FieldPath, ...]:
         return self.in_keys
 
-    def change(self, reading: Reading) -> None:
+    def change(self, reading: expander.Reading) -> None:
         if self.whole and self._windows is None:
             reading.oldest = max(reading.oldest, self.n - 1)
         for key in self.in_keys:
@@ -335,7 +323,7 @@ class FrameStack(Expander):
                 raise TypeError(
                     f"sample: FrameStack: in_keys: expected a field as it is stored, but an expander inside has changed {public(key)!r}."
                 )
-            before = reading.numbers.get(observed_before(key), -1) if is_of_next_step(key) else -1
+            before = reading.numbers.get(expander.observed_before(key), -1) if expander.is_of_next_step(key) else -1
             earlier = reading.fields[before]
             if before >= 0 and (earlier.dtype, earlier.shape) != (field.dtype, field.shape):
                 before = -1
@@ -344,7 +332,7 @@ class FrameStack(Expander):
             reading.columns[number] = stack
 
 
-class NStep(Expander):
+class NStep(expander.Expander):
     """Turns every sampled step into one of ``n`` steps: sums rewards and takes the observation ``n`` steps later.
 
     Let ``t`` be the drawn row, and ``k`` the number of steps from ``t`` (included) to the ``n``-th, to the last step of
@@ -427,13 +415,13 @@ class NStep(Expander):
         *,
         reward_key: object = ("next", "reward"),
         next_keys: object = ("next",),
-        **trajectories: Unpack[TrajectoryArguments],
+        **trajectories: Unpack[expander.TrajectoryArguments],
     ) -> None:
-        self.n = check_steps("NStep: n", n)
+        self.n = expander.check_steps("NStep: n", n)
         self.gamma = check_number("NStep: gamma", gamma, least=0, most=1)
         self.reward_key = as_path(reward_key, "NStep: reward_key") or ("next", "reward")
         self.next_keys = as_paths(next_keys, "NStep: next_keys") or ()
-        if isinstance(sampler, Expander) and any(isinstance(inner, NStep) for inner in sampler.chain):
+        if isinstance(sampler, expander.Expander) and any(isinstance(inner, NStep) for inner in sampler.chain):
             raise TypeError("NStep: sampler: expected one without returns of several steps, got an NStep inside.")
         super().__init__(sampler, **trajectories)
 
@@ -441,7 +429,7 @@ class NStep(Expander):
     def changed(self) -> tuple[FieldPath, ...]:
         return (self.reward_key,)
 
-    def change(self, reading: Reading) -> None:
+    def change(self, reading: expander.Reading) -> None:
         ahead, reward = self.n - 1, reading.number_of_reward(self.reward_key, "NStep")
         moved = set(reading.flags(self.rules))
         for key in self.next_keys:
@@ -449,19 +437,19 @@ class NStep(Expander):
             followed = any(("next", *path)[: len(key)] == key for path in reading.followed)
             reading.ahead = ahead if followed else reading.ahead
             if key == ("next",):
-                found += [number for path, number in reading.numbers.items() if is_of_next_step(path)]
+                found += [number for path, number in reading.numbers.items() if expander.is_of_next_step(path)]
             elif not (found or followed):
                 reading.number(key, "NStep: next_keys")
             moved.update(found)
         for number in moved - {reward}:
             reading.columns[number] = reading.columns[number]._replace(ahead=ahead)
-        reading.columns[reward] = Column("sum", reward, ahead, self.gamma)
-        reading.add((*self.reward_key[:-1], "original_reward"), Column("row", reward), "NStep")
-        reading.add(("steps_to_next_obs",), Column("steps", reward, ahead), "NStep")
-        reading.add(("gamma",), Column("discount", reward, ahead, self.gamma), "NStep")
+        reading.columns[reward] = expander.Column("sum", reward, ahead, self.gamma)
+        reading.add((*self.reward_key[:-1], "original_reward"), expander.Column("row", reward), "NStep")
+        reading.add(("steps_to_next_obs",), expander.Column("steps", reward, ahead), "NStep")
+        reading.add(("gamma",), expander.Column("discount", reward, ahead, self.gamma), "NStep")
 
 
-class RewardToGo(Expander):
+class RewardToGo(expander.Expander):
     """Adds to every sampled step the discounted sum of the rewards from it to the end of its trajectory.
 
     Let ``t`` be the drawn row and ``T`` the last stored step of its trajectory. A batch then has::
@@ -512,7 +500,7 @@ class RewardToGo(Expander):
         reward_key: object = ("next", "reward"),
         out_key: object = "reward_to_go",
         steps_key: object = None,
-        **trajectories: Unpack[TrajectoryArguments],
+        **trajectories: Unpack[expander.TrajectoryArguments],
     ) -> None:
         self.gamma = check_number("RewardToGo: gamma", gamma, least=0, most=1)
         self.reward_key = as_path(reward_key, "RewardToGo: reward_key") or ("next", "reward")
@@ -522,10 +510,10 @@ class RewardToGo(Expander):
             self.noted = (*self.noted, "steps_key")
         super().__init__(sampler, **trajectories)
 
-    def change(self, reading: Reading) -> None:
+    def change(self, reading: expander.Reading) -> None:
         reward = reading.number_of_reward(self.reward_key, "RewardToGo")
-        reading.add(self.out_key, Column("sum", reward, TO_THE_END, self.gamma), "RewardToGo")
+        reading.add(self.out_key, expander.Column("sum", reward, expander.TO_THE_END, self.gamma), "RewardToGo")
         complete = (*self.out_key[:-1], f"{self.out_key[-1]}_complete")
-        reading.add(complete, Column("over", reward, TO_THE_END), "RewardToGo")
+        reading.add(complete, expander.Column("over", reward, expander.TO_THE_END), "RewardToGo")
         if self.steps_key is not None:
-            reading.add(self.steps_key, Column("steps", reward, TO_THE_END), "RewardToGo")
+            reading.add(self.steps_key, expander.Column("steps", reward, expander.TO_THE_END), "RewardToGo")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol, TypeAlias, cast
+from typing import ClassVar, Literal, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -18,17 +19,13 @@ from engram.around.episodes import END_KEYS, Boundaries, Episodes, TrajectoryKey
 from engram.around.windows import with_starts
 from engram.errors import RowError
 from engram.samplers import check_drawable
+from engram.samplers._base import DeclaredSampler
 from engram.samplers.redraw import Redraw
 from engram.saved.parts import Noted
 from engram.storages import Storage, TensorStorage, coordinates
 from engram.store import Key, Store, as_rows
 from engram.store.ragged_rows import items_in
 from engram.types import Draw, Entry, Info, NativeBatch, Shown
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    from engram.samplers._base import DeclaredSampler
 
 
 class Named(NamedTuple):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import torch
+from torch import Tensor
 
 from engram._support.checks import as_numbers, check_number
 from engram._support.field_paths import FieldPath, checked_path, plain, public
@@ -14,15 +15,11 @@ from engram._support.native import DLPACK, Trajectories
 from engram.around.episodes import TrajectoryKeys, numbers_by_path
 from engram.around.expander import Expansion
 from engram.around.sequence import Expanded, ExpandedReader, Named, SampleUnit, Sequence, UnitReader
+from engram.format.schema import Schema
+from engram.samplers._base import DeclaredSampler
+from engram.storages import Storage
 from engram.store import Store, as_rows
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from engram.format.schema import Schema
-    from engram.samplers._base import DeclaredSampler
-    from engram.storages import Storage
-    from engram.types import Draw
+from engram.types import Draw
 
 #: Times before and after a row, of each field: a dict, or pairs of keys and times.
 Deltas: TypeAlias = Mapping[str, object] | Mapping[tuple[str, ...], object] | Iterable[tuple[object, object]]

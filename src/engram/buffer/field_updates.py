@@ -21,6 +21,7 @@ from engram._support.field_paths import FieldPath, checked_path
 from engram._support.nested import find, flatten, has_entries
 from engram._support.tensordicts import tensordict_type
 from engram._support.unsupported import refused
+from engram._support.words import raise_as
 from engram.errors import RowError
 from engram.format.schema import Field
 from engram.storages._columns import rows_of_selection
@@ -478,10 +479,8 @@ def _row(field: Field, fill: object) -> bytes:
 
 
 def _add(storage: storages.TensorStorage, field: Field, fill: bytes) -> None:
-    try:
+    with raise_as(ValueError, _CALL):
         add_to_store(storage.store, field, fill)
-    except ValueError as error:
-        raise ValueError(f"{_CALL}: {str(error).removesuffix('.')}.") from error
 
 
 def add_entries(storage: Storage, where: Rows, data: object, call: str, ignored: Iterable[str]) -> None:

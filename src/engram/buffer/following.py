@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 from engram import samplers, storages
 from engram._support.checks import check_count
@@ -19,20 +19,16 @@ from engram._support.state import real
 from engram._support.words import warn
 from engram.buffer.recipe import kind_of
 from engram.buffer.saving import OwnLoad, Saving
+from engram.buffer.services import Facade
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.reshard.driver import reshard
 from engram.reshard.plan import Policy, Target, checked_incomplete
 from engram.reshard.plan import open_shards as open_saved
 from engram.saved import attempts, disk, parts
+from engram.saved.checkpoints import Checkpoint
 from engram.saved.series import Lease, Mirror, open_shards
 from engram.types import Form, Sampler
 from engram.writers._base import FollowingWriter
-
-if TYPE_CHECKING:
-    from engram.buffer.services import Facade
-    from engram.saved.checkpoints import Checkpoint
-    from engram.saved.parts import SavedPart
-    from engram.storages import Storage
 
 T = TypeVar("T")
 
@@ -95,7 +91,7 @@ class FollowOptions(NamedTuple):
     """The user's options for the buffers that are made."""
 
     cls: type[Facade]
-    storage: Storage | Callable[[], Storage] | None
+    storage: storages.Storage | Callable[[], storages.Storage] | None
     sampler: Sampler | Callable[[], Sampler] | None
     arguments: Mapping[str, object]
 
@@ -126,7 +122,7 @@ def _again(given: T | Callable[[], T], kind: type[object]) -> T:
     return copy.deepcopy(given)  # type: ignore[return-value] # it is no callable
 
 
-def _storage_of(checkpoint: Checkpoint) -> Storage:
+def _storage_of(checkpoint: Checkpoint) -> storages.Storage:
     """A storage in RAM that holds all shards."""
     geometries = []
     for rank in range(checkpoint.manifest.world):
@@ -145,7 +141,7 @@ def _storage_of(checkpoint: Checkpoint) -> Storage:
     return storages.LazyTensorStorage(lanes * length, lanes=lanes)
 
 
-def _sampler_of(saved: SavedPart, state: Mapping[str, object], capacity: int) -> Sampler:
+def _sampler_of(saved: parts.SavedPart, state: Mapping[str, object], capacity: int) -> Sampler:
     """The sampler that was saved, as far as a checkpoint says what it was."""
     if saved.type == "PrioritizedSampler":
         alpha, beta, eps = (real(state, name, "follow: sampler") for name in ("alpha", "beta", "eps"))
@@ -406,7 +402,7 @@ def follow_buffer(
     timeout: float = 60.0,
     shard: int | Sequence[int] | None = None,
     cache: str | os.PathLike[str] | None = None,
-    storage: Storage | Callable[[], Storage] | None = None,
+    storage: storages.Storage | Callable[[], storages.Storage] | None = None,
     sampler: Sampler | Callable[[], Sampler] | None = None,
     **arguments: object,
 ) -> Any:

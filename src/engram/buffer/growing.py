@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn, TypeAlias, cast
-from uuid import uuid4
+from collections.abc import Collection, Mapping
+from typing import NoReturn, TypeAlias, cast
+from uuid import UUID, uuid4
 
 import torch
+from torch import Tensor
 
 from engram._support.field_paths import checked_path, public
 from engram._support.native import NotAdmitted
 from engram._support.nested import flatten
 from engram._support.tensordicts import add_fields
 from engram._support.words import count
+from engram.buffer.lanes import Lanes
+from engram.buffer.wiring import Wiring
 from engram.format.schema import name_of
+from engram.remote.served import OneStore
 from engram.store.limits import checked_timeout
 from engram.store.open_rows import OpenRowIndex, OpenRows, OpenSlot
 from engram.types import Write
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-    from uuid import UUID
-
-    from torch import Tensor
-
-    from engram.buffer.lanes import Lanes
-    from engram.buffer.wiring import Wiring
-    from engram.remote.served import OneStore
-
-    Path: TypeAlias = tuple[str, ...]
-    #: A key as users write it.
-    Key: TypeAlias = str | Path
-    Fields: TypeAlias = Mapping[Path, object]
-    #: A row that a server has: its slot, how often that was taken, items by the key that leads a group, and whether it is abandoned.
-    ShownRow: TypeAlias = tuple[int, int, dict[Key, int], bool]
-    #: Fields by key; the values may be dicts of others.
-    Given: TypeAlias = Mapping[str, object] | Fields | Mapping[Key, object]
+Path: TypeAlias = tuple[str, ...]
+#: A key as users write it.
+Key: TypeAlias = str | Path
+Fields: TypeAlias = Mapping[Path, object]
+#: A row that a server has: its slot, how often that was taken, items by the key that leads a group, and whether it is abandoned.
+ShownRow: TypeAlias = tuple[int, int, dict[Key, int], bool]
+#: Fields by key; the values may be dicts of others.
+Given: TypeAlias = Mapping[str, object] | Fields | Mapping[Key, object]
 
 
 class OpenRow:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import operator
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engram import storages
@@ -18,15 +20,9 @@ from engram._support.field_paths import FieldPath, checked_path, public
 from engram._support.nested import find_field, map_leaves
 from engram._support.state import integer, typed
 from engram._support.tensordicts import is_tensor_collection
+from engram.buffer.wiring import Wiring
 from engram.errors import RowError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from numpy.typing import NDArray
-
-    from engram.buffer.wiring import Wiring
-    from engram.storages import Count
+from engram.storages import Count
 
 Layout: TypeAlias = Literal["time_first", "lane_first"] | None
 Lane: TypeAlias = "int | Sequence[int] | NDArray[np.integer] | Tensor | Literal['each'] | None"

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
+from torch import Tensor
 
+from engram.buffer.configuration import Settings
+from engram.buffer.read_path import ReadPath
+from engram.buffer.wiring import Wiring
 from engram.samplers import PrioritizedSampler, SamplerWithoutReplacement, check_drawable
+from engram.storages import TensorStorage
 from engram.store import Key, Store, shared_memory
+from engram.store.device.chain import Batch, Kind
 from engram.store.priorities import PriorityIndex
 from engram.store.row_indexes import UsageIndex
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from engram.buffer.configuration import Settings
-    from engram.buffer.read_path import ReadPath
-    from engram.buffer.wiring import Wiring
-    from engram.storages import TensorStorage
-    from engram.store.device.chain import Batch, Kind
 
 
 class OnDevice:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
 
 from engram._support.state import real, saved
+from engram.buffer.wiring import Wiring
 from engram.errors import IncompatibleCheckpoint
 from engram.saved import parts
 from engram.store import priorities
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from engram.buffer.wiring import Wiring
-    from engram.saved.parts import SavedPart
 
 #: Parts that may be of another class. Which one a sampler goes with is often the buffer's to say.
 _OTHERS = ("sampler", "buffer", "writer")
@@ -28,7 +24,7 @@ _ADVICE = " With convert=True its rows are taken, and drawn by the sampler here.
 
 
 def checked_states(
-    found: Mapping[str, SavedPart], shard: Path, kinds: Mapping[str, str], *, convert: bool
+    found: Mapping[str, parts.SavedPart], shard: Path, kinds: Mapping[str, str], *, convert: bool
 ) -> dict[str, dict[str, object]]:
     """As :func:`parts.checked_states`; ``convert``: the sampler may be another one, with the buffer and the ring that go with it."""
     others = {name: found[name].type for name in _OTHERS if name in found}
@@ -72,7 +68,7 @@ def _with_parameters_of(own: dict[str, object], theirs: dict[str, object], where
 
 def converted(
     states: dict[str, dict[str, object]],
-    found: Mapping[str, SavedPart],
+    found: Mapping[str, parts.SavedPart],
     kinds: Mapping[str, str],
     wiring: Wiring,
     batch_size: int | None,

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from collections.abc import Callable
+from typing import Literal, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 from engram._support.devices import existing_device
 from engram._support.field_paths import public
 from engram._support.nested import Path, batch_of, can_be_attribute, map_leaves, map_tensors, map_with_paths
 from engram._support.tensordicts import is_non_tensor, is_tensor_collection
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
 
 Output: TypeAlias = Literal["torch", "numpy", "namedtuple"]
 FORMS = ("torch", "numpy", "namedtuple")

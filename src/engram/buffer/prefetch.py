@@ -7,9 +7,11 @@ import queue
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from time import monotonic, perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,12 +20,7 @@ from engram._support.native import NotAdmitted
 from engram.errors import NoSampleable
 from engram.saved.disk import start_thread
 from engram.store import Key
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
-
-    from engram.store.limits import LimitWait
+from engram.store.limits import LimitWait
 
 #: For how long a program that ends or forks, and a buffer that closes, waits for what threads have begun.
 LEAVE_S = 5.0

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import reduce
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypedDict
+from typing import NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engram._support.checks import check_count
@@ -18,19 +19,13 @@ from engram._support.retries import Retries
 from engram.around import Expander
 from engram.buffer.field_updates import AfterUpdates
 from engram.buffer.output import Source, View
+from engram.buffer.wiring import Wiring
 from engram.errors import NoSampleable
+from engram.remote.protocol import Sample
 from engram.samplers import FilteredSampler, LengthBucketSampler, check_drawable, picked
 from engram.samplers.redraw import DrawOverBatch
 from engram.storages.ragged import LayoutKind, RaggedLayout
 from engram.types import Device, Draw, Entry, Wait
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
-    from engram.buffer.wiring import Wiring
-    from engram.remote.protocol import Sample
 
 #: How one batch holds ragged fields, and items that it has at most: of each row those of its longest field, or of one that is named.
 LayoutOfCall: TypeAlias = LayoutKind | Mapping[str, object] | None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Mapping
 from functools import partial
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,19 +19,14 @@ from engram._support.retries import Retries
 from engram._support.tensordicts import add_fields, is_lazy_stack
 from engram.buffer.ragged_batches import BatchForm, read_within
 from engram.buffer.window_marks import WindowMarks
+from engram.buffer.wiring import Wiring
 from engram.buffer.write_path import map_dimensioned
 from engram.errors import NoSampleable
+from engram.remote.served import Drawn
 from engram.samplers.redraw import Redraw
-from engram.storages import items
+from engram.storages.ragged import RaggedLayout
 from engram.store import Key, ThreadKey
 from engram.types import Draw, Entry, Info, Shown
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-
-    from engram.buffer.wiring import Wiring
-    from engram.remote.served import Drawn
-    from engram.storages.ragged import RaggedLayout
 
 
 class ReadPath:
@@ -240,7 +236,7 @@ class ReadPath:
         if wiring.storage.traits.has_fields:
             return data
         stack = wiring.storage.stacked
-        return items.stack(data) if stack is None else stack(data)
+        return storages.items.stack(data) if stack is None else stack(data)
 
     def copied(self, data: object, *, stacked: bool) -> Any:
         """Data that transforms may change: a list storage hands out what it keeps, unless it was stacked into something new."""

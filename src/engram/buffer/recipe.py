@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from engram import around, samplers, storages, writers
 from engram._support.checks import check_choice, check_path
+from engram._support.words import raise_as
 from engram.buffer.configuration import Settings
+from engram.buffer.services import Facade
+from engram.buffer.wiring import Wiring
 from engram.errors import CorruptStore, EngramError, IncompatibleStore
 from engram.format import files, layout
 from engram.storages.ragged import RaggedArguments
 from engram.store import DeviceStore, Store
 from engram.types import Declared, StrPath
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    from engram.buffer.services import Facade
-    from engram.buffer.wiring import Wiring
 
 _SAMPLERS = around.Expander.known
 _WRITERS: dict[str, Any] = {
@@ -252,10 +250,8 @@ def _read(directory: StrPath) -> dict[str, object]:
     path = _path(directory)
     if not path.exists():
         return {}
-    try:
+    with raise_as(CorruptStore, f"{path}: not readable as JSON"):
         entries = json.loads(files.read_small(path, 1 << 20))
-    except ValueError as error:
-        raise CorruptStore(f"{path}: not readable as JSON ({error}).") from error
     if not isinstance(entries, dict):
         raise CorruptStore(f"{path}: expected an object.")
     return entries
@@ -318,8 +314,6 @@ def noted_unit(noted: dict[str, object]) -> around.SampleUnit | None:
 def noted_settings(noted: dict[str, object]) -> dict[str, Any]:
     """The arguments of the constructor that were noted, besides the components. Raises ``CorruptStore``: they are none."""
     settings: dict[str, Any] = {name: noted[name] for name in ("batch_size", "prefetch", "output") if name in noted}
-    try:
+    with raise_as(CorruptStore, "open", (TypeError, ValueError)):
         Settings("what was recorded", **{"batch_size": None, "prefetch": None, **settings})
-    except (TypeError, ValueError) as error:
-        raise CorruptStore(f"open: {error}") from error
     return settings

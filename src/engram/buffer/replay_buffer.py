@@ -27,7 +27,6 @@ from engram.buffer.prefetching import Prefetching
 from engram.buffer.ragged_batches import BatchForm, LayoutOfCall, SampleArguments, Tokens
 from engram.buffer.read_path import ReadPath
 from engram.buffer.recipe import Recipe, open_buffer, open_or_create, register
-from engram.buffer.row_access import RowAccess
 from engram.buffer.saving import Saving
 from engram.buffer.services import Service, as_remote, client, clients, deployed, service_in
 from engram.buffer.window_marks import of_batch
@@ -110,7 +109,7 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
     _priority_key: str | None = None
     _read_path = ReadPath
     _write_path = WritePath
-    _row_access = RowAccess
+    _row_access = row_access.RowAccess
     #: Whether it always has priorities.
     _prioritized = False
     #: Whether :meth:`close` was called.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -16,24 +16,20 @@ from engram._support.checks import as_ints
 from engram._support.field_paths import FieldPath, checked_path, public
 from engram._support.nested import entries_of, find, flatten, has_entries, name_of
 from engram._support.tensordicts import is_tensor_collection
+from engram.buffer.configuration import Settings
 from engram.buffer.field_updates import CALL, ConditionalUpdateResult, FieldUpdates, add_entries
 from engram.buffer.on_device import OnDevice
+from engram.buffer.prefetching import Prefetching
+from engram.buffer.read_path import ReadPath
+from engram.buffer.wiring import Wiring
 from engram.buffer.write_path import new_containers
 from engram.device.direct import Replays
 from engram.errors import EMPTY, RowError
+from engram.format.schema import Field
 from engram.saved.rows import Boundaries, Roles, boundary_fields, roles_of
 from engram.store import DeviceStore
 from engram.store.keys import count_keys
 from engram.types import Draw
-
-if TYPE_CHECKING:
-    from engram.buffer.configuration import Settings
-    from engram.buffer.prefetching import Prefetching
-    from engram.buffer.read_path import ReadPath
-    from engram.buffer.wiring import Wiring
-    from engram.format.schema import Field
-    from engram.storages import Rows
-
 
 #: How often a slice is looked up whose rows are evicted before they are read.
 _TRIES = 100
@@ -74,7 +70,7 @@ class RowAccess:
         rows = self._wiring.storage.extent().in_order(lanes)[:end]
         return self._get(storages.Rows(rows), rows)
 
-    def _get(self, where: Rows, index: object) -> object:
+    def _get(self, where: storages.Rows, index: object) -> object:
         wiring, reading = self._wiring, self._reading
         if where.view is not None and not wiring.transform.reads:
             data = wiring.storage.view(where, self._entries(where))
@@ -91,21 +87,21 @@ class RowAccess:
             data = wiring.transform.forward(reading.copied(data, stacked=stacked and wiring.collate_fn is None))
         return data
 
-    def _where(self, index: object) -> Rows:
+    def _where(self, index: object) -> storages.Rows:
         """The rows an index means: with ``ndim > 1`` it is one into the layout of ``extend``, ``[*columns, T]``."""
         storage = self._wiring.storage
         if not storage.initialized:
             storage.store  # noqa: B018 - raises: nothing was written
-        return cast("Rows", storage.locate(index))
+        return cast("storages.Rows", storage.locate(index))
 
-    def _read(self, where: Rows) -> object:
+    def _read(self, where: storages.Rows) -> object:
         storage = self._wiring.storage
         columns, moved = storage.read(where.rows)
         if moved:
             self._reading.read_again(Draw(where.rows), columns, moved, "rb[index]")
         return storage.pack(columns, where, self._entries(where))
 
-    def _entries(self, where: Rows) -> dict[str, Tensor] | None:
+    def _entries(self, where: storages.Rows) -> dict[str, Tensor] | None:
         """Entries that TensorDicts read by number get beside their fields: with ``ndim > 1`` the slot, not the row."""
         wiring = self._wiring
         if not wiring.of_writer.adds_index:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -14,35 +16,29 @@ from engram._support import fork
 from engram._support.checks import check_choice, check_count, check_path
 from engram._support.progress import OnProgress, Work
 from engram._support.state import Loads, check_keys, integer, prepare_load, read_from, saved, tensor_in, typed
-from engram._support.words import warn
+from engram._support.words import raise_as, warn
 from engram.buffer import other_sampler
+from engram.buffer.configuration import Settings
+from engram.buffer.lanes import Lanes
 from engram.buffer.prefetching import Prefetching, prepare_batches
+from engram.buffer.read_path import ReadPath
+from engram.buffer.recipe import Recipe
+from engram.buffer.wiring import Wiring
 from engram.errors import IncompatibleCheckpoint
 from engram.format import layout
 from engram.reshard.driver import Reshard, format_counts, seed_of
 from engram.reshard.driver import convert as converted_for
 from engram.reshard.plan import open_shard
+from engram.samplers._base import DeclaredSampler
 from engram.saved import checkpointers, disk
 from engram.saved import parts as saved_parts
+from engram.saved.checkpointers import ForeignDump, IndexNames
 from engram.saved.checkpoints import Checkpoint, finish_dump, replacing, standing
-from engram.saved.parts import Parts, SavedPart, check_blocks
+from engram.saved.part_reader import PartReader
 from engram.saved.snapshot import Snapshot, StoragePreparation, StorageSnapshot
 from engram.storages import Storage, announcing
 from engram.store import priorities
 from engram.types import Commit, Form, Ranking, StorageLoad, StrPath
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
-    from contextlib import AbstractContextManager
-
-    from engram.buffer.configuration import Settings
-    from engram.buffer.lanes import Lanes
-    from engram.buffer.read_path import ReadPath
-    from engram.buffer.recipe import Recipe
-    from engram.buffer.wiring import Wiring
-    from engram.samplers._base import DeclaredSampler
-    from engram.saved.checkpointers import ForeignDump, IndexNames
-    from engram.saved.part_reader import PartReader
 
 State = dict[str, Any]
 
@@ -158,7 +154,7 @@ class Saving:
             "_prefetch_state": batches,
         }
 
-    def _parts(self, noted: Collection[str] | None, *, drop_prefetched: bool) -> Parts:
+    def _parts(self, noted: Collection[str] | None, *, drop_prefetched: bool) -> saved_parts.Parts:
         """All of the state but the storage's, as the parts of a checkpoint.
 
         ``noted``: names of priorities that the storage's part has, None: all. If one of those is all of the sampler's state, its
@@ -181,7 +177,7 @@ class Saving:
             "rng": {"generator": state["_rng"], "default": state["_default_rng"]},
             "prefetch": {"batches": state["_prefetch_state"]},
         }
-        return Parts(states, self._kinds())
+        return saved_parts.Parts(states, self._kinds())
 
     def _kinds(self) -> dict[str, str]:
         """The class of each part."""
@@ -322,7 +318,7 @@ class Saving:
         return [name for name, kind in self._own_indexes() if (name, kind) == (named, priorities.PriorityIndex.kind)]
 
     def _converted(
-        self, states: dict[str, State], found: Mapping[str, SavedPart], where: str, *, convert: bool
+        self, states: dict[str, State], found: Mapping[str, saved_parts.SavedPart], where: str, *, convert: bool
     ) -> other_sampler.Conversion:
         """What is loaded of states, whose sampler may be another one if ``convert``."""
         if not convert:
@@ -374,7 +370,7 @@ class Saving:
                 f"{'best' if isinstance(self.form.ranking, Ranking) else 'newest'} were taken: a larger storage takes more."
             )
         if len(storage):
-            check_blocks(reader)
+            saved_parts.check_blocks(reader)
         state, source = converted.rows
         others = {name: known for name, known in state["priorities"].items() if name not in own}
         load: StorageLoad = storage.prepare_rows({**state, "priorities": others}, source)
@@ -458,7 +454,7 @@ class Saving:
 class DumpPreparation:
     """A dump of a buffer, prepared before writers wait for it."""
 
-    def __init__(self, storage: Storage, own: Callable[[], IndexNames], parts: Callable[[], Parts]) -> None:
+    def __init__(self, storage: Storage, own: Callable[[], IndexNames], parts: Callable[[], saved_parts.Parts]) -> None:
         self._storage, self._own, self._parts = storage, own, parts
         self._prepared: StoragePreparation | None = None
 
@@ -483,7 +479,7 @@ class Dump(NamedTuple):
     """All that a dump has of a buffer, at one moment."""
 
     rows: StorageSnapshot
-    parts: Parts
+    parts: saved_parts.Parts
 
     def save(self, folder: Path, progress: OnProgress | None = None) -> None:
         """Write it into a new folder. ``progress``, and what it raises: as :meth:`ReplayBuffer.dumps`."""
@@ -589,8 +585,6 @@ class RngLoad(NamedTuple):
 def checked_generator_state(state: object, where: str) -> torch.Generator:
     """A generator of a saved state. Raises ``TypeError``, ``ValueError``: it is none."""
     generator = torch.Generator()
-    try:
+    with raise_as(ValueError, f"{where}: expected the state of a generator", RuntimeError):
         generator.set_state(tensor_in({"state": state}, "state", torch.uint8, (None,), where).clone())
-    except RuntimeError as error:
-        raise ValueError(f"{where}: expected the state of a generator: {error}.") from error
     return generator

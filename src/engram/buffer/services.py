@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
 
 from engram._support.checks import check_count
+from engram._support.unsupported import needs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -138,9 +139,5 @@ def deployed(
 
 def imported_ray(call: str, *also: str) -> Any:
     """The module of Ray, and other modules with it. Raises ``ModuleNotFoundError``: one is not installed."""
-    try:
+    with needs(call, "ray"):
         return [importlib.import_module(name) for name in (*also, "ray")][-1]
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f'{call} needs {error.name}: pip install "engram-replay[ray]".', name=error.name
-        ) from error

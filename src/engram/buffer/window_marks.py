@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Collection, Mapping
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -16,14 +17,10 @@ from engram._support.tensordicts import put as put_fields
 from engram.around.episodes import END_KEYS, STEP_TYPE
 from engram.around.sequence import Sequence
 from engram.around.windows import WindowSampler
+from engram.buffer.wiring import Wiring
 from engram.samplers.prioritized import rows_of
 from engram.transforms._base import find, path_of, put
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-
-    from engram.buffer.wiring import Wiring
-    from engram.types import Entry
+from engram.types import Entry
 
 #: Entries that say which steps of windows are padding.
 MASKS = (("collector", "mask"), "validity_mask")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,23 +15,17 @@ from engram._support.checks import as_numbers, check_count
 from engram._support.overrides import overrides, refuse_others
 from engram.around import Expander, SampleUnit
 from engram.around.sequence import Named, UnitReader
+from engram.buffer.output import Source
+from engram.device.pinning import Pinning
 from engram.errors import RowError
+from engram.samplers._base import DeclaredSampler
 from engram.store import Key, Process, Store
 from engram.store.device.accelerator import Accelerator
 from engram.store.limits import Gate, Limit, Rules, rules_of
 from engram.store.ragged import RowsWithin
+from engram.transforms import Compose
 from engram.types import Declared, Sampler, Traits, Writer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from engram.buffer.output import Source
-    from engram.device.pinning import Pinning
-    from engram.samplers._base import DeclaredSampler
-    from engram.storages import Storage
-    from engram.transforms import Compose
-    from engram.writers._base import NativeWriter
-
+from engram.writers._base import NativeWriter
 
 #: Attributes of a wiring that a copy makes again.
 _DERIVED = (
@@ -50,7 +45,7 @@ class Wiring:
 
     def __init__(
         self,
-        storage: Storage,
+        storage: storages.Storage,
         transform: Compose,
         *,
         collate_fn: Callable[[Any], object] | None,
@@ -157,7 +152,7 @@ class Wiring:
             )
         return reader
 
-    def check_storage(self, storage: Storage) -> None:
+    def check_storage(self, storage: storages.Storage) -> None:
         """Raise what sample unit, sampler or writer raise to refuse a storage that is to take the place of this one."""
         if self.unit is not None and not storage.traits.is_remote:
             self.unit.check(storage, self.source)
@@ -457,8 +452,8 @@ def checked_size(size: object, call: str) -> int | None:
 
 
 def first_storage(
-    given: object, size: int | None, sampler: Sampler, call: str, kind: Callable[[int], Storage]
-) -> Storage:
+    given: object, size: int | None, sampler: Sampler, call: str, kind: Callable[[int], storages.Storage]
+) -> storages.Storage:
     """The storage of a new buffer, by default of a ``kind``, of ``size`` rows or as many as the sampler can draw from.
 
     Raises:
@@ -468,7 +463,7 @@ def first_storage(
         size = checked_size(size, call)
     if given is None:
         rows = size or samplers.declared(sampler).max_size or 1000
-        storage: Storage = kind(rows)
+        storage: storages.Storage = kind(rows)
     else:
         storage = component(given, storages.Storage, "storage", None)
     if size is not None:

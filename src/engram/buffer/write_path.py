@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -22,22 +23,16 @@ from engram._support.checks import as_numbers
 from engram._support.native import NotAdmitted
 from engram._support.overrides import doing, overrides
 from engram._support.tensordicts import is_tensor_collection
+from engram.buffer.configuration import Settings
 from engram.buffer.lanes import BATCHES, Lane, Lanes, Layout
+from engram.buffer.recipe import Recipe
+from engram.buffer.wiring import Wiring
 from engram.env import Notes
-from engram.storages import Count, Storage, leading_size
+from engram.store import Store
 from engram.types import Extent, Write, WritePlan
 from engram.writers._base import NativeWriter
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from engram._support.nested import Path
-    from engram.buffer.configuration import Settings
-    from engram.buffer.recipe import Recipe
-    from engram.buffer.wiring import Wiring
-    from engram.store import Store
-
-    Added = int | Tensor | None
+Added = int | Tensor | None
 
 #: What the write transforms leave where they hold all rows back.
 HELD_BACK = object()
@@ -126,7 +121,7 @@ class WritePath:
         batch = map_dimensioned(batch, lambda x: _move_dim(x, at, self._wiring.storage.dim_extend))
         return TransformedRows(batch, batched=True, rows=rows_of(batch, at + 1))
 
-    def _in_batch(self, leaf: object, path: Path) -> object:
+    def _in_batch(self, leaf: object, path: nested.Path) -> object:
         """A leaf of a row as a leaf of a batch of one: numbers, too, where they become a field."""
         leaf = self._wiring.storage.number(leaf, path) if nested.is_numbers(leaf) else leaf
         return _with_dim(leaf, self._wiring.storage.ndim - 1) if nested.has_dimensions(leaf) else leaf
@@ -261,7 +256,7 @@ class WritePath:
         return write
 
     def _place_and_write(
-        self, data: Any, lane: Any, call: str, count: Count | None, *, batched: bool, unnamed: bool
+        self, data: Any, lane: Any, call: str, count: storages.Count | None, *, batched: bool, unnamed: bool
     ) -> Write:
         """Write where the writer says."""
         storage, placer = self._wiring.storage, self._wiring.placer
@@ -480,7 +475,7 @@ def _set(
         whole = end - begin == len(rows)
         if named.reshape(-1).tolist() != rows[begin:end].tolist() or not (whole or plan.rows is None):
             with doing(storage, None):
-                Storage.set(storage, cursor, data)
+                storages.Storage.set(storage, cursor, data)
             return
         lane = lanes[0]
         if not whole:
@@ -497,13 +492,13 @@ def _set(
     return done if kept is None else Write(plan.reported(done.rows, n), 0, plan.reported(done.tickets, n))
 
 
-def _steps(data: object, storage: Storage, call: str) -> int:
+def _steps(data: object, storage: storages.Storage, call: str) -> int:
     """How many steps a batch has, of each column."""
     if isinstance(data, list):
         return len(data)
     leaf: Any = nested.first_leaf(data)
     shape = getattr(leaf, "batch_size" if is_tensor_collection(leaf) else "shape", ())
-    return int(shape[storage.dim_extend]) if len(shape) >= storage.ndim else leading_size(data, call)
+    return int(shape[storage.dim_extend]) if len(shape) >= storage.ndim else storages.leading_size(data, call)
 
 
 def _following(extent: Extent, lane: object, n: int, width: int) -> Tensor:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias, Unpack, overload
+from typing import Literal, TypeAlias, Unpack, overload
 
 from engram._support.checks import check_callable, check_choice, check_count
 from engram._support.progress import OnProgress, Work
@@ -29,12 +29,10 @@ from engram.saved import attempts
 from engram.saved.checkpoints import Checkpoint, is_checkpoint
 from engram.saved.disk import start_thread
 from engram.saved.documents import UNREADABLE, Problem
+from engram.saved.rows import Roles
 from engram.saved.series import MAX_PINS, PINS, Series
 
-if TYPE_CHECKING:
-    from engram.saved.rows import Roles
-
-    CurrentStep: TypeAlias = Callable[[], int]
+CurrentStep: TypeAlias = Callable[[], int]
 
 
 __all__ = ["Checkpointer", "Entry", "RestoreReport", "SaveHandle", "SaveReport"]

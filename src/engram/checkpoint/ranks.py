@@ -12,14 +12,12 @@ import queue
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import ModuleType
+from typing import Any, TypeVar
 
 from engram.errors import RankFailed
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from types import ModuleType
 
 __all__ = ["Ranks"]
 

@@ -6,11 +6,13 @@ import logging
 import operator
 import secrets
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import msgspec
 
 from engram._support.checks import check_choice, check_count
+from engram._support.progress import OnProgress
 from engram._support.words import count, format_size, warn
 from engram.errors import CorruptCheckpoint
 from engram.reshard.driver import Lost, format_reshard, reshard_lines
@@ -20,11 +22,6 @@ from engram.saved.checkpoints import Checkpoint
 from engram.saved.description import KINDS
 from engram.saved.rows import Roles, check_roles
 from engram.saved.series import Series
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from engram._support.progress import OnProgress
 
 
 class AdvancedOptions(TypedDict, total=False):

@@ -7,8 +7,10 @@ import json
 import logging
 import time
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from pathlib import Path
+from typing import cast
 
+from engram._support.progress import Work
 from engram._support.words import warn
 from engram.checkpoint.reports import LatestStep, RestoreOptions, RestoreReport, Wanted, lost_with
 from engram.checkpoint.save import Job, Parent
@@ -19,12 +21,7 @@ from engram.saved import attempts, parts
 from engram.saved.checkpoints import Checkpoint
 from engram.saved.documents import Problem, corrupt
 from engram.saved.series import Series
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from engram._support.progress import Work
-    from engram.types import BufferLoad
+from engram.types import BufferLoad
 
 _log = logging.getLogger("engram")
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 import numpy as np
 
 from engram import datasets
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _OF_SUFFIX = {".hdf5": "hdf5", ".h5": "hdf5", ".parquet": "parquet", ".npz": "numpy", ".pkl": "sb3"}
 _OF_FILE = {"buffer_metadata.json": "torchrl", "metadata.json": "minari", "data/metadata.json": "minari"}

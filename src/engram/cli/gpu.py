@@ -6,10 +6,10 @@ import os
 import signal
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,13 +18,8 @@ from engram.buffer.replay_buffer import ReplayBuffer
 from engram.cli.doctor import SHARED, Finding, noted
 from engram.device.loader import DeviceLoader
 from engram.storages import LazyTensorStorage
-from engram.store.device.accelerator import NotRegistered, Registry
+from engram.store.device.accelerator import Accelerator, NotRegistered, Registry
 from engram.store.memory import file_block, private_block
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from engram.store.device.accelerator import Accelerator
 
 #: Rows that are read, their bytes, rows of a batch and batches that are timed; bytes that are registered.
 ROWS, ROW_BYTES, BATCH, BATCHES, _REGISTERED_BYTES = 2_048, 28_224, 256, 100, 1 << 20

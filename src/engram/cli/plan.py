@@ -6,8 +6,8 @@ import json
 import re
 import shutil
 import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -15,13 +15,8 @@ from engram._support.memory import available_memory, missing_share
 from engram._support.words import count, format_share, format_size
 from engram.cli.show import Misuse, Refusal, echo, field_of, plain, table, told
 from engram.format import files, layout, schema
-from engram.format.schema import DTYPES, Field
 from engram.format.sizes import DevicePlan, ShownField, priority_bytes
 from engram.saved.inspection import Entries, describe, described_field
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
 
 _SPEC = re.compile(r"(?P<dtype>[a-z]+[0-9]*)(?:\[(?P<shape>[0-9, ]*)\])?")
 _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>[kMGT]?)(?:i?B)?", re.IGNORECASE)
@@ -128,7 +123,7 @@ def show_plan(plan: Plan) -> None:
     echo([*table(facts, right=[1]), *plan.advice])
 
 
-def _advice(fields: Sequence[Field], nbytes: int, memory: int, missing: float) -> Iterator[str]:
+def _advice(fields: Sequence[schema.Field], nbytes: int, memory: int, missing: float) -> Iterator[str]:
     if missing:
         share = f"{format_share(missing)} of the rows do not fit into memory"
         yield f"{share}: LazyMemmapStorage keeps them on disk, and 'engram doctor DIR' says how many batches per second that makes."
@@ -147,7 +142,7 @@ def _advice(fields: Sequence[Field], nbytes: int, memory: int, missing: float) -
         yield f"stored twice: {', '.join('.'.join(it.key) for it in doubles)}. NextFromFollowing saves up to {format_size(saved)} a row."
 
 
-def fields_of_row(like: Path | None, described: Path | None) -> list[Field]:
+def fields_of_row(like: Path | None, described: Path | None) -> list[schema.Field]:
     """The fields of a sample, as :func:`planned` takes it, or of a description: JSON as there, or a ``store.json``.
 
     Raises ``Misuse``: neither can be read; fields are ragged.
@@ -167,7 +162,7 @@ def fields_of_row(like: Path | None, described: Path | None) -> list[Field]:
 # ---- samples ---------------------------------------------------------------------------------------------------------
 
 
-def _read(sample: Path, *, batch: bool) -> Iterable[Field]:
+def _read(sample: Path, *, batch: bool) -> Iterable[schema.Field]:
     if sample.is_dir():
         return _of_ours(sample)
     if not sample.exists():
@@ -179,7 +174,7 @@ def _read(sample: Path, *, batch: bool) -> Iterable[Field]:
     raise Misuse(f"{sample}: expected an .npz, .npy or .json file, or a folder of engram's, got another.")
 
 
-def _of_ours(path: Path) -> Iterator[Field]:
+def _of_ours(path: Path) -> Iterator[schema.Field]:
     from engram.saved.series import Series
 
     found = describe(path)
@@ -201,7 +196,7 @@ def _of_ours(path: Path) -> Iterator[Field]:
         yield field
 
 
-def _of_json(path: Path) -> Iterator[Field]:
+def _of_json(path: Path) -> Iterator[schema.Field]:
     try:
         described = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -214,7 +209,7 @@ def _of_json(path: Path) -> Iterator[Field]:
         yield from _nested(described, (), str(path))
 
 
-def _nested(described: Mapping[str, object], above: tuple[str, ...], where: str) -> Iterator[Field]:
+def _nested(described: Mapping[str, object], above: tuple[str, ...], where: str) -> Iterator[schema.Field]:
     for name, it in described.items():
         key = (*above, name)
         if isinstance(it, str):
@@ -230,7 +225,7 @@ def _nested(described: Mapping[str, object], above: tuple[str, ...], where: str)
             raise Misuse(f"{where}: {'.'.join(key)}: expected a dtype such as 'float32[3]', got {it!r:.80}.")
 
 
-def _of_arrays(path: Path, *, batch: bool) -> Iterator[Field]:
+def _of_arrays(path: Path, *, batch: bool) -> Iterator[schema.Field]:
     import numpy as np
 
     try:
@@ -250,16 +245,16 @@ def _of_arrays(path: Path, *, batch: bool) -> Iterator[Field]:
         yield _field(key, f"{array.dtype.name}[{','.join(map(str, shape))}]", f"{path}: {name}")
 
 
-def _field(key: tuple[str, ...], spec: str, where: str) -> Field:
+def _field(key: tuple[str, ...], spec: str, where: str) -> schema.Field:
     match = _SPEC.fullmatch(spec.strip())
-    if match is None or match["dtype"] not in DTYPES:
+    if match is None or match["dtype"] not in schema.DTYPES:
         raise Misuse(
-            f"{where}: expected a dtype of {', '.join(DTYPES)}, and a shape such as [4,84,84], got {spec!r:.80}."
+            f"{where}: expected a dtype of {', '.join(schema.DTYPES)}, and a shape such as [4,84,84], got {spec!r:.80}."
         )
     sizes = [size.strip() for size in (match["shape"] or "").split(",")]
     if any(not size for size in sizes) and sizes != [""]:
         raise Misuse(f"{where}: expected a shape such as [4,84,84], got {spec!r:.80}.")
-    return Field(key, match["dtype"], tuple(int(size) for size in sizes if size))
+    return schema.Field(key, match["dtype"], tuple(int(size) for size in sizes if size))
 
 
 def _size(text: str) -> int:

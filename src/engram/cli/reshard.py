@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal, TypedDict, Unpack
 
 import click
 
@@ -22,15 +24,8 @@ from engram.saved.parts import check_blocks, read_state, write_part
 from engram.saved.series import Series
 from engram.storages import LazyMemmapStorage
 from engram.storages.announcing import temporary
+from engram.types import Ranking
 from engram.writers import TensorDictMaxValueWriter
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from pathlib import Path
-
-    from typing_extensions import Unpack
-
-    from engram.types import Ranking
 
 #: How trajectories that are not whole are taken along all the same.
 _WAYS = {

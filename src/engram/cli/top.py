@@ -6,23 +6,17 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, Unpack
 
 from engram._support.words import format_share, format_size
+from engram.buffer.connecting import Reaching
 from engram.buffer.tensordict import ReplayBuffer
 from engram.cli.show import fitted, stat_lines
 from engram.inspect.advice import effective_size
 from engram.samplers import RandomSampler
 from engram.store.opening import ReaderStore
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
-    from typing_extensions import Unpack
-
-    from engram.buffer.connecting import Reaching
-
 
 #: Of the last seconds, which say nothing of a store that no process uses.
 _RATES = ("add_per_s", "sample_per_s")

@@ -8,7 +8,7 @@ import io
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import lru_cache, partial
 from itertools import islice, product
 from pathlib import Path
@@ -20,6 +20,7 @@ from tensordict import TensorDict
 
 from engram._support.checks import check_choice, check_number, check_path
 from engram._support.field_paths import FieldPath, nested, public
+from engram._support.words import raise_as
 from engram.datasets import importing as of
 from engram.datasets.tables import ParquetRows, Stored, arrow_table, check_dtypes, distinct, stored, written_whole
 from engram.datasets.videos import Frames, VideoFrames, Videos
@@ -381,12 +382,8 @@ class _LeRobot(ParquetRows):
         shapes = [(new, self._shapes[key]) for key, new in cameras.items()]
         return Videos(str(self._folder.absolute()), names, self._half, shapes)
 
-    @contextmanager
-    def _readable(self, name: object) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise self.refuse(f"{name}: expected whole frames ({error}).") from error
+    def _readable(self, name: object) -> AbstractContextManager[None]:
+        return raise_as(self.refuse, f"{name}: expected whole frames", OSError)
 
     def _array(self, name: str, column: pa.Array) -> of.Array:
         """As of every table; of images, the bytes of their files."""

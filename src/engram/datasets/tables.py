@@ -18,6 +18,7 @@ import xxhash
 
 from engram._support.checks import check_path
 from engram._support.field_paths import FieldPath, public
+from engram._support.words import raise_as
 from engram.around.episodes import TrajectoryKeys, numbers_by_path
 from engram.around.expander import MARK
 from engram.around.following import finals_of
@@ -186,10 +187,8 @@ class Arrays(of.Table):
 
     def pieces(self, row: int) -> Iterator[of.Columns]:
         for start in range(row, self.rows, self._piece):
-            try:
+            with raise_as(self.refuse, f"rows from {start} on cannot be read, as the file is damaged", OSError):
                 yield {path: column[start : start + self._piece] for path, column in self._columns.items()}
-            except OSError as error:
-                raise self.refuse(f"rows from {start} on cannot be read ({error}). The file is damaged.") from error
 
 
 def from_numpy(data: Mapping[str, object], directory: StrPath, **more: Unpack[of.ImportArguments]) -> of.DataSet:
@@ -269,10 +268,8 @@ def from_hdf5(path: StrPath, directory: StrPath, **more: Unpack[of.ImportArgumen
     call = "from_hdf5"
     h5py, where = of.required("h5py", "hdf5", call), check_path(f"{call}: path", path)
     where.stat()  # raises FileNotFoundError, which names it
-    try:
+    with raise_as(DatasetError, f"{call}: {where}: expected a whole HDF5 file", OSError):
         file = h5py.File(where, "r")
-    except OSError as error:
-        raise DatasetError(f"{call}: {where}: expected a whole HDF5 file ({error}).") from error
     with file:
         fields: dict[FieldPath, of.Array] = {}
 
@@ -415,10 +412,8 @@ class ParquetRows(ArrowRows):
             row = max(0, row - rows)
 
     def _batches(self, file: pq.ParquetFile, groups: list[int], path: Path) -> Iterator[pa.RecordBatch]:
-        try:
+        with raise_as(self.refuse, f"{path.name}: expected a whole Parquet file, got a damaged one", OSError):
             yield from file.iter_batches(self._piece, row_groups=groups, columns=[*self._new], use_threads=False)
-        except OSError as error:
-            raise self.refuse(f"{path.name}: expected a whole Parquet file, got a damaged one ({error}).") from error
 
 
 def from_parquet(path: StrPath, directory: StrPath, **more: Unpack[of.ImportArguments]) -> of.DataSet:
@@ -459,11 +454,9 @@ class LanceRows(ArrowRows):
         if not path.exists():
             raise FileNotFoundError(2, f"{call}: expected the folder of a Lance data set", str(path))
         super().__init__(call, path, [])
-        try:
+        with raise_as(self.refuse, "expected a whole Lance data set", (OSError, ValueError)):
             self._dataset = lance.dataset(path)
             self.rows = self._dataset.count_rows()
-        except (OSError, ValueError) as error:
-            raise self.refuse(f"expected a whole Lance data set ({error}).") from error
         files = {one.path for part in self._dataset.get_fragments() for one in part.data_files()}
         self.files = [path / "data" / name for name in sorted(files)]
         self._choose(self._flat(self._dataset.schema.empty_table()).column_names, arguments)
@@ -479,10 +472,8 @@ class LanceRows(ArrowRows):
     def pieces(self, row: int) -> Iterator[of.Columns]:
         # A scan of all rows would read ahead hundreds of MB.
         for first in range(row, self.rows, self._piece):
-            try:
+            with raise_as(self.refuse, f"rows from {first} on: expected rows that Lance can read", (OSError, ValueError)):
                 table = self._dataset.to_table([*self._new], offset=first, limit=self._piece)
-            except (OSError, ValueError) as error:
-                raise self.refuse(f"rows from {first} on: expected rows that Lance can read ({error}).") from error
             yield from map(self._columns, table.combine_chunks().to_batches())
 
 

@@ -12,10 +12,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from threading import RLock
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from engram._support.checks import check_number, check_path
 from engram._support.closing import Closes
@@ -26,10 +28,6 @@ from engram.format import files
 from engram.storages import LazyMemmapStorage
 from engram.store.lifetime import Hold, Process
 from engram.types import WritePlan
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-    from torch import Tensor
 
 #: Fields that every row has besides the features.
 _EPISODE, _TIMESTAMP = "episode", "timestamp"

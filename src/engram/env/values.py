@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, SupportsFloat, TypeAlias, TypeVar, cast
+from types import EllipsisType
+from typing import NamedTuple, SupportsFloat, TypeAlias, TypeVar, cast
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engram._support.field_paths import FieldPath, checked_path, public
-
-if TYPE_CHECKING:
-    from types import EllipsisType
-
-    from numpy.typing import NDArray
 
 Mask: TypeAlias = "NDArray[np.bool_]"
 Array: TypeAlias = "NDArray[np.generic]"

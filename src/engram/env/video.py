@@ -12,17 +12,13 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-try:
+from engram._support.unsupported import needs
+
+with needs("record_robot: a video, which encode=False does not make", "robot"):
     import av
     from av.video.stream import VideoStream
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"record_robot: videos need PyAV: {error}. pip install 'engram-replay[robot]', or pass encode=False.",
-        name=error.name,
-    ) from error
 
 if TYPE_CHECKING:
-    from io import BytesIO
     from pathlib import Path
 
     from av.container import InputContainer

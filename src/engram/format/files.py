@@ -11,13 +11,11 @@ import os
 import shutil
 import stat
 import struct
-from typing import TYPE_CHECKING, NamedTuple, Self
+from pathlib import Path
+from typing import NamedTuple, Self
 
 from engram._support.words import no_space
 from engram.errors import CorruptStore
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _ZEROES = bytes(1 << 20)
 _libc = ctypes.CDLL(None, use_errno=True)  # once, not with every file

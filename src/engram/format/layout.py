@@ -27,14 +27,12 @@ import functools
 import json
 import os
 import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from engram._support.field_paths import nested
 from engram.format.schema import DTYPES, Column, Field, Schema
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
 
 FOLDER = ".engram"
 #: Key of the only field of rows that are tensors.

@@ -12,16 +12,15 @@ import functools
 import json
 import math
 import re
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeAlias, get_args
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
 import xxhash
 
+from engram._support.words import raise_as
 from engram.errors import CorruptStore, IncompatibleStore
 from engram.format import strict
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 FORMAT = "engram.store"
 VERSION = (2, 0)
@@ -679,10 +678,8 @@ def decode(raw: bytes, path: str, *, of_store: bool = False) -> Schema:
         if same == raw:  # so it can be read one way only
             known.validate()
             return known
-    try:
+    with raise_as(CorruptStore, f"{path}: not readable as JSON"):
         tree = strict.parse(raw, max_depth=2 * MAX_DEPTH + 4)  # a level of the structure is two of the text
-    except ValueError as error:
-        raise CorruptStore(f"{path}: not readable as JSON ({error}).") from error
     version = tree.get("version") if isinstance(tree, dict) else None
     if not (
         isinstance(tree, dict)
@@ -698,10 +695,8 @@ def decode(raw: bytes, path: str, *, of_store: bool = False) -> Schema:
         if tuple(version) > newest:
             raise IncompatibleStore(f"{path}: {found}. A newer engram wrote it: upgrade to read it.")
         raise IncompatibleStore(f"{path}: {found}. An older engram wrote it: read it with that one.")
-    try:
+    with raise_as(CorruptStore, path, (msgspec.ValidationError, ValueError, RecursionError)):
         return _converted(tree, tuple(version), of_store)
-    except (msgspec.ValidationError, ValueError, RecursionError) as error:
-        raise CorruptStore(f"{path}: {str(error).removesuffix('.')}.") from error
 
 
 def _converted(tree: dict[str, object], version: tuple[int, int], of_store: bool) -> Schema:

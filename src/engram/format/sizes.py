@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
@@ -11,11 +13,6 @@ from engram._support.memory import available_memory
 from engram._support.words import format_size
 from engram.format import layout
 from engram.format.schema import SPAN_BYTES, Field, Schema
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
 
 priority_bytes, is_owner_alive = _core.priority_bytes, _core.is_owner_alive
 #: Children of a node of a sum tree on a device; a line of memory, at which parts of a block begin; bytes of a mirror's two blocks.

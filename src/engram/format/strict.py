@@ -11,14 +11,12 @@ import itertools
 import json
 import math
 import re
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from engram._support import fork
 
-if TYPE_CHECKING:
-    _Container = msgspec.Struct | dict[object, object] | list[object] | tuple[object, ...]
+_Container = msgspec.Struct | dict[object, object] | list[object] | tuple[object, ...]
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 16

@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import math
 import os
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from engram._support.field_paths import public
 from engram._support.words import count, format_share
 from engram.around import SliceSampler
 from engram.errors import RowError
 from engram.format import layout
+from engram.format.schema import Field
 from engram.inspect.plots import Ends, Scan, Watched, check_here, effective, index_of, looked_at, values_of
 from engram.samplers import PrioritizedSampler
 from engram.samplers._base import DeclaredSampler
+from engram.storages import Storage
 from engram.store import Store, read_block, shared_memory
 from engram.store.priorities import Priorities, PriorityIndex
 from engram.store.row_indexes import UsageIndex
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
-    from engram.format.schema import Field
-    from engram.storages import Storage
-    from engram.types import Extent
-
+from engram.types import Extent
 
 #: Rows that estimates are of.
 MOST = 4096

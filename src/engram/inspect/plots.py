@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from engram._support.field_paths import FieldPath, as_path, public
+from engram._support.unsupported import needs
 from engram._support.words import count, format_share
 from engram.samplers import PrioritizedSampler
 from engram.samplers._base import DeclaredSampler
@@ -565,12 +566,8 @@ def curve_of(buffer: Watched) -> list[Moment]:
 def _axes(ax: Axes | None) -> Axes:
     if ax is not None:
         return ax
-    try:
+    with needs("plot", "plot"):
         from matplotlib import pyplot as plt  # takes half a second
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f'plots need {error.name}: pip install "engram-replay[plot]"', name=error.name
-        ) from error
     return plt.subplots(figsize=(7, 4), layout="constrained")[1]
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
 
 from engram._support.checks import check_count, check_type
 from engram._support.devices import foreseen
@@ -11,17 +14,11 @@ from engram._support.memory import missing_share
 from engram._support.words import count, format_share, format_size
 from engram.around import Expander
 from engram.format import layout
+from engram.format.schema import Field
 from engram.format.sizes import DevicePlan, ShownField
 from engram.storages._structure import Structure
 from engram.storages._types import NO_DTYPES, Dtypes, checked_dtypes
 from engram.storages.announcing import advice
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import torch
-
-    from engram.format.schema import Field
 
 __all__ = ["DevicePlan", "StoragePlan", "plan"]
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from engram._support.checks import check_callable, check_count, check_number
 from engram._support.tensordicts import is_tensor_collection
@@ -14,13 +16,7 @@ from engram.buffer.tensordict import TensorDictReplayBuffer
 from engram.members.reading import Member, concatenated
 from engram.storages import LazyTensorStorage
 from engram.storages.items import join
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from engram.storages.own import GivenStorage
+from engram.storages.own import GivenStorage
 
 __all__ = ["OfflineToOnlineReplayBuffer", "prefill_replay_buffer"]
 

@@ -18,7 +18,7 @@ from engram.members.components import SamplerEnsemble, naming
 from engram.remote.fleet import plans
 from engram.samplers._base import check_drawable, key_for
 from engram.storages import items
-from engram.store import ragged_rows
+from engram.store import Key, Store, ragged_rows
 from engram.store.limits import WAIT_S, LimitWait
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from engram.buffer.saving import Saving
     from engram.buffer.wiring import Wiring
     from engram.format.schema import Schema
-    from engram.store import Key, Store
     from engram.types import Entry, Shown
 
 #: What stands in a batch's info where a member says nothing.

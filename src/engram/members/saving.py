@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from engram._support.checks import check_path
 from engram._support.state import Change, Loads, check_keys, integer, prepare_load, read_from, typed
+from engram.buffer.configuration import Settings
 from engram.buffer.prefetching import Prefetching, prepare_batches
 from engram.buffer.saving import OwnLoad, most_bytes, saved_rng
+from engram.buffer.wiring import Wiring
 from engram.errors import IncompatibleCheckpoint
 from engram.members.components import naming
+from engram.members.reading import Member
 from engram.saved import disk
 from engram.saved.checkpointers import ForeignEnsemble, foreign_format, foreign_state
 from engram.saved.checkpoints import Checkpoint, replacing, standing
 from engram.saved.part_reader import PartReader
 from engram.saved.parts import check_kind, read_state, write_part
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from engram.buffer.configuration import Settings
-    from engram.buffer.wiring import Wiring
-    from engram.members.reading import Member
-    from engram.types import Commit, StrPath
+from engram.types import Commit, StrPath
 
 State = dict[str, object]
 

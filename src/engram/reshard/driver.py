@@ -7,11 +7,14 @@ one for all ranks.
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from engram._support.copies import raw_bytes
 from engram._support.words import count, format_share
@@ -21,17 +24,10 @@ from engram.format.sizes import resized, rings_of, with_rings
 from engram.reshard import plan as plans
 from engram.reshard.scatter import Scatter, read_first_steps
 from engram.saved import parts as saved_parts
+from engram.saved.checkpoints import Checkpoint
+from engram.saved.part_reader import PartReader
 from engram.saved.rows import SavedRowsSource, count_kinds, counted, named_counts, read_rows_state
 from engram.types import Ranking, RowsSource
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from engram.saved.checkpoints import Checkpoint
-    from engram.saved.part_reader import PartReader
 
 #: Why trajectories are dropped that may lack their last steps, or their first ones.
 _LACKING = {"open": ("open", "both", "mid", "orphan"), "headless": ("headless", "both", "orphan")}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from engram._support import native
 from engram.errors import IncompatibleCheckpoint
@@ -19,14 +22,7 @@ from engram.saved.part_reader import PartReader, Stretch, stretches
 from engram.saved.ragged import PartItems, check_longest
 from engram.store.memory import DTYPE_OF
 from engram.store.rings import Piece, check_room, compacted, fill_rings, oldest_first
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from engram.types import RowsTarget
+from engram.types import RowsTarget
 
 #: Bytes that are read at a time: as many as caches hold.
 _WINDOW = 2 << 20

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 from abc import ABCMeta
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -20,15 +21,11 @@ from engram._support.words import warn
 from engram.errors import EMPTY, NoSampleable, RowError
 from engram.saved.parts import Component, adopt
 from engram.store import Key, Masses
+from engram.store.sampled import SampledStorage
 from engram.types import Commit, Declared, Draw, Entry, Extent, Info, NativeBatch, Sampler, Shown, Traits, Write
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from engram.store.sampled import SampledStorage
-
-    #: Says which rows of a draw are handed out: the draw with the tickets that they have now, and positions.
-    Accept: TypeAlias = Callable[[Draw], tuple[Draw, Tensor]]
+#: Says which rows of a draw are handed out: the draw with the tickets that they have now, and positions.
+Accept: TypeAlias = Callable[[Draw], tuple[Draw, Tensor]]
 
 
 #: Draws whose rows are all refused, after which no other is made.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from engram._support.checks import check_count
+from engram._support.field_paths import FieldPath
 from engram._support.retries import Retries
 from engram._support.state import Change, Loads, check_keys, integer, typed
 from engram.errors import EMPTY, IncompatibleCheckpoint, NoSampleable
@@ -16,13 +18,8 @@ from engram.samplers.prioritized import PrioritizedSampler, rows_of
 from engram.samplers.staleness import IndexedSampler, RuledSampler, VersionedSampler, checked_uses
 from engram.store import Key, Masses, check_index_name
 from engram.store.row_indexes import MAX_USES, ConsumptionIndex, GroupRules
+from engram.store.sampled import SampledStorage
 from engram.types import Commit, Draw, Extent, NativeBatch, Sampler, Shown, Traits, Write
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from engram._support.field_paths import FieldPath
-    from engram.store.sampled import SampledStorage
 
 #: Rows that are offered at once, unless a batch has more.
 _MAX_OFFERED = 1 << 16

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -14,12 +14,10 @@ from engram.samplers.consuming import FilteredSampler
 from engram.samplers.prioritized import PrioritizedSampler
 from engram.samplers.prompt_groups import PromptGroupSampler
 from engram.samplers.redraw import RandomSampler
+from engram.store import Masses
 from engram.store.ragged import RaggedStore
+from engram.store.sampled import SampledStorage
 from engram.types import Draw, Extent, Sampler, Traits
-
-if TYPE_CHECKING:
-    from engram.store import Masses
-    from engram.store.sampled import SampledStorage
 
 #: Which bucket of a pool is handed out is drawn by this and the key, independently of the pool.
 _BUCKET = 0x2E0B4482A8F53C19

@@ -12,7 +12,7 @@ from engram._support.checks import as_ints, as_numbers, check_choice, check_coun
 from engram._support.devices import named_device
 from engram._support.state import Change, check_keys, tensor_in
 from engram._support.unsupported import reject_unsupported
-from engram._support.words import warn
+from engram._support.words import raise_as, warn
 from engram.errors import EMPTY, IncompatibleCheckpoint, NoSampleable
 from engram.samplers._base import NativeSampler
 from engram.samplers.redraw import DrawOverBatch
@@ -234,10 +234,8 @@ class PrioritizedSampler(NativeSampler):
         if self.alpha == 0 and value > 0 and self._index is not None and self._index.core.total > 0:
             warn("alpha: with alpha=0 all priorities were equal; rows that are there stay so until they are updated.")
         if self._index is not None:
-            try:
+            with raise_as(ValueError, "alpha"):
                 self._index.core.alpha = value
-            except ValueError as error:
-                raise ValueError(f"alpha: {error}.") from error
         self._config = self._config._replace(alpha=value)
         self._alpha_was_set = True
 

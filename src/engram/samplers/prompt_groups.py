@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
 
 import torch
+from torch import Tensor
 
 from engram._support.checks import check_count
 from engram._support.field_paths import FieldPath, checked_path, plain, public
@@ -14,14 +16,8 @@ from engram.errors import EMPTY, NoSampleable
 from engram.samplers._base import NativeSampler, check_drawable
 from engram.samplers.staleness import RuledSampler
 from engram.store.row_indexes import MAX_USES, GroupDraw, GroupRules, Groups
+from engram.store.sampled import SampledStorage
 from engram.types import Draw, Extent
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from engram.store.sampled import SampledStorage
 
 _STRATEGIES = ("random", "recency", "reward", "variance")
 #: Of each order of groups: whether any are drawn, the first or the last ones of those that the index keeps in order.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from engram._support import native
 from engram._support.checks import check_count, check_number
@@ -12,12 +13,8 @@ from engram._support.retries import Retries
 from engram.errors import EMPTY, NoSampleable, RowError
 from engram.samplers._base import DeclaredSampler, NativeSampler, check_drawable
 from engram.store import Masses
+from engram.store.sampled import SampledStorage
 from engram.types import Draw, Extent, Info
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from engram.store.sampled import SampledStorage
 
 
 class DrawOverBatch(Draw):

@@ -11,7 +11,9 @@ import itertools
 import os
 import re
 import secrets
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 from engram.format import strict
 from engram.format.schema import field_differences
@@ -20,12 +22,7 @@ from engram.saved.checkpoints import Checkpoint, Contents, Vote, manifest_of, re
 from engram.saved.description import NO_SCHEMA
 from engram.saved.documents import REFUSAL, SHARD, Attempt, Manifest, Refusal, corrupt, rank_folder
 from engram.saved.part_reader import PartReader
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from engram.saved.part_writer import PartInfo
+from engram.saved.part_writer import PartInfo
 
 _NAME = re.compile(r"ckpt-([0-9]{12,18})-e([0-9]{4,9})-([0-9a-f]{8}|crash[0-9]{1,9})")
 EPOCH = re.compile(r"EPOCH-([0-9]{8})")

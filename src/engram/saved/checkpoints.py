@@ -14,8 +14,9 @@ import hashlib
 import os
 import re
 import secrets
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
@@ -26,13 +27,9 @@ from engram.saved import disk, documents, folder
 from engram.saved.description import NO_SCHEMA
 from engram.saved.documents import SHARD, Attempt, Manifest, Problem, Shard, ShardEntry, corrupt, read_small
 from engram.saved.part_reader import Level, Listing, PartReader, is_part
+from engram.saved.part_writer import PartInfo
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-
-    from engram.saved.part_writer import PartInfo
-
-    Parts: TypeAlias = Sequence[PartInfo]
+Parts: TypeAlias = Sequence[PartInfo]
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
 

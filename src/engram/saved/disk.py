@@ -21,16 +21,13 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING
 
 from engram.format import files
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    StrPath = str | os.PathLike[str]
+StrPath = str | os.PathLike[str]
 
 _AT_FDCWD = -2 if sys.platform == "darwin" else -100
 #: Waits for bytes or names to be on disk. What the first one leaves out is when a file or a folder was changed.

@@ -13,20 +13,17 @@ import json
 import operator
 import os
 import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Self, TypeVar
+from typing import ClassVar, Literal, NamedTuple, Self, TypeVar
 
 import msgspec
 import xxhash
 
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from engram.format.files import Descriptor
 from engram.format.strict import MAX_BYTES, MAX_DEPTH, REFUSALS, describe, is_tame, parse, plain
 from engram.saved import disk
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
-    from engram.format.files import Descriptor
 
 
 class Problem(NamedTuple):

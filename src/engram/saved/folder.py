@@ -9,20 +9,19 @@ import contextlib
 import errno
 import itertools
 import os
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import msgspec
 
+from engram._support.words import raise_as
 from engram.errors import CorruptCheckpoint
 from engram.format import strict
 from engram.format.files import Descriptor
 from engram.format.schema import MAX_BYTES
 from engram.saved import description, disk
 from engram.saved.documents import Problem, no_file
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
 _T = TypeVar("_T")
 
@@ -93,12 +92,10 @@ class Folder:
 
     def json(self, parts: Sequence[str]) -> dict[str, object]:
         raw = self.read(parts)
-        try:
+        with raise_as(CorruptCheckpoint, f"{self.name(parts)}: not readable as JSON"):
             tree = strict.parse(raw)
             if not isinstance(tree, dict):
                 raise ValueError("not an object")
-        except ValueError as error:
-            raise CorruptCheckpoint(f"{self.name(parts)}: not readable as JSON ({error}).") from error
         return tree
 
     def described(self, kind: type[_T], parts: Sequence[str]) -> _T:
@@ -114,10 +111,8 @@ class Folder:
 def convert(value: object, kind: object, name: str) -> Any:
     """A parsed description as a type. Raises ``CorruptCheckpoint``: it is none."""
     strict.describe(kind)
-    try:
+    with raise_as(CorruptCheckpoint, name, msgspec.ValidationError):
         return msgspec.convert(value, kind, strict=True)
-    except msgspec.ValidationError as error:
-        raise CorruptCheckpoint(f"{name}: {error}.") from error
 
 
 #: Entry of a state with what is beside it: ``files``, ``[name, bytes]`` of each, and ``sums``, an array with those of all.

@@ -9,23 +9,21 @@ import math
 import os
 import struct
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 import msgspec
 
 from engram._support.progress import OnProgress, Work
+from engram._support.words import raise_as
 from engram.errors import CorruptCheckpoint, CorruptStore, IncompatibleStore
 from engram.format import files, layout, schema, sizes
 from engram.saved import attempts, description, disk, documents
 from engram.saved.checkpoints import Checkpoint
 from engram.saved.part_reader import Level, PartReader
 from engram.saved.series import LATEST, Series
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
 
 __all__ = ["Kind", "Report", "is_aborted", "kind_of", "read_store", "store_header", "verify"]
 
@@ -152,10 +150,8 @@ def read_store(path: Path) -> tuple[schema.Schema, files.ControlHeader]:
     files.check_size(folder / layout.CONTROL, files.control_bytes(decoded.lanes))
     raw = bytearray(files.FIXED_BYTES)
     _read_file(folder / layout.CONTROL, memoryview(raw), 0)
-    try:
+    with raise_as(CorruptStore, folder / layout.CONTROL):
         header = files.parse_control(bytes(raw))
-    except ValueError as error:
-        raise CorruptStore(f"{folder / layout.CONTROL}: {error}.") from error
     sums = schema.first_fingerprints(decoded, description)
     if (header.capacity, header.lanes) != (decoded.capacity, decoded.lanes) or header.schema_sum not in sums:
         raise CorruptStore(f"{folder / layout.CONTROL}: expected the header of this description, got another's.")

@@ -6,10 +6,11 @@ import contextlib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar, cast
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from engram._support.copies import raw_bytes
 from engram._support.field_paths import plain
@@ -23,12 +24,6 @@ from engram.saved.part_reader import PartReader
 from engram.saved.part_writer import PartInfo, PartWriter
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
 from engram.types import Commit, Declared
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from torch import Tensor
-
 
 S_co = TypeVar("S_co", covariant=True)
 
@@ -94,7 +89,7 @@ class Dumpable(Stateful):
     part: ClassVar[str]
 
     @property
-    def paused(self) -> AbstractContextManager[object]:
+    def paused(self) -> contextlib.AbstractContextManager[object]:
         """Inside nothing that is saved changes."""
         return contextlib.nullcontext()
 

@@ -9,9 +9,10 @@ import json
 import secrets
 import tempfile
 import threading
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial, partialmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, cast
 
 import ray
 import torch
@@ -20,9 +21,12 @@ from torch import Tensor
 
 from engram._support.checks import check_count
 from engram._support.nested import map_tensors
+from engram.buffer import ReplayBuffer
 from engram.buffer.wiring import component
 from engram.checkpoint.checkpointer import Checkpointer
 from engram.checkpoint.ranks import Ranks
+from engram.checkpoint.reports import Options, RestoreOptions, RestoreReport, SaveReport, Wanted
+from engram.checkpoint.save import SaveHandle
 from engram.errors import CorruptCheckpoint, RankFailed
 from engram.format.schema import decode
 from engram.remote.awaited import Described
@@ -34,14 +38,6 @@ from engram.serving.server import Server
 from engram.serving.service import Service, served_by, why_alone
 from engram.storages import LazyMemmapStorage, ListStorage, Storage, TensorStorage
 from engram.types import RowStorage, Sampler, Write, Writer
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from engram.buffer import ReplayBuffer
-    from engram.checkpoint.reports import Options, RestoreOptions, RestoreReport, SaveReport, Wanted
-    from engram.checkpoint.save import SaveHandle
-
 
 BoardCall: TypeAlias = Literal["set", "get", "claim", "add", "forget", "_look"]
 #: For how long the actor that holds the board may take to answer.

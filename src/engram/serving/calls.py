@@ -5,24 +5,19 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
+from uuid import UUID
 
 import torch
+from torch import Tensor
 
 from engram._support.checks import check_count
+from engram.buffer import ReplayBuffer
 from engram.buffer.field_updates import FieldUpdates
-from engram.buffer.growing import paths_of
+from engram.buffer.growing import Fields, Key, OpenRow, ShownRow, paths_of
 from engram.remote import protocol
+from engram.storages import TensorStorage
 from engram.store.trees import tree_bytes, tree_of
-
-if TYPE_CHECKING:
-    from uuid import UUID
-
-    from torch import Tensor
-
-    from engram.buffer import ReplayBuffer
-    from engram.buffer.growing import Fields, Key, OpenRow, ShownRow
-    from engram.storages import TensorStorage
 
 #: A row that grows is abandoned when its client was not heard of for so long.
 LEASE_S = 60.0

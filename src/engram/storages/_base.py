@@ -22,17 +22,9 @@ from engram.saved.part_reader import PartReader
 from engram.saved.parts import Dumpable, PartSnapshot, Preparation, check_kind, read_state
 from engram.storages.ragged import NO_RAGGED, RaggedOptions
 from engram.storages.tensor_state import KeptRows, unwritten
+from engram.store import row_indexes
 from engram.store.keys import StoredKeys, no_index
 from engram.store.open_rows import OpenRowIndex
-from engram.store.row_indexes import (
-    ALL_ROWS,
-    MAX_KEY_BYTES,
-    TEXT_KEYS,
-    ConsumptionIndex,
-    GroupRules,
-    Groups,
-    no_group_key,
-)
 from engram.store.sampled import SampledStorage
 from engram.store.store import COUNTERS
 from engram.types import Declared, Form, ItemsSource, Listener, RowsSource, StorageLoad, Traits, Write, WritePlan
@@ -910,17 +902,21 @@ class Storage(Declared, Dumpable, Port):
 
     # ---- what is saved ---------------------------------------------------------------------------------------------------
 
-    def consumption(self, name: str, most: int, rules: GroupRules = ALL_ROWS) -> ConsumptionIndex | None:
-        return None if self.memory is None else ConsumptionIndex.of_store(self.memory, name, most, rules)
+    def consumption(
+        self, name: str, most: int, rules: row_indexes.GroupRules = row_indexes.ALL_ROWS
+    ) -> row_indexes.ConsumptionIndex | None:
+        return None if self.memory is None else row_indexes.ConsumptionIndex.of_store(self.memory, name, most, rules)
 
     def groups(
-        self, name: str, key: FieldPath, reward: FieldPath | None, rules: GroupRules = ALL_ROWS
-    ) -> Groups | None:
+        self, name: str, key: FieldPath, reward: FieldPath | None, rules: row_indexes.GroupRules = row_indexes.ALL_ROWS
+    ) -> row_indexes.Groups | None:
         if self.memory is not None:
-            return Groups(self.memory, name, key, reward, rules)
+            return row_indexes.Groups(self.memory, name, key, reward, rules)
         declared = self.ragged.fields.get(key)
-        if declared is not None and (declared.kind not in TEXT_KEYS or (declared.max_length or 0) > MAX_KEY_BYTES):
-            raise no_group_key("PromptGroupSampler: group_key", key, declared)
+        if declared is not None and (
+            declared.kind not in row_indexes.TEXT_KEYS or (declared.max_length or 0) > row_indexes.MAX_KEY_BYTES
+        ):
+            raise row_indexes.no_group_key("PromptGroupSampler: group_key", key, declared)
         return None
 
     def some(self, columns: list[Tensor], which: slice | list[int]) -> list[Tensor]:

@@ -7,7 +7,8 @@ that a slot, one time step of every column, is a run of consecutive rows.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +21,6 @@ from engram.storages._base import Count, Storage, check_count
 from engram.storages._ragged_structure import RowCounts, is_uneven, structure_of
 from engram.storages._structure import Structure, leading_size, stacked
 from engram.storages._types import Dtypes, as_tensor, at
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 
 def rows_of_batch(data: object, ndim: int, call: str, time: int) -> tuple[object, tuple[int, ...]]:

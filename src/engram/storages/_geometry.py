@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
+from torch import Tensor
 
 from engram._support.checks import check_count, check_number
 from engram._support.field_paths import public
@@ -17,14 +18,10 @@ from engram.format.schema import Schema
 from engram.format.sizes import resized, rings_of, with_rings
 from engram.storages import ragged as ragged_fields
 from engram.storages._ragged_structure import structure_in
+from engram.storages._structure import Structure
 from engram.storages._types import NO_DTYPES, Dtypes, check_stored, checked_dtypes
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from engram.storages._structure import Structure
-    from engram.store import Store
-    from engram.types import Declared
+from engram.store import Store
+from engram.types import Declared
 
 #: What takes rows of another size. A layout, a storage saved alone and a state dict have no such way.
 _OTHER_SIZES = (

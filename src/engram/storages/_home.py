@@ -6,18 +6,15 @@ import os
 import secrets
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 from engram._support.mappings import Piece, shared_pieces
 from engram.format import layout
+from engram.format.schema import Schema
+from engram.store import Store
 from engram.store.lifetime import Process, forget_temporary, maker_of, shared_memory, sweep_shared_memory
 from engram.store.opening import create_store, moved, open_store, skip_numbers
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from engram.format.schema import Schema
-    from engram.store import Store
 
 
 class Home(NamedTuple):

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass as is_dataclass_type
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,13 +22,8 @@ from engram._support.field_paths import public
 from engram.format.layout import SINGLE
 from engram.format.schema import DTYPES, Field, Kind, Node, Schema, key_differences, name_of, validate_key
 from engram.storages import _types
+from engram.storages.ragged import ItemField
 from engram.store import DTYPE_NAMES, DTYPE_OF, dlpack_specs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from engram.storages._types import Dtypes
-    from engram.storages.ragged import ItemField
 
 #: What makes a row of this kind of one of another.
 _REMEDIES = {"tensordict": " Write TensorDict(data, [n]); [] of one row.", "dict": " Write data.to_dict()."}
@@ -53,7 +49,7 @@ class Structure:
         fields: Sequence[Field],
         root: Node,
         types: Mapping[str, type[object]] | None = None,
-        dtypes: Dtypes = _types.NO_DTYPES,
+        dtypes: _types.Dtypes = _types.NO_DTYPES,
         added: _types.Added = _types.NOTHING_ADDED,
         names: Mapping[tuple[str, ...], tuple[str | None, ...]] | None = None,
     ) -> None:
@@ -128,7 +124,7 @@ class Structure:
     # ---- from the first data -----------------------------------------------------------------------------------------
 
     @classmethod
-    def of(cls, data: object, *, batched: bool, call: str, dtypes: Dtypes = _types.NO_DTYPES) -> Structure:
+    def of(cls, data: object, *, batched: bool, call: str, dtypes: _types.Dtypes = _types.NO_DTYPES) -> Structure:
         """The structure of a first row, or of a first batch of rows. ``dtypes``: of some fields, in place of the data's.
 
         Raises:
@@ -146,7 +142,7 @@ class Structure:
         return cls(builder.fields, root, builder.types, dtypes, names=builder.names)
 
     @classmethod
-    def from_schema(cls, schema: Schema, dtypes: Dtypes = _types.NO_DTYPES) -> Structure:
+    def from_schema(cls, schema: Schema, dtypes: _types.Dtypes = _types.NO_DTYPES) -> Structure:
         """The structure of a stored schema. ``dtypes``: those of fields to which values of others are cast.
 
         Raises:
@@ -478,7 +474,7 @@ class _Builder:
         self.fields.append(Field(key=key, dtype=DTYPE_NAMES[value.dtype], shape=shape))
         return Node(kind="leaf", field=len(self.fields) - 1)
 
-    def give(self, dtypes: Dtypes) -> None:
+    def give(self, dtypes: _types.Dtypes) -> None:
         """Replace what was seen by what the user has said."""
         known = [field.key for field in self.fields]
         for key, dtype in dtypes.items():

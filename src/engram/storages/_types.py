@@ -17,7 +17,6 @@ from torch import Tensor
 from engram._support import nested, tensordicts
 from engram._support.field_paths import checked_path
 from engram._support.nested import can_be_attribute, class_of, fields_of
-from engram._support.tensordicts import is_tensorclass_type
 from engram._support.words import warn
 from engram.errors import IncompatibleStore
 from engram.format.layout import SINGLE
@@ -219,7 +218,7 @@ def _find_type(node: Node) -> type[object]:
     module_name, _, qualname = node.type.partition(":")
     found = _found(node.type)
     fits = isinstance(found, type) and (
-        is_tensorclass_type(found)
+        tensordicts.is_tensorclass_type(found)
         if node.kind == "tensorclass"
         else is_dataclass(found) or (issubclass(found, tuple) and hasattr(found, "_fields"))
     )

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Collection, Iterator, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
 
 from engram._support.field_paths import public
 from engram._support.words import count, format_size
 from engram.format.layout import SINGLE
 from engram.format.schema import Field, Schema, name_of
 from engram.format.sizes import ShownField
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
-
 
 _log = logging.getLogger("engram")
 _is_temporary = ContextVar("engram_temporary", default=False)

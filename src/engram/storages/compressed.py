@@ -14,6 +14,7 @@ from engram._support import tensordicts
 from engram._support.checks import check_callable, check_count, check_type
 from engram._support.copies import deflated, inflated, raw_bytes, zstd
 from engram._support.nested import map_leaves
+from engram._support.words import raise_as
 from engram.storages.items import ItemGroups
 from engram.storages.list import ListStorage
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
@@ -243,10 +244,8 @@ class CompressedListStorage(ListStorage):
         if self._decompress is not None:
             made = self._decompress(leaf.data, {"shape": leaf.shape, "dtype": leaf.dtype, "device": device})
         else:
-            try:
+            with raise_as(RuntimeError, f"{who}: a tensor {list(leaf.shape)} {leaf.dtype}"):
                 raw = bytearray(inflated(_bytes_of(leaf.data), leaf.shape.numel() * leaf.dtype.itemsize, who))
-            except ValueError as error:
-                raise RuntimeError(f"{who}: a tensor {list(leaf.shape)} {leaf.dtype}: {error}.") from error
             made = torch.frombuffer(raw, dtype=leaf.dtype) if raw else torch.empty(0, dtype=leaf.dtype)
             made = made.reshape(leaf.shape)
         return made.to(device)

@@ -23,6 +23,7 @@ from engram._support.tensordicts import (
     tensordict_type,
     wrap,
 )
+from engram._support.words import raise_as
 from engram.format.schema import DTYPES, Field, Node, Schema
 from engram.store import Store
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
     from tensordict import TensorDict
 
-    from engram._support.nested import Path
     from engram.storages.list import ListStorage
     from engram.store.row_indexes import Drawn
 
@@ -323,10 +323,8 @@ def unpack(state: dict[str, Any], device: torch.device | None, where: str) -> li
 
 def _unpack_form(form: Any, n: int, device: torch.device | None, where: str) -> list[Any]:
     check_keys(form, ("tree", "parts"), where)
-    try:
+    with raise_as(ValueError, f"{where}: tree: not readable as JSON", (ValueError, RecursionError)):
         tree = json.loads(typed(form, "tree", str, where))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: tree: not readable as JSON ({error}).") from error
     unpacking = _Unpacking(list(typed(form, "parts", list, where)), n, device, where)
     items = unpacking.items(tree, 0)
     if unpacking.parts:
@@ -414,7 +412,7 @@ def _is_integer(key: object) -> bool:
 Batch = TypeVar("Batch")
 
 
-def stack(items: list[Any], path: Path = ()) -> object:
+def stack(items: list[Any], path: nested.Path = ()) -> object:
     """Stack items along a new first dimension.
 
     Tensors; TensorDicts: dense if their shapes agree, else a lazy stack; dicts of the same keys, tuples, named tuples and lists of one
@@ -499,11 +497,11 @@ def join(batches: Sequence[Batch], owners: Sequence[str], how: Callable[[list[Te
     return joined
 
 
-def _leaves(batch: object) -> dict[Path, object]:
+def _leaves(batch: object) -> dict[nested.Path, object]:
     """The tensors of a batch, by path."""
-    found: dict[Path, object] = {}
+    found: dict[nested.Path, object] = {}
 
-    def note(leaf: object, path: Path) -> None:
+    def note(leaf: object, path: nested.Path) -> None:
         if nested.is_tensordict(leaf):
             found.update({(*path, *_path(key)): value for key, value in leaf.items(True, True)})
         else:
@@ -513,18 +511,18 @@ def _leaves(batch: object) -> dict[Path, object]:
     return found
 
 
-def _path(key: object) -> Path:
+def _path(key: object) -> nested.Path:
     return key if isinstance(key, tuple) else (str(key),)
 
 
-def _at(batch: object, path: Path) -> Tensor:
+def _at(batch: object, path: nested.Path) -> Tensor:
     """The leaf of a batch under a path of names and places."""
     for name in path:
         batch = batch[int(name)] if isinstance(batch, list) else nested.find_field(batch, (name,))
     return cast("Tensor", batch)
 
 
-def _stack_tensors(items: list[Tensor], path: Path) -> Tensor:
+def _stack_tensors(items: list[Tensor], path: nested.Path) -> Tensor:
     """As torch.stack, at a fifth of its cost for small dense CPU tensors."""
     first = items[0]
     if first.is_cpu and first.layout is torch.strided:
@@ -550,7 +548,7 @@ def _check_kind(items: Sequence[object], fits: Callable[[object], bool]) -> None
         )
 
 
-def _odd(one: object, other: Any, path: Path) -> tuple[Path, object, object] | None:
+def _odd(one: object, other: Any, path: nested.Path) -> tuple[nested.Path, object, object] | None:
     """Where two items differ in kind or in dimensions, and what lies there."""
     if not issubclass(type(other), type(one)) or (nested.is_tensordict(one) and one.ndim != other.ndim):
         return path, one, other
@@ -559,7 +557,7 @@ def _odd(one: object, other: Any, path: Path) -> tuple[Path, object, object] | N
     return next((odd for key, a, b in pairs if b is not None and (odd := _odd(a, b, (*path, key)))), None)
 
 
-def _stack_dicts(items: list[dict[str, object]], path: Path) -> dict[str, object]:
+def _stack_dicts(items: list[dict[str, object]], path: nested.Path) -> dict[str, object]:
     native.prefetch(items)
     _check_kind(items, lambda item: isinstance(item, dict))
     keys = items[0].keys()

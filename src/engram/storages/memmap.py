@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Unpack
+from typing import Annotated, ClassVar, Unpack
 
 import torch
+from torch import Tensor
 
 from engram._support.checks import check_choice, check_path
 from engram._support.tensordicts import is_tensor_collection
@@ -17,22 +19,15 @@ from engram._support.unsupported import Later, TracingArguments, carriers, rejec
 from engram.errors import IncompatibleCheckpoint, IncompatibleStore
 from engram.format import layout
 from engram.format import schema as schemas
+from engram.storages._base import Rows
 from engram.storages._geometry import Geometry
 from engram.storages._home import Home
 from engram.storages._ragged_structure import structure_in
+from engram.storages._structure import Structure
 from engram.storages._types import NO_DTYPES, Dtypes
 from engram.storages.own import LazyTensorStorage
 from engram.storages.ragged import RaggedArguments
 from engram.store import Store, holds_store, occupied, open_readonly, open_store
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
-
-    from engram.format.schema import Schema
-    from engram.storages._base import Rows
-    from engram.storages._structure import Structure
 
 
 class LaterMemmapArguments(TracingArguments, total=False):
@@ -253,7 +248,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         storage._home = home
         return storage
 
-    def _allocate(self, schema: Schema) -> Store:
+    def _allocate(self, schema: schemas.Schema) -> Store:
         assert self._home is not None  # as __init__ and open() leave it
         folder, replace = self._home.folder, self._existsok or self._scratch_dir is None
         try:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias, Unpack, cast, runtime_checkable
+from typing import Any, NoReturn, Protocol, TypeAlias, Unpack, cast, runtime_checkable
 
 import msgspec
 import torch
+from torch import Tensor
 
 from engram._support.checks import check_path, check_type
 from engram._support.state import copied
@@ -19,6 +21,7 @@ from engram._support.words import count, warn
 from engram.errors import IncompatibleCheckpoint, IncompatibleStore
 from engram.format.layout import SINGLE
 from engram.format.schema import Field, Node, Schema, decode, differences, encode, renumbered
+from engram.saved.part_reader import PartReader
 from engram.saved.parts import Unprepared
 from engram.saved.snapshot import RowsSnapshot, StoragePreparation, StorageSnapshot
 from engram.storages._base import Rows, Storage
@@ -37,14 +40,7 @@ from engram.store.limits import Rules
 from engram.store.ragged import store_class
 from engram.types import Extent, Form, RowsSource, RowStorage, StorageLoad, Traits
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
-
-    from torch import Tensor
-
-    from engram.saved.part_reader import PartReader
-
-    GivenStorage: TypeAlias = Storage | RowStorage | Callable[[], Storage | RowStorage]
+GivenStorage: TypeAlias = Storage | RowStorage | Callable[[], Storage | RowStorage]
 
 #: The methods that a storage of one's own has.
 METHODS = ("extent", "place", "write", "read")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import TYPE_CHECKING, Any, Unpack
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -12,10 +14,13 @@ from torch import Tensor
 from engram._support.devices import existing_device
 from engram._support.nested import NoRows, is_number
 from engram._support.state import check_keys, copied, typed
-from engram._support.words import count
+from engram._support.words import count, raise_as
 from engram.errors import EngramError, RowError
+from engram.format.schema import Schema
+from engram.saved.part_reader import PartReader
 from engram.saved.parts import check_blocks
 from engram.saved.rows import SavedRowsSource, read_rows_state
+from engram.saved.snapshot import StoragePreparation
 from engram.storages import _columns, tensor_state
 from engram.storages._base import Count, Rows, Storage, WrongCount, check_plan
 from engram.storages._geometry import OF_DATA, Geometry, LaterArguments, positions_of, take_later
@@ -23,21 +28,13 @@ from engram.storages._home import Home, share_in_place
 from engram.storages._ragged_structure import structure_in
 from engram.storages._structure import Structure, device_of, leading_size
 from engram.storages._types import as_tensor
+from engram.storages.ragged import RaggedLayout
 from engram.storages.tensor_state import RowsLoad, RowsState
 from engram.store import DeviceStore, Store, reattach
 from engram.store.priorities import Priorities, PriorityConfig, PriorityIndex, priorities_of
 from engram.store.ragged import RaggedStore
+from engram.store.store import NativeWrite, T
 from engram.types import Extent, Form, RowsSource, StorageLoad, Traits, Write, WritePlan
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
-    from contextlib import AbstractContextManager
-
-    from engram.format.schema import Schema
-    from engram.saved.part_reader import PartReader
-    from engram.saved.snapshot import StoragePreparation
-    from engram.storages.ragged import RaggedLayout
-    from engram.store.store import NativeWrite, T
 
 
 class _Unwritten:
@@ -578,10 +575,8 @@ class TensorStorage(Storage):
                 return where
             return where._replace(view=slice(*where.span))
         slots = len(self) // math.prod(self.columns)
-        try:
+        with raise_as(RowError, "rb[index]", IndexError):
             rows = _columns.selected_rows(index, slots, self.columns, self.dim_extend)
-        except IndexError as error:
-            raise RowError(f"rb[index]: {error}.") from error
         view = slice(None) if index is Ellipsis else index if isinstance(index, slice) else None
         return Rows(rows.reshape(-1), single=rows.ndim == 0, shape=rows.shape, view=view)
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
+from torch import Tensor
 
 from engram._support import native
 from engram._support.checks import check_type
 from engram._support.state import check_keys, integer, tensor_in, typed
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
+from engram.format.schema import Field, Schema
 from engram.saved.ragged import RaggedRowsSource
 from engram.saved.snapshot import RowsSnapshot, StorageSnapshot, WholeSnapshot, bytes_of, named_writes
 from engram.store import Store, StoreState, add_field, check_index_name, fill_rows
@@ -23,14 +27,6 @@ from engram.store.rings import Piece, check_room, compacted, fill_rings, heads_o
 from engram.store.row_indexes import NONE as NO_EPOCH
 from engram.store.row_indexes import EpochIndex, Progress, UsageIndex, checked_progress
 from engram.types import RowsSource, RowsTarget
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
-
-    from torch import Tensor
-
-    from engram.format.schema import Field, Schema
 
 
 def saved_priorities(

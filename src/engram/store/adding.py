@@ -10,26 +10,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from engram._support import native
 from engram.errors import CorruptStore, WriterStalled
 from engram.format import files, layout
 from engram.format import schema as schemas
 from engram.store.lifetime import exclusive, schema_in
 from engram.store.memory import column_field, private_field
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from engram._support import native
-    from engram.format.schema import Field, Schema
 
 #: How often a pause is tried: who holds one may be waiting for the lock of the folder.
 _TRIES = 3
@@ -38,7 +32,7 @@ _TRIES = 3
 class Growing(Protocol):
     """A store, as far as its fields are added to."""
 
-    schema: Schema
+    schema: schemas.Schema
     readonly: bool
 
     @property
@@ -50,13 +44,13 @@ class Growing(Protocol):
     @property
     def core(self) -> native.Store: ...
     @property
-    def adding(self) -> AbstractContextManager[object]: ...
-    def paused(self) -> AbstractContextManager[object]: ...
-    def grow(self, schema: Schema, tensors: Sequence[Tensor]) -> None: ...
-    def map_column(self, schema: Schema, number: int) -> Tensor: ...
+    def adding(self) -> contextlib.AbstractContextManager[object]: ...
+    def paused(self) -> contextlib.AbstractContextManager[object]: ...
+    def grow(self, schema: schemas.Schema, tensors: Sequence[Tensor]) -> None: ...
+    def map_column(self, schema: schemas.Schema, number: int) -> Tensor: ...
 
 
-def add_field(store: Growing, field: Field, fill: bytes) -> None:
+def add_field(store: Growing, field: schemas.Field, fill: bytes) -> None:
     """One field more, which holds ``fill`` in every row. Nothing is done if there is one of the same key, dtype, shape and fill.
 
     If this raises, or the process dies, there is the field in all rows, or none.
@@ -85,7 +79,7 @@ def add_field(store: Growing, field: Field, fill: bytes) -> None:
             return
 
 
-def _add_in_memory(store: Growing, field: Field, fill: bytes) -> None:
+def _add_in_memory(store: Growing, field: schemas.Field, fill: bytes) -> None:
     with store.adding:
         schema = _grown(store.schema, field, fill)
         if schema is None:
@@ -96,7 +90,7 @@ def _add_in_memory(store: Growing, field: Field, fill: bytes) -> None:
             store.grow(schema, [tensor])
 
 
-def _add_in(directory: Path, store: Growing, field: Field, fill: bytes) -> None:
+def _add_in(directory: Path, store: Growing, field: schemas.Field, fill: bytes) -> None:
     with exclusive(directory):
         adopt_fields(store)
         schema = _grown(store.schema, field, fill)
@@ -126,7 +120,7 @@ def _add_in(directory: Path, store: Growing, field: Field, fill: bytes) -> None:
             name_columns(directory, schema)
 
 
-def encoded(schema: Schema) -> bytes:
+def encoded(schema: schemas.Schema) -> bytes:
     """The description of a store in a folder. Raises ``ValueError``: it is too long, or two fields need the same path."""
     raw, clash = schemas.encode_store(schema), layout.clash(schema.fields)
     if len(raw) > schemas.MAX_BYTES:
@@ -143,7 +137,7 @@ def changed_description(folder: Path) -> CorruptStore:
     )
 
 
-def _grown(schema: Schema, field: Field, fill: bytes) -> Schema | None:
+def _grown(schema: schemas.Schema, field: schemas.Field, fill: bytes) -> schemas.Schema | None:
     """The schema with the field; None: it has it. Raises ``ValueError``."""
     for number, known in enumerate(schema.fields):
         if known == field and schema.fill(number) == fill:
@@ -180,7 +174,7 @@ def adopt_fields(store: Growing) -> None:
         store.core.knows_fields(epoch)
 
 
-def name_columns(directory: Path, schema: Schema) -> None:
+def name_columns(directory: Path, schema: schemas.Schema) -> None:
     """Give the files of added fields their names, and describe them as TensorDict does. The folder is locked.
 
     Raises ``OSError``.
@@ -210,7 +204,7 @@ def _merged(known: bytes, text: bytes) -> bytes:
     return json.dumps({**entries, **missing}, ensure_ascii=False).encode() if missing else known
 
 
-def put_in_order(directory: Path, schema: Schema) -> None:
+def put_in_order(directory: Path, schema: schemas.Schema) -> None:
     """When a store is opened, its folder locked: finish what a process that died has left of a field that it was adding."""
     with contextlib.suppress(OSError):
         for left in (directory / layout.FOLDER).glob(f"{layout.COLUMN}*"):

@@ -5,23 +5,19 @@ each one begins.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, NamedTuple, Self
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import NamedTuple, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from engram._support import native
 from engram.format.schema import Field, validate_fields
 from engram.store.memory import dlpack_specs
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-    from types import TracebackType
-
-    import numpy as np
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from engram.types import Entry
+from engram.types import Entry
 
 
 class Key:

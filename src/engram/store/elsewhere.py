@@ -2,46 +2,43 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
+from engram.format.schema import Schema
 from engram.store.device import HostedStore
 from engram.store.memory import as_rows, new_control_memory, private_field, refuse_ragged, torch_dtype
 from engram.store.store import Store, StoreState
 from engram.types import Extent, RowsTarget, Write, WritePlan
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
-    from torch import Tensor
+class Columns(Protocol):
+    """The rows of such an object, field by field."""
 
-    from engram.format.schema import Schema
+    #: Its class, for messages; and whether its rows are a ring in the order of writing.
+    name: str
+    in_order: bool
 
-    class Columns(Protocol):
-        """The rows of such an object, field by field."""
+    def extent(self) -> Extent:
+        """What it says is live."""
 
-        #: Its class, for messages; and whether its rows are a ring in the order of writing.
-        name: str
-        in_order: bool
+    def place(self, n: int) -> Tensor:
+        """The rows that the next ``n`` go to."""
 
-        def extent(self) -> Extent:
-            """What it says is live."""
+    def write(self, rows: Tensor, columns: Sequence[Tensor], *, append: bool) -> None:
+        """Replace rows, each of which is named once."""
 
-        def place(self, n: int) -> Tensor:
-            """The rows that the next ``n`` go to."""
+    def read(self, rows: Tensor) -> list[Tensor]:
+        """Live rows, one new tensor per field."""
 
-        def write(self, rows: Tensor, columns: Sequence[Tensor], *, append: bool) -> None:
-            """Replace rows, each of which is named once."""
+    def empty(self, call: str) -> None:
+        """Forget all rows. Raises as :meth:`check_empties`."""
 
-        def read(self, rows: Tensor) -> list[Tensor]:
-            """Live rows, one new tensor per field."""
-
-        def empty(self, call: str) -> None:
-            """Forget all rows. Raises as :meth:`check_empties`."""
-
-        def check_empties(self, call: str) -> None:
-            """Raise ``RuntimeError`` if it cannot forget its rows."""
+    def check_empties(self, call: str) -> None:
+        """Raise ``RuntimeError`` if it cannot forget its rows."""
 
 
 #: Rows that are read or written at once where all are.

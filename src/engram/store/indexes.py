@@ -8,19 +8,17 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar, cast
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar, cast
+
+from torch import Tensor
 
 from engram._support import fork, native, progress
+from engram._support.words import raise_as
 from engram.errors import IncompatibleStore
 from engram.format import files, layout
 from engram.store.lifetime import exclusive
 from engram.store.memory import Block, file_block, private_block
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import Tensor
-
 
 C = TypeVar("C", bound=fork.Forked)
 K = TypeVar("K", bound="Ordered")
@@ -94,7 +92,7 @@ class LockedIndex(Generic[C]):
 
     def __init__(self, block: Block, host: Host | None) -> None:
         """``block``: formatted memory. Raises ``IncompatibleStore``: of another size or format."""
-        with _of_memory():
+        with raise_as(IncompatibleStore, "index"):
             self.core = self.made_around(block, host)
         #: Its memory.
         self.block = block
@@ -128,7 +126,7 @@ class LockedIndex(Generic[C]):
         Raises ``IncompatibleStore``: no such memory.
         """
         if cls.reset_mutex is not None:
-            with _of_memory():
+            with raise_as(IncompatibleStore, "index"):
                 cls.reset_mutex(block.address, block.nbytes)
 
     @classmethod
@@ -159,22 +157,13 @@ class TicketIndex(LockedIndex[K]):
     @classmethod
     def copied(cls, memory: Tensor) -> Block:
         block = private_block(memory.numel())
-        with _of_memory():
+        with raise_as(IncompatibleStore, "index"):
             cls.copy_memory(memory.data_ptr(), block.address, block.nbytes)
         return block
 
     def put_in_order(self) -> None:
         """After a recovery of the rows: rows that hold nothing lose what it has of them. O(rows)."""
         self.core.put_in_order()
-
-
-@contextlib.contextmanager
-def _of_memory() -> Iterator[None]:
-    """Raises ``IncompatibleStore`` for what a core finds wrong in memory that is to be an index."""
-    try:
-        yield
-    except ValueError as error:
-        raise IncompatibleStore(f"index: {error}.") from error
 
 
 _INDEX_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,9 +13,7 @@ from engram.errors import IncompatibleStore
 from engram.format.schema import DTYPES, Field, Schema
 from engram.store.indexes import TicketIndex
 from engram.store.row_indexes import MAX_KEY_BYTES, TEXTS, content_of, is_text, key_bytes_of
-
-if TYPE_CHECKING:
-    from engram.store.store import Store
+from engram.store.store import Store
 
 #: dtypes of keys that are numbers.
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint8")

@@ -13,20 +13,15 @@ import tempfile
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from engram._support import fork, native
 from engram.errors import CorruptStore, IncompatibleStore, StoreInUse, WriterStalled
 from engram.format import files, layout
 from engram.format import schema as schemas
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
-
-    from engram.format.schema import Schema
-    from engram.store.memory import Block
+from engram.store.memory import Block
 
 #: Timeout for another process that is creating, opening or closing the store; an index scan may take that long.
 WAIT_S = 60.0
@@ -34,7 +29,7 @@ WAIT_S = 60.0
 
 def exclusive(
     directory: Path, made: files.Creation | None = None, wait_s: float | None = None
-) -> AbstractContextManager[None]:
+) -> contextlib.AbstractContextManager[None]:
     """A context manager: no other process or thread creates, opens or closes the store in the folder meanwhile.
 
     Re-entrant within a thread, because the collector may close a store at any point.
@@ -369,7 +364,7 @@ def check_store(directory: Path) -> None:
         )
 
 
-def schema_in(directory: Path, folder: str = layout.FOLDER) -> Schema:
+def schema_in(directory: Path, folder: str = layout.FOLDER) -> schemas.Schema:
     """What the rows of the store in a folder are. ``folder``: the one in it that has the description."""
     path = directory / folder / layout.STORE
     return schemas.decode_store(files.read_small(path, schemas.MAX_BYTES), str(path))
@@ -383,7 +378,7 @@ def maker_of(directory: Path) -> str:
         return ""
 
 
-def erase(directory: Path, schema: Schema) -> None:
+def erase(directory: Path, schema: schemas.Schema) -> None:
     """Remove the files of a store, and folders in it that are empty then. Other files are not engram's and stay."""
     hidden = directory / f"{layout.FOLDER}-{os.getpid()}-{threading.get_ident()}"
     with contextlib.suppress(OSError):  # if this process dies, it says which other files belong to the store
@@ -393,7 +388,7 @@ def erase(directory: Path, schema: Schema) -> None:
     shutil.rmtree(directory / layout.FOLDER, ignore_errors=True)
 
 
-def _erase_fields(directory: Path, schema: Schema, hidden: Path) -> bool:
+def _erase_fields(directory: Path, schema: schemas.Schema, hidden: Path) -> bool:
     """Remove the files of a store that was in ``hidden``, except those that existed before it. Whether all are gone."""
     adopted = hidden / layout.ADOPTED
     if adopted.exists() and adopted.read_bytes() == layout.IN_FILES:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar
+from typing import NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar
 
 from engram._support.checks import check_count
 from engram._support.native import NotAdmitted
 from engram._support.words import count
 from engram.errors import NoSampleable, RateLimited
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from engram.store import Store
+from engram.store import Store
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,14 @@ import math
 import mmap
 import os
 import re
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
 import torch
+from torch import Tensor
 
 from engram._support import native
 from engram._support.mappings import bytes_of, map_piece, open_files
@@ -21,17 +24,8 @@ from engram._support.words import no_space
 from engram.errors import CorruptStore
 from engram.format import files, layout, strict
 from engram.format import schema as schemas
-from engram.format.files import FIXED_BYTES, processes
 from engram.format.schema import DTYPES, Field, RaggedItems, Schema
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from engram.types import RowsTarget
-
+from engram.types import RowsTarget
 
 #: DLPack's type code, bits, and the shape of a row.
 DlpackSpec: TypeAlias = tuple[int, int, tuple[int, ...]]
@@ -322,8 +316,8 @@ def segment_fields(
     Raises:
         CorruptStore: no such process, or none that this process may look at.
     """
-    raw = control.tensor[:FIXED_BYTES].numpy().tobytes()
-    found = open_files(("self", *processes(raw)))
+    raw = control.tensor[: files.FIXED_BYTES].numpy().tobytes()
+    found = open_files(("self", *files.processes(raw)))
     device = os.stat(folder).st_dev
     tensors = []
     if len(segments) != schema.first_fields:

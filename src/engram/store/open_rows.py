@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from time import monotonic, sleep
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from engram._support import native
+from engram._support.field_paths import FieldPath
 from engram.errors import IncompatibleStore, RateLimited
+from engram.format.schema import Schema
 from engram.format.sizes import slot_layout
 from engram.store.adding import adopt_fields
 from engram.store.indexes import LockedIndex
 from engram.store.memory import torch_dtype
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
-
-    from engram._support.field_paths import FieldPath
-    from engram.format.schema import Schema
-    from engram.store.store import Store
+from engram.store.store import Store
 
 #: Between looks for a slot that has become free.
 _POLL_S = 0.002

@@ -8,15 +8,18 @@ import json
 import os
 import secrets
 import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from engram._support import fork, native
+from engram._support.mappings import Piece
 from engram._support.memory import available_memory
-from engram._support.words import format_size, warn
+from engram._support.words import format_size, raise_as, warn
 from engram.errors import CorruptStore, IncompatibleStore, ReadOnlyStore, StoreInUse, UncleanStore
 from engram.format import files, layout
 from engram.format import files as controls
@@ -29,15 +32,6 @@ from engram.store.indexes import INDEX_KINDS, Host, Indexes
 from engram.store.ragged import RaggedStore, store_class
 from engram.store.rings import make_rings, private_rings, rings_in
 from engram.store.store import Repair, Saved, Store
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from torch import Tensor
-
-    from engram._support.mappings import Piece
-    from engram.format.schema import Schema
-    from engram.store.lifetime import Process
 
 
 class IndexCopies(Indexes):
@@ -64,7 +58,7 @@ class ReaderStore(Store):
     folder: Path
 
     def __init__(
-        self, schema: Schema, folder: Path, control: memory.Block, tickets: memory.Block, *, abandoned: bool
+        self, schema: schemas.Schema, folder: Path, control: memory.Block, tickets: memory.Block, *, abandoned: bool
     ) -> None:
         self.folder = folder
         self._segments = memory.segments_in(folder / layout.FOLDER)
@@ -83,7 +77,7 @@ class ReaderStore(Store):
         """It is none of them: the number of the process stands for it."""
         return os.getpid() if self.in_use else 0
 
-    def _mapped(self, schema: Schema, control: memory.Block, *, private: bool) -> list[Tensor]:
+    def _mapped(self, schema: schemas.Schema, control: memory.Block, *, private: bool) -> list[Tensor]:
         """The fields. ``private``: what is written to them is not seen elsewhere."""
         if self._segments is None:
             return memory.fields_in(
@@ -95,7 +89,7 @@ class ReaderStore(Store):
         inside = self.folder / layout.FOLDER
         return memory.segment_fields(inside, schema, self._segments, control, readonly=not private, private=private)
 
-    def map_column(self, schema: Schema, number: int) -> Tensor:
+    def map_column(self, schema: schemas.Schema, number: int) -> Tensor:
         path = layout.column_path(self.folder, schema, number)
         return memory.read_field(path, schema.fields[number], schema.capacity)
 
@@ -153,11 +147,11 @@ _attaching = fork.rlock()
 
 
 def create_store(
-    schema: Schema,
+    schema: schemas.Schema,
     directory: Path,
     *,
     maker: str = "",
-    guest_of: Process | None = None,
+    guest_of: lifetime.Process | None = None,
     replace: bool = False,
     begin: Callable[[Any], None] = lambda _: None,
     adopted: Sequence[Piece | None] | None = None,
@@ -291,7 +285,7 @@ def origin_of(store: Store) -> str:
     return store.origin
 
 
-def moved(store: Store, directory: Path, maker: str, guest_of: Process | None) -> Store:
+def moved(store: Store, directory: Path, maker: str, guest_of: lifetime.Process | None) -> Store:
     """A store in a folder with the rows, cursors and indexes of a private one, which must not be written to meanwhile.
 
     Raises:
@@ -372,9 +366,9 @@ def _make_fields(made: files.Creation, paths: Mapping[Path, int], metas: Mapping
 def _make_control(
     made: files.Creation,
     folder: Path,
-    schema: Schema,
+    schema: schemas.Schema,
     maker: str,
-    guest_of: Process | None,
+    guest_of: lifetime.Process | None,
     begin: Callable[[Any], None],
 ) -> None:
     """Control memory and notes of a new store; the description of its rows exists already."""
@@ -403,7 +397,7 @@ def _opened_or_attached(directory: Path, unclean: str) -> Store:
         return _attach(schema, directory, fingerprints, unclean=unclean)
 
 
-def _described(directory: Path) -> tuple[Schema, tuple[int, ...], bool]:
+def _described(directory: Path) -> tuple[schemas.Schema, tuple[int, ...], bool]:
     """What the rows of the store in a folder are, the fingerprints that it may have, and whether it is of an earlier version."""
     path = directory / layout.FOLDER / layout.STORE
     raw = files.read_small(path, schemas.MAX_BYTES)
@@ -411,13 +405,13 @@ def _described(directory: Path) -> tuple[Schema, tuple[int, ...], bool]:
     return schema, schemas.first_fingerprints(schema, raw), schemas.is_earlier(raw)
 
 
-def _mapped_control(folder: Path, schema: Schema) -> tuple[memory.Block, memory.Block]:
+def _mapped_control(folder: Path, schema: schemas.Schema) -> tuple[memory.Block, memory.Block]:
     """Control block and tickets."""
     control = memory.file_block(folder / layout.CONTROL, native.control_bytes(schema.lanes))
     return control, memory.file_block(folder / layout.TICKETS, layout.tickets_bytes(schema.capacity))
 
 
-def _read_control(folder: Path, schema: Schema, *, earlier: bool) -> tuple[memory.Block, memory.Block]:
+def _read_control(folder: Path, schema: schemas.Schema, *, earlier: bool) -> tuple[memory.Block, memory.Block]:
     """Control block and tickets, for reading alone. An upgrade that was interrupted has left the tickets of an earlier store longer."""
     control = memory.read_block(folder / layout.CONTROL, native.control_bytes(schema.lanes))
     path, nbytes = folder / layout.TICKETS, layout.tickets_bytes(schema.capacity)
@@ -427,7 +421,7 @@ def _read_control(folder: Path, schema: Schema, *, earlier: bool) -> tuple[memor
 
 
 @contextlib.contextmanager
-def _upgraded(directory: Path, schema: Schema, fingerprints: Sequence[int]) -> Iterator[None]:
+def _upgraded(directory: Path, schema: schemas.Schema, fingerprints: Sequence[int]) -> Iterator[None]:
     """Give the rows of a store of an earlier version room for the numbers of their writes, unless it cannot be opened. The folder is
     locked.
 
@@ -475,7 +469,7 @@ def _check_description(store: Store, folder: Path, fingerprints: Sequence[int]) 
         raise changed_description(folder)
 
 
-def _attach(schema: Schema, directory: Path, fingerprints: Sequence[int], *, unclean: str) -> Store:
+def _attach(schema: schemas.Schema, directory: Path, fingerprints: Sequence[int], *, unclean: str) -> Store:
     """The store in a folder whose description was read. The folder is locked."""
     folder = directory / layout.FOLDER
     alive, store = lifetime.AliveFile(directory), None
@@ -570,10 +564,8 @@ def _closed_in_order(core: native.Store, directory: Path, unclean: str) -> bool:
 
 def _check_closed(core: native.Store, directory: Path) -> None:
     """Check the control memory of a store that was closed in order. Cost: O(lanes)."""
-    try:
+    with raise_as(CorruptStore, directory / layout.FOLDER / layout.CONTROL, CorruptStore):
         core.check_closed()
-    except CorruptStore as error:
-        raise CorruptStore(f"{directory / layout.FOLDER / layout.CONTROL}: {error}") from None
 
 
 def _boot_id() -> str:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple, cast
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, cast
 
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from torch import Tensor
-
-    from engram.format.schema import RaggedGroup
+from engram.format.schema import RaggedGroup
 
 
 class Items:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
+from uuid import UUID
 
 import torch
+from torch import Tensor
 
 from engram._support import native
 from engram.errors import EngramError, RowError
 from engram.store.indexes import LockedIndex
 from engram.store.memory import dlpack_specs
 from engram.store.ragged_rows import addresses_of, check_room
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from uuid import UUID
-
-    from torch import Tensor
-
-    from engram.store.store import Store
+from engram.store.store import Store
 
 #: The name of the table of writers in a store.
 NAME = "main"

@@ -5,25 +5,22 @@ And those items on their way out and back in, for saves: where they lie, and whe
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from engram._support import native
+from engram._support.words import raise_as
 from engram.errors import CorruptStore, IncompatibleCheckpoint
 from engram.format import files, layout
+from engram.format.schema import RaggedGroup, Schema
 from engram.format.sizes import ragged_control_bytes
 from engram.store.memory import Block, placed, private_block, torch_dtype, write_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from engram.format.schema import RaggedGroup, Schema
-    from engram.types import RowsTarget
+from engram.types import RowsTarget
 
 #: Where the mutex begins in a control block, and where the lanes do.
 _MUTEX, _LANES = 64, 4096
@@ -76,10 +73,8 @@ class RaggedMemory(NamedTuple):
         addresses = dict(zip(self.values, placed([*self.values.values()])[0], strict=True))
         members = {n: (n, addresses[n], it.item_bytes) for n, it in schema.ragged.items()}
         groups = [(*it[:2], tuple([members[n] for n in it.members]), it.slot) for it in schema.ragged_groups]
-        try:
+        with raise_as(CorruptStore, self.path or "ragged fields", (ValueError, CorruptStore)):
             core.use_ragged(self.control.address, self.control.nbytes, tuple(groups), alone)
-        except (ValueError, CorruptStore) as error:
-            raise CorruptStore(f"{self.path or 'ragged fields'}: {str(error).removesuffix('.')}.") from error
 
 
 #: Of a store without ragged fields.

@@ -10,38 +10,33 @@ import contextlib
 import fcntl
 import os
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from engram._support import fork
 from engram._support import native as _native
 from engram.errors import ForkedHandle, RowError, StoreInUse
 from engram.format import files, layout
+from engram.format.schema import Schema
 from engram.store import memory
 from engram.store.adding import adopt_fields
+from engram.store.blocks import Key
 from engram.store.indexes import Host, Indexes
 from engram.store.lifetime import Attachment, erase, exclusive, forget, opened, others_have_open, remove_store
 from engram.store.rings import NO_RINGS, RaggedMemory, private_rings
 from engram.types import Changes, Extent, RowsTarget, Write, WritePlan
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from engram.format.schema import Schema
-    from engram.store.blocks import Key
-
-    #: Items of ragged fields, as the core takes them.
-    Sources = tuple[tuple[int, int, int, tuple[int, ...]], ...]
-    T = TypeVar("T")
-    #: Writes with the core, and the intake that takes the data apart. None: it could not.
-    NativeWrite = Callable[[_native.Store, _native.Intake], T | None]
+#: Items of ragged fields, as the core takes them.
+Sources = tuple[tuple[int, int, int, tuple[int, ...]], ...]
+T = TypeVar("T")
+#: Writes with the core, and the intake that takes the data apart. None: it could not.
+NativeWrite = Callable[[_native.Store, _native.Intake], T | None]
 
 #: What a store counts of its rows, for ``stats()``.
 COUNTERS = ("void_rows", "lapped_rows", "redraws", "priority_updates_dropped", "field_updates", "field_updates_dropped")
@@ -354,7 +349,7 @@ class Store:
 
     # ---- its state ---------------------------------------------------------------------------------------------------
 
-    def paused(self) -> AbstractContextManager[None]:
+    def paused(self) -> contextlib.AbstractContextManager[None]:
         """No process writes inside, and no write is under way. Re-entrant within a thread. Writers wait, for a limited time.
 
         Reads continue, and priorities may change.
@@ -462,7 +457,7 @@ class Store:
 
     # ---- writers that look first -------------------------------------------------------------------------------------
 
-    def placing(self) -> AbstractContextManager[None]:
+    def placing(self) -> contextlib.AbstractContextManager[None]:
         """Held from placing to writing by writers that look for rows, so that no two choose the same one. Re-entrant.
 
         Raises:

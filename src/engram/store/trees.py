@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -12,9 +12,6 @@ from torch import Tensor
 from engram._support.copies import raw_bytes
 from engram.format.schema import DTYPES
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 ALIGNMENT = 16
 FORM_OF = {DTYPE_OF[name]: form for form, name in enumerate(DTYPES, 1) if name in DTYPE_OF}

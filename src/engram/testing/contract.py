@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from collections.abc import Callable, Sequence
+from typing import ClassVar, TypeVar
 
 import torch
 from tensordict import TensorDict
 
 from engram._support.nested import attributes, is_dataclass
 from engram._support.tensordicts import is_tensorclass
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from engram.buffer.replay_buffer import ReplayBuffer
+from engram.buffer.replay_buffer import ReplayBuffer
 
 T = TypeVar("T")
 

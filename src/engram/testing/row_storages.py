@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from engram._support.nested import map_tensors
 from engram.buffer.replay_buffer import ReplayBuffer
@@ -14,12 +15,6 @@ from engram.storages._structure import Structure, leading_size
 from engram.storages.own import OwnColumns
 from engram.testing.contract import BufferContract, Contract, check, refuses, same, steps
 from engram.types import RowStorage
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
 
 _CAPACITY = 12
 

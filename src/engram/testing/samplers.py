@@ -5,22 +5,18 @@ from __future__ import annotations
 import copy
 import random
 import warnings
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
+from engram.buffer.replay_buffer import ReplayBuffer
 from engram.buffer.tensordict import TensorDictReplayBuffer
 from engram.samplers import declared
 from engram.storages import LazyTensorStorage, TensorStorage
 from engram.testing.contract import BufferContract, Contract, check, refuses, same, steps
 from engram.types import Declared, Sampler, Writer
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from engram.buffer.replay_buffer import ReplayBuffer
-
 
 _CAPACITY = 32
 #: Steps begin here, so that a row that holds nothing, which is zero, is none of them.

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import re
 import sys
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self
+from collections.abc import Collection, Iterable
+from typing import Annotated, Any, NamedTuple, Self
 
 import msgspec
 import torch
 from torch import Tensor
 
+from engram._support.words import raise_as
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format.layout import SINGLE, encode_key
 from engram.format.schema import DTYPES, MAX_DEPTH, MAX_FIELDS, Field, Node
@@ -18,11 +20,6 @@ from engram.saved.checkpointers import DumpedPriorities
 from engram.saved.folder import Folder, convert
 from engram.torchrl import layouts
 from engram.torchrl.parts import open_layout
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
-
-    from engram.torchrl.layouts import LayoutDump
 
 _NOT_TENSORS = ("NonTensorData", "NonTensorStack")
 _CLASS = re.compile(r"<class '([\w.<>]+)'>")
@@ -45,7 +42,7 @@ class DumpedStorage:
         self.files: dict[tuple[str, ...], tuple[str, ...]] = {}
         self.left_out: list[str] = []
         #: The rows, where each observation was saved once; None: they were saved as they are.
-        self.layout: LayoutDump | None = None
+        self.layout: layouts.LayoutDump | None = None
         self.structure = Node("dict")
         #: Sizes of the dimensions that index rows, slots first.
         self.lead: tuple[int, ...] = ()
@@ -74,7 +71,7 @@ class DumpedStorage:
             raise IncompatibleCheckpoint(f"{self.folder.name(self.parts)}: expected at least one tensor, got none.")
         self._set_length(described.len, self.folder.name(parts))
 
-    def _take(self, found: LayoutDump) -> None:
+    def _take(self, found: layouts.LayoutDump) -> None:
         """Note the fields of rows whose observations were saved once each."""
         if len(found.columns) != self.ndim - 1:
             raise IncompatibleCheckpoint(
@@ -413,10 +410,8 @@ def read_rng(folder: Folder) -> Tensor | None:
     state = _entry_of(folder, ("rng_state",), meta, "rng_state", "uint8", _MAX_RNG_BYTES)
     mine = torch.Generator(device="cpu")
     if state.numel() == mine.get_state().numel():  # else it is that of an accelerator's generator
-        try:
+        with raise_as(CorruptCheckpoint, folder.name(("rng_state", "rng_state.memmap")), RuntimeError):
             mine.set_state(state)
-        except RuntimeError as error:
-            raise CorruptCheckpoint(f"{folder.name(('rng_state', 'rng_state.memmap'))}: {error}.") from error
     return state
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engram._support.copies import inflated, is_stream
 from engram._support.tensordicts import tensordict_type
-from engram._support.words import warn
+from engram._support.words import raise_as, warn
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format.layout import encode_key
 from engram.format.schema import DTYPES, INTEGER, MAX_DEPTH, Field, Node, Schema, renumbered
@@ -146,10 +146,8 @@ class TorchRLSteps(TorchRLDump):
 
 def validate(schema: Schema, path: Path) -> None:
     """Raise ``CorruptCheckpoint`` for a schema that no store can have."""
-    try:
+    with raise_as(CorruptCheckpoint, path):
         schema.validate()
-    except ValueError as error:
-        raise CorruptCheckpoint(f"{path}: {str(error).removesuffix('.')}.") from error
 
 
 def _check_containers(structure: Node, names: Sequence[str], path: Path) -> None:
@@ -306,12 +304,8 @@ class CompressedItems:
     # ---- descriptions --------------------------------------------------------------------------------------------------
 
     def _json(self, file: str) -> object:
-        try:
+        with raise_as(CorruptCheckpoint, f"{self._folder.name((*self._parts, file))}: not readable as JSON"):
             return parse_loosely(self._folder.read((*self._parts, file), self._most // _PARSED))
-        except ValueError as error:
-            raise CorruptCheckpoint(
-                f"{self._folder.name((*self._parts, file))}: not readable as JSON ({error})."
-            ) from error
 
     def _where(self, number: int, key: str) -> str:
         return f"{self._name}: item {number}" + (f": field {key!r:.100}" if key else "")

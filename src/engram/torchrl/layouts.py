@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, NamedTuple, Protocol, TypeAlias
+from contextlib import AbstractContextManager
+from typing import Annotated, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 import torch
+from torch import Tensor
 
 from engram._support.field_paths import DEFAULT_DONE_KEYS
+from engram._support.words import raise_as
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format.schema import DTYPES, MAX_DIMS, Field, Node, Schema, renumbered, validate_key
 from engram.saved.checkpointers import Key, Ring, rows_state, tensordicts_of
+from engram.saved.folder import Folder
 from engram.saved.snapshot import bytes_of
 from engram.store.memory import DTYPE_OF, write_rows
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from torch import Tensor
-
-    from engram.saved.folder import Folder
-    from engram.types import RowsTarget
+from engram.types import RowsTarget
 
 #: What TensorDict's files say of a TensorDict.
 TENSORDICT = "<class 'tensordict._td.TensorDict'>"
@@ -62,10 +59,8 @@ def check_bools(values: Tensor, name: str) -> Tensor:
 
 def check_key(key: tuple[str, ...], name: str) -> None:
     """Raise ``CorruptCheckpoint`` for a key that no store can hold."""
-    try:
+    with raise_as(CorruptCheckpoint, name):
         validate_key(key)
-    except ValueError as error:
-        raise CorruptCheckpoint(f"{name}: {str(error).removesuffix('.')}.") from error
 
 
 def known_dtype(dtype: str, where: str) -> str:

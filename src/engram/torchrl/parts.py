@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from engram._support.state import typed
+from engram._support.words import raise_as
 from engram.errors import CorruptCheckpoint, CorruptStore, IncompatibleCheckpoint, IncompatibleStore
 from engram.format import layout
 from engram.format import schema as schemas
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
     from engram.saved.checkpointers import IndexNames, Key, SavedStorage
     from engram.saved.part_reader import PartReader
-    from engram.torchrl.layouts import Steps, Write
     from engram.types import StorageLoad
 
 _NON_TENSOR = "<class 'tensordict.tensorclass.NonTensorData'>"
@@ -57,7 +57,7 @@ class FolderSink:
         self._lengths: tuple[Tensor, Tensor] = (torch.zeros(0), torch.zeros(0))
         self.files: list[str] = []
 
-    def begin(self, ring: Ring, steps: Steps, keys: layouts.Keys) -> None:
+    def begin(self, ring: Ring, steps: layouts.Steps, keys: layouts.Keys) -> None:
         self._ring, self._steps = ring, steps
         if self._nested:
             self._lengths = steps.trajectories()
@@ -68,7 +68,7 @@ class FolderSink:
             self._put(f"{layout.encode_key(name)}/meta.json", said)
 
     @contextlib.contextmanager
-    def column(self, key: Key, shape: torch.Size, dtype: torch.dtype, *, expanded: bool) -> Iterator[Write]:
+    def column(self, key: Key, shape: torch.Size, dtype: torch.dtype, *, expanded: bool) -> Iterator[layouts.Write]:
         rows = self._steps.observations if expanded else self._ring.slots * self._ring.width
         name = self._name(key)
         described = layout.Described(device="cpu", shape=[rows, *shape], dtype=str(dtype), is_nested=self._nested)
@@ -346,10 +346,8 @@ def prepare_layout(storage: SavedStorage, reader: PartReader, without: Sequence[
     check_sums(reader.folder, noted)
     keys: layouts.Keys = convert(noted.get("keys"), layouts.Keys, root)
     dump = Layout(_KIND_OF[reader.type], keys, "loads").open(reader.folder)
-    try:
+    with raise_as(CorruptCheckpoint, root, (ValueError, CorruptStore, IncompatibleStore)):
         schema = schemas.decode(text.encode(), root)
-    except (ValueError, CorruptStore, IncompatibleStore) as error:
-        raise CorruptCheckpoint(f"{root}: {error}") from error
     expected = [(field.key, field.dtype, field.shape) for field in schema.fields]
     found = {(field.key, field.dtype, field.shape) for field in dump.fields}
     if (schema.capacity, schema.columns) != (dump.capacity, dump.columns) or not found.issuperset(expected):

@@ -11,7 +11,6 @@ from torch import Tensor
 from engram._support import nested
 from engram._support.checks import check_type
 from engram._support.field_paths import as_paths, checked_path, public
-from engram._support.nested import is_tensordict
 from engram._support.state import HasState, Loads, Stateful, check_keys, has_state, prepare_load, saved
 from engram._support.tensordicts import is_tensor_collection, tensordict_type
 
@@ -203,7 +202,7 @@ def described(data: object) -> str:
     """The keys of data, for messages."""
     if isinstance(data, dict):
         return f"the keys {[str(key) for key in data]}"
-    return f"the keys {sorted(map(str, data.keys()))}" if is_tensordict(data) else type(data).__name__
+    return f"the keys {sorted(map(str, data.keys()))}" if nested.is_tensordict(data) else type(data).__name__
 
 
 def shallow(data: object, call: str) -> Any:
@@ -212,7 +211,7 @@ def shallow(data: object, call: str) -> Any:
     Raises:
         TypeError: ``data`` is not a TensorDict, tensorclass or dict.
     """
-    if is_tensordict(data):
+    if nested.is_tensordict(data):
         return data.copy()
     if isinstance(data, dict):
         return {key: shallow(value, call) if nested.has_entries(value) else value for key, value in data.items()}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,12 +13,7 @@ from torch import Tensor
 from engram._support.nested import is_tensordict
 from engram._support.state import Change, Stateful, check_keys, tensor_in
 from engram.transforms._base import Compose, Key, KeyedTransform, Keys, entry, find, is_tensor, put, shallow
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from engram.types import Commit
-
+from engram.types import Commit
 
 Number: TypeAlias = "float | Tensor"
 

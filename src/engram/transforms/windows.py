@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from engram._support.checks import check_count
 from engram._support.field_paths import WINDOW_ENDS
 from engram.transforms._base import Key, Transform, as_key, entry, find, path_of, put, shallow
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Windows(NamedTuple):

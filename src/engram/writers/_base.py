@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Unpack, cast
+from typing import Any, Literal, NoReturn, Unpack, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engram._support.checks import as_numbers
@@ -14,9 +15,6 @@ from engram._support.overrides import meanwhile, overrides
 from engram._support.unsupported import NOT_TRACED, NoArguments, reject_unsupported, take_compilable
 from engram.saved.parts import Component, adopt
 from engram.types import Declared, Extent, Ranking, Traits, Write, WritePlan, Writer
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 class NativeWriter(Component):

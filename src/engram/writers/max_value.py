@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Self, TypeGuard, Unpack
+from collections.abc import Callable, Sequence
+from typing import Any, Self, TypeGuard, Unpack
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engram._support import native
@@ -17,16 +19,10 @@ from engram._support.state import Loads, check_keys
 from engram._support.tensordicts import is_tensorclass
 from engram._support.unsupported import TracingArguments
 from engram.errors import IncompatibleCheckpoint
+from engram.store import Store
 from engram.types import Commit, Extent, Ranking, Traits, Write, WritePlan
 from engram.writers._base import NativeWriter, free_rows
 from engram.writers.removers import FifoRemover, Lifo, LowestPriority, MaxTimesSampled, Remover, StalestFirst
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from numpy.typing import NDArray
-
-    from engram.store import Store
 
 
 def _sum(x: Tensor) -> Tensor:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from engram._support import native
 from engram._support.field_paths import checked_path, public
 from engram._support.words import warn
 from engram.store import Store, check_index_name, priorities
 from engram.store.row_indexes import ChangesIndex, UsageIndex
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from engram.types import Extent
+from engram.types import Extent
 
 
 def _written(storage: Removable, remover: object) -> Store:

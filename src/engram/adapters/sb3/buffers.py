@@ -20,7 +20,7 @@ from engram.errors import IncompatibleStore
 from engram.format.schema import DTYPES
 from engram.samplers import RandomSampler
 from engram.samplers._base import DeclaredSampler
-from engram.types import Draw
+from engram.types import Draw, Extent, Sampler
 
 if TYPE_CHECKING:
     import os
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from stable_baselines3.common.vec_env import VecNormalize
     from torch import Tensor
-
-    from engram.types import Extent, Sampler
 
     Array: TypeAlias = NDArray[np.generic]
     Nested: TypeAlias = Array | dict[str, Array]

@@ -13,16 +13,14 @@ from stable_baselines3.her.goal_selection_strategy import KEY_TO_GOAL_STRATEGY, 
 
 from engram._support.checks import check_count
 from engram._support.words import warn
-from engram.adapters.sb3.buffers import DONE, Column, ReplayBuffer
-from engram.around import Hindsight
+from engram.adapters.sb3.buffers import DONE, Column, Infos, Path, ReplayBuffer, Rows, StoreArguments
+from engram.around import FinalObservations, Hindsight
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from stable_baselines3.common.vec_env import VecEnv
     from torch import Tensor
 
-    from engram.adapters.sb3.buffers import Infos, Path, Rows, StoreArguments
-    from engram.around import FinalObservations
     from engram.types import Sampler
 
 #: With ``copy_info_dict``, the row that a step was written to.

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from engram._support.words import warn
-from engram.adapters.sb3.buffers import ReplayBuffer
+from engram.adapters.sb3.buffers import ReplayBuffer, StoreArguments
 from engram.samplers import PrioritizedSampler
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from gymnasium import spaces
     from stable_baselines3.common.vec_env import VecNormalize
     from torch import Tensor
-
-    from engram.adapters.sb3.buffers import StoreArguments
 
 
 #: Batches without priorities in return, after which it is said.

@@ -8,9 +8,10 @@ import random
 import re
 import time
 from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -33,18 +34,14 @@ from engram.remote.connection import Access, Connection, Final, Found
 from engram.remote.fleet import plans
 from engram.remote.fleet.draws import Draws
 from engram.remote.fleet.members import SKIP_S, Joining, Ledger, Members, Missing, Shard, at_once, combined
+from engram.remote.protocol import Full
 from engram.remote.served import Drawn, OneStore, ServedStorage
 from engram.remote.storage import RemoteStorage
+from engram.saved.rows import Roles
+from engram.store.limits import Rules
 from engram.types import Write, WritePlan
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from engram.remote.protocol import Full
-    from engram.saved.rows import Roles
-    from engram.store.limits import Rules
-
-    Turn: TypeAlias = Callable[[], int]
+Turn: TypeAlias = Callable[[], int]
 
 
 _log = logging.getLogger("engram")

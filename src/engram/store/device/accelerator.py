@@ -40,10 +40,12 @@ import os
 import platform
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from engram._support import fork
 from engram._support.devices import free_bytes, missing_for_kernels
@@ -51,12 +53,6 @@ from engram._support.mappings import shared_pieces
 from engram._support.memory import available_memory
 from engram._support.words import no_space
 from engram.errors import ForkedHandle
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-    from contextlib import AbstractContextManager
-
-    from torch import Tensor
 
 #: The driver's code for memory that this process has registered already, or that CUDA has allocated.
 ALREADY_REGISTERED = 712
@@ -142,13 +138,13 @@ class Accelerator:
         """The calling thread's stream."""
         return cast("torch.Stream", self._module.current_stream(self.device))
 
-    def on(self, stream: torch.Stream) -> AbstractContextManager[object]:
+    def on(self, stream: torch.Stream) -> contextlib.AbstractContextManager[object]:
         """A context in which work is queued on a stream."""
-        return cast("AbstractContextManager[object]", self._module.stream(stream))
+        return cast("contextlib.AbstractContextManager[object]", self._module.stream(stream))
 
-    def active(self) -> AbstractContextManager[object]:
+    def active(self) -> contextlib.AbstractContextManager[object]:
         """A context in which the device is the current one, as kernels need that are launched without :meth:`launch`."""
-        return cast("AbstractContextManager[object]", self._module.device(self.device))
+        return cast("contextlib.AbstractContextManager[object]", self._module.device(self.device))
 
     def mark(self, stream: torch.Stream) -> torch.Event:
         """An event after all work that is queued on a stream."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 
 from engram._support import fork, native
 from engram._support.checks import check_choice
@@ -15,18 +18,10 @@ from engram.format.files import FIXED_BYTES
 from engram.format.schema import Field
 from engram.format.sizes import resident_sizes
 from engram.store.blocks import ALIGNMENT, GENERATION, INDEX, WEIGHT, BlockLayout, aligned, empty_block
+from engram.store.device.accelerator import Accelerator
+from engram.store.indexes import Index, Indexes
 from engram.store.memory import row_stride, torch_dtype
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-    from types import ModuleType
-
-    from torch import Tensor
-
-    from engram.store.device.accelerator import Accelerator
-    from engram.store.indexes import Index, Indexes
-    from engram.store.store import Store
-
+from engram.store.store import Store
 
 #: Children of a node of the store's priority tree: one line of 64 bytes.
 FANOUT = 8

@@ -7,10 +7,13 @@ import math
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from engram._support import fork, native
 from engram._support.devices import check_room
@@ -18,17 +21,10 @@ from engram._support.words import warn
 from engram.store.blocks import ALIGNMENT, aligned
 from engram.store.device.accelerator import Accelerator
 from engram.store.device.rows import DevicePriorities
+from engram.store.device.store import DeviceStore
 from engram.store.memory import Block, torch_dtype, write_rows
+from engram.store.store import Store, StoreState
 from engram.types import RowsTarget, WritePlan
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from engram.store.device.store import DeviceStore
-    from engram.store.store import Store, StoreState
 
 #: How often the thread looks for new rows; how often it copies priorities; how long it rests after an error.
 LOOK_S, PRIORITIES_S, REST_S = 0.05, 1.0, 5.0

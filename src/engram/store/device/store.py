@@ -19,7 +19,6 @@ from engram.types import Changes, RowsTarget, Write, WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
@@ -41,7 +40,7 @@ class HostedStore(Store):
     def __init__(self, schema: Schema, tensors: Sequence[Tensor], control: Block, tickets: Block) -> None:
         self._lock = fork.rlock()
         #: What a call enters: it holds the lock.
-        self._turn: AbstractContextManager[object] = self._lock
+        self._turn: contextlib.AbstractContextManager[object] = self._lock
         #: By number of the field, in the order in which the core has them.
         self._copies: dict[int, Tensor] = {}
         super().__init__(schema, tensors, control, tickets)
@@ -55,7 +54,7 @@ class HostedStore(Store):
         """Fields of rows, copied."""
         raise NotImplementedError
 
-    def paused(self) -> AbstractContextManager[None]:
+    def paused(self) -> contextlib.AbstractContextManager[None]:
         return self.core.pausing((self._lock, self._pausing))  # in between, rows have tickets already and no data yet
 
     def on_host(self, numbers: Sequence[int]) -> tuple[tuple[int, ...], list[Tensor]]:
