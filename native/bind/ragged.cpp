@@ -169,8 +169,8 @@ void bind_reads(nb::class_<Store>& type) {
           },
           "layout"_a, "which"_a, "rows"_a, "n"_a, "tickets"_a, "spans"_a, "moved"_a,
           "Some fields' items of rows with these tickets (int64 [n]) and spans (12 bytes each, of each group with such "
-          "fields), row after row: of each of these groups (fields, items, those of the longest row, lengths int32 [n], offsets int64 [n + 1], the same as int32, [values, …]); and "
-          "the positions of rows that have them no more, beside those that `moved` before.");
+          "fields), row after row: of each of these groups (fields, items of the longest row, lengths int32 [n], where rows begin int64 [n], the "
+          "same with the end of the last int64 [n + 1], and as int32, [values, …]); and the positions of rows that have them no more, beside those that `moved` before.");
 }
 
 }  // namespace
@@ -230,9 +230,10 @@ std::vector<std::int64_t> ItemsRead::read(const Store& store, const std::vector<
 nb::list ItemsRead::groups() && {
   nb::list groups;
   for (Group& group : groups_) {
-    groups.append(nb::make_tuple(group.fields, group.total, group.longest, std::move(group.lengths).tensor(n_),
-                                 std::move(group.offsets).tensor(n_ + 1), std::move(group.ends).tensor(n_ + 1),
-                                 std::move(group.values).tensors(group.total)));
+    std::byte* const begins = group.offsets.data();
+    const nb::object offsets = std::move(group.offsets).tensor(n_ + 1);
+    groups.append(nb::make_tuple(group.fields, group.longest, std::move(group.lengths).tensor(n_), view_of(kNumbers, begins, n_, 0, offsets), offsets,
+                                 std::move(group.ends).tensor(n_ + 1), std::move(group.values).tensors(group.total)));
   }
   return groups;
 }

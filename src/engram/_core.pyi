@@ -25,7 +25,7 @@ _SlotItems: TypeAlias = tuple[int, int, tuple[int, ...]]
 _RaggedGroup: TypeAlias = tuple[int, int, tuple[tuple[int, int, int], ...], int]
 
 #: Of each group: fields, items, those of the longest row, lengths int32 [n], offsets int64 [n + 1], the same as int32, values.
-_ItemsRead: TypeAlias = list[tuple[list[int], int, int, Tensor, Tensor, Tensor, list[Tensor]]]
+_ItemsRead: TypeAlias = list[tuple[list[int], int, Tensor, Tensor, Tensor, Tensor, list[Tensor]]]
 
 #: Makes a tensor of a shape, of DLPack's type code and bits.
 _Allocator: TypeAlias = Callable[[tuple[int, ...], int, int], Tensor]

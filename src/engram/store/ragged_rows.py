@@ -75,7 +75,7 @@ class Items:
         return cls(torch.cat(parts), starts, lengths)
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return self.lengths.shape[0]
 
     @property
     def given(self) -> Tensor:
