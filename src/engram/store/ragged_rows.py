@@ -86,7 +86,7 @@ class Items:
     @property
     def total(self) -> int:
         """Items of all rows."""
-        return int(self.lengths.sum())
+        return int(self.lengths.sum()) if self.offsets is None or self.values is None else self.values.shape[0]
 
     @property
     def in_order(self) -> bool:
