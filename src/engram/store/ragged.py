@@ -304,4 +304,4 @@ def _put(groups: ItemsRead, columns: list[Tensor], rows: Tensor, at: Mapping[int
     for fields, longest, lengths, starts, offsets, ends, values in groups:
         for number, value in zip(fields, values, strict=True):
             place = number if at is None else at[number]
-            columns[place] = cast("Tensor", Items(value, starts, lengths, rows, offsets, ends, longest))
+            columns[place] = Items(value, starts, lengths, rows, offsets, ends, longest)  # type: ignore[call-overload]
