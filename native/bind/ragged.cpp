@@ -101,6 +101,33 @@ nb::object pad(const nb::list& tensors, nb::handle lengths, std::int64_t length,
   return std::move(padded).tensors(n * length, length);
 }
 
+// What lies between offsets, int64 [n + 1] with n >= 0: where rows begin, int64 [n], a view of them; their lengths, int32 [n]; the items of
+// the longest; the first offset and the last one; and the row behind which they fall first, or -1: then the lengths are of no use.
+nb::tuple rows_between(nb::handle offsets) {
+  Values values;
+  check(look_at_tensor(offsets.ptr(), values) && values.ndim == 1 && values.shape[0] > 0 && values.code == kNumbers.code &&
+            values.bits == kNumbers.bits && values.contiguous(),
+        "offsets as a tensor int64 [n + 1], contiguous and on the CPU");
+  const std::int64_t n = values.shape[0] - 1;
+  const auto* at = reinterpret_cast<const std::int64_t*>(values.data);
+  OutputBuffer made(kLengths, n);
+  auto* lengths = reinterpret_cast<std::int32_t*>(made.data());
+  std::int64_t longest = 0, falls = -1;
+  {
+    constexpr std::int64_t kBriefly = 1 << 14;
+    const WithoutInterpreter running(n < kBriefly);
+    for (std::int64_t i = 0; i < n; ++i) {
+      const std::int64_t begin = at[i], end = at[i + 1];
+      if (end < begin && falls < 0) falls = i;
+      const auto length = static_cast<std::int64_t>(static_cast<std::uint64_t>(end) - static_cast<std::uint64_t>(begin));
+      lengths[i] = static_cast<std::int32_t>(length);
+      longest = std::max(longest, length);
+    }
+  }
+  const nb::object starts = view_of(kNumbers, const_cast<std::byte*>(values.data), n, 0, offsets);
+  return nb::make_tuple(starts, std::move(made).tensor(n), longest, at[0], at[n], falls);
+}
+
 void bind_writes(nb::class_<Store>& type) {
   type
       .def(
@@ -169,8 +196,8 @@ void bind_reads(nb::class_<Store>& type) {
           },
           "layout"_a, "which"_a, "rows"_a, "n"_a, "tickets"_a, "spans"_a, "moved"_a,
           "Some fields' items of rows with these tickets (int64 [n]) and spans (12 bytes each, of each group with such "
-          "fields), row after row: of each of these groups (fields, items, those of the longest row, lengths int32 [n], offsets int64 [n + 1], the same as int32, [values, …]); and "
-          "the positions of rows that have them no more, beside those that `moved` before.");
+          "fields), row after row: of each of these groups (fields, items of the longest row, lengths int32 [n], where rows begin int64 [n], the "
+          "same with the end of the last int64 [n + 1], and as int32, [values, …]); and the positions of rows that have them no more, beside those that `moved` before.");
 }
 
 }  // namespace
@@ -230,9 +257,10 @@ std::vector<std::int64_t> ItemsRead::read(const Store& store, const std::vector<
 nb::list ItemsRead::groups() && {
   nb::list groups;
   for (Group& group : groups_) {
-    groups.append(nb::make_tuple(group.fields, group.total, group.longest, std::move(group.lengths).tensor(n_),
-                                 std::move(group.offsets).tensor(n_ + 1), std::move(group.ends).tensor(n_ + 1),
-                                 std::move(group.values).tensors(group.total)));
+    std::byte* const begins = group.offsets.data();
+    const nb::object offsets = std::move(group.offsets).tensor(n_ + 1);
+    groups.append(nb::make_tuple(group.fields, group.longest, std::move(group.lengths).tensor(n_), view_of(kNumbers, begins, n_, 0, offsets), offsets,
+                                 std::move(group.ends).tensor(n_ + 1), std::move(group.values).tensors(group.total)));
   }
   return groups;
 }
@@ -250,6 +278,9 @@ void bind_ragged(nb::module_& m, nb::class_<Store>& type) {
   m.def("pad", &pad, "values"_a, "lengths"_a, "length"_a, "left"_a, "masked"_a,
         "Rows of these lengths, int32 [n], that lie one after the other in each of the values, [items, *shape], padded with zeros: a tensor "
         "[n, length, *shape] of each, and `masked` bool [n, length], which items are of rows. None: tensors of another kind.");
+  m.def("rows_between", &rows_between, "offsets"_a,
+        "Rows that lie between offsets, int64 [n + 1]: where they begin, int64 [n], the same memory; their lengths, int32 [n]; the items of "
+        "the longest; the first offset and the last one; the row behind whose offset they fall first, or -1.");
   m.def("ragged_bytes", &Ragged::bytes, "lanes"_a, "groups"_a, "Bytes of the memory that says where the items of ragged fields are.");
   m.def(
       "format_ragged",

@@ -47,8 +47,8 @@ class ItemsRead {
   std::vector<std::int64_t> read(const Store& store, const std::vector<std::uint64_t>* which, const std::int64_t* rows, std::uint64_t n,
                                  const std::int64_t* tickets, std::span<std::byte* const> spans, std::vector<std::int64_t> moved);
 
-  /// Of each group (fields, items, those of the longest row, lengths int32 [n], where rows begin and the last one ends int64 [n + 1], the
-  /// same as int32, values of each field).
+  /// Of each group (fields, items of the longest row, lengths int32 [n], where rows begin int64 [n], the same and where the last one ends
+  /// int64 [n + 1], that as int32, values of each field).
   nanobind::list groups() &&;
 
  private:

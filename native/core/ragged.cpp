@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "check.h"
+#include "pieces.h"
 #include "random.h"
 
 namespace engram {
@@ -18,6 +19,8 @@ namespace {
 constexpr char kMagic[8] = {'e', 'n', 'g', 'r', 'a', 'g', 'g', '\1'};
 constexpr std::uint64_t kMostItems = std::uint64_t{1} << 48;  // of a ring
 constexpr std::uint64_t kMostOffset = std::uint64_t{1} << 62;
+constexpr std::uint64_t kStreamedCall = 4 << 20;   // bytes of a call that go past the caches
+constexpr std::uint64_t kStreamedPiece = 4 << 10;  // and of a piece of it
 
 }  // namespace
 
@@ -70,17 +73,22 @@ RaggedItems::RaggedItems(const RaggedGroup& group, std::uint64_t n, const Ragged
   if (n == 0) return;
   std::memcpy(lengths_.data(), source.lengths, n * sizeof(std::uint32_t));
   std::memcpy(starts_.data(), source.starts, n * sizeof(std::int64_t));
+  std::uint64_t items = 0, item_bytes = 0;
   for (std::uint64_t i = 0; i < n; ++i) {
     const std::uint64_t length = lengths_[i], start = static_cast<std::uint64_t>(starts_[i]);
     check(length <= group.most(), "a row of more items than a ring, or a slot, has");
     check(length <= source.total && start <= source.total - length, "items outside of the values");
+    items += length;
   }
+  for (const ItemField& field : group.fields) item_bytes += field.item_bytes;
+  streams_ = items >= kStreamedCall / std::max<std::uint64_t>(1, item_bytes);
 }
 
 void RaggedItems::put(std::uint64_t field, std::byte* to, std::uint64_t i, std::uint64_t length) const {
   const std::uint64_t item_bytes = group_->fields[field].item_bytes, bytes = length * item_bytes;
   if (values_[field] != nullptr) {
-    copy_to_shared(to, values_[field] + static_cast<std::uint64_t>(starts_[i]) * item_bytes, bytes);
+    const std::byte* const from = values_[field] + static_cast<std::uint64_t>(starts_[i]) * item_bytes;
+    streams_ && bytes >= kStreamedPiece ? stream_to_shared(to, from, bytes) : copy_to_shared(to, from, bytes);
   } else if (bytes > 0) {
     const std::vector<std::byte> zeros(bytes);
     copy_to_shared(to, zeros.data(), bytes);

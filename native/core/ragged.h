@@ -156,6 +156,7 @@ class RaggedItems {
   std::vector<std::uint32_t> lengths_;
   std::vector<std::int64_t> starts_;
   std::vector<const std::byte*> values_;
+  bool streams_ = false;  // past the caches, where the items would drive all else out of them
 };
 
 /// One call that appends rows with items, and the spans that the rows are given.

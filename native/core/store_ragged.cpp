@@ -4,6 +4,7 @@
 #include <atomic>
 #include <bit>
 #include <cerrno>
+#include <iterator>
 #include <numeric>
 #include <string>
 #include <thread>
@@ -12,6 +13,7 @@
 
 #include "check.h"
 #include "fence.h"
+#include "pieces.h"
 #include "pool.h"
 #include "store.h"
 #include "store_indexes.h"
@@ -345,6 +347,8 @@ std::vector<std::int64_t> Store::gather_items(std::uint64_t group, const std::in
   const auto read = [&](std::uint64_t block) {
     const std::uint64_t begin = block * kRows, end = std::min(n, begin + kRows);
     std::uint64_t bad = 0;
+    Piece pieces[4 * kRows];
+    std::size_t found = 0;
     for (std::uint64_t i = begin; i < end; ++i) {
       if (has_moved(i, std::memory_order_acquire) || !Ragged::fits(from, spans[i])) {
         bad |= std::uint64_t{1} << (i - begin);
@@ -354,10 +358,12 @@ std::vector<std::int64_t> Store::gather_items(std::uint64_t group, const std::in
       for (std::uint64_t f = 0; f < outputs.size(); ++f) {
         const ItemField& field = from.fields[f];
         if (outputs[f] == nullptr) continue;
-        copy_from_shared(outputs[f] + static_cast<std::uint64_t>(places[i]) * field.item_bytes, ragged_->items_of(from, field, lane, spans[i]),
-                         spans[i].length * field.item_bytes);
+        pieces[found++] = {outputs[f] + static_cast<std::uint64_t>(places[i]) * field.item_bytes, Ragged::items_of(from, field, lane, spans[i]),
+                           spans[i].length * field.item_bytes};
+        if (found == std::size(pieces)) copy_from_shared({pieces, std::exchange(found, 0)});
       }
     }
+    copy_from_shared({pieces, found});
 #ifndef ENGRAM_WITHOUT_TICKET_CHECK  // the tests must fail then: make negative-controls
     fence(std::memory_order_acquire);
     for (std::uint64_t i = begin; i < end; ++i) bad |= std::uint64_t{has_moved(i, std::memory_order_relaxed)} << (i - begin);

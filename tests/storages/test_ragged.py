@@ -1,7 +1,9 @@
 """Ragged rows on their way in and out, against lists of rows; and what their declarations say."""
 
+import gc
 import json
 import pickle
+import weakref
 
 import numpy as np
 import pytest
@@ -335,6 +337,52 @@ def test_jagged_and_packed_rows_share_the_memory_that_they_were_read_into_and_th
     assert (one * other).values().tolist() == [1.0, 4.0, 9.0]  # of one shape
     packed = Batches(RaggedLayout("packed"), within=False)(TOKENS, tokens, 0)
     assert packed.values.data_ptr() == tokens.values.data_ptr()
+
+
+@given(rows=rows_of_ints)
+@quick
+def test_jagged_rows_are_what_torch_makes_of_values_and_offsets(rows):
+    items = rows_in(TOKENS, rows, "extend")
+    made, wanted = Batches(RaggedLayout("jagged"), within=False)(TOKENS, items, 0), jagged(rows)
+    assert (type(made), made.dtype, made.layout, made.device) == (
+        type(wanted),
+        wanted.dtype,
+        wanted.layout,
+        wanted.device,
+    )
+    assert (made.dim(), made.requires_grad, made.lengths()) == (wanted.dim(), False, None)
+    assert made.offsets().tolist() == wanted.offsets().tolist()
+    assert made.values().tolist() == wanted.values().tolist()
+    if longest := max(map(len, rows)):
+        padded = made.to_padded_tensor(-9)
+        assert padded.shape == (len(rows), longest)
+        assert padded.tolist() == [row + [-9] * (longest - len(row)) for row in rows]
+    assert [row.tolist() for row in (made * 2 + made).unbind()] == [[3 * one for one in row] for row in rows]
+    assert [row.tolist() for row in pickle.loads(pickle.dumps(made)).unbind()] == rows
+
+
+def test_gradients_of_jagged_rows():
+    items = rows_in(TOKENS._replace(dtype=torch.float32), tensors([[1, 2], [], [3]], torch.float32), "extend")
+    leaf = Batches(RaggedLayout("jagged"), within=False)(TOKENS, items, 0).requires_grad_()
+    weight = torch.tensor(2.0, requires_grad=True)
+    (leaf * leaf * weight).values().sum().backward()
+    assert leaf.grad.values().tolist() == [4.0, 8.0, 12.0]
+    assert weight.grad.item() == 14.0
+
+
+def test_a_batch_is_gone_with_its_last_name():
+    for kind in ("jagged", "packed", "padded", "list"):
+        items = rows_in(TOKENS, [[1, 2], [3]], "extend")
+        parts = [weakref.ref(items.values), weakref.ref(items.offsets)]
+        gc.collect()
+        gc.disable()
+        try:
+            batches = Batches(RaggedLayout(kind), within=False)
+            made = batches(TOKENS, items, 0)
+            del batches, items, made
+            assert [part() for part in parts] == [None, None], kind
+        finally:
+            gc.enable()
 
 
 def test_layouts_within_tensordicts():

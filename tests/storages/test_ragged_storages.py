@@ -1,6 +1,7 @@
 """Ragged rows in tensor storages, from ``extend`` to ``sample``."""
 
 import contextlib
+import itertools
 import logging
 import multiprocessing
 import threading
@@ -288,6 +289,29 @@ def test_a_ring_that_wraps_many_times(make, ragged_bytes):
     assert len(rb) == 16 or ragged_bytes == 1_000
     assert (rb.stats()["evicted_rows"] > 0) == (ragged_bytes == 1_000)
     assert written > 10 * 16
+
+
+@pytest.mark.parametrize("layout", ["ring", "slots"])
+def test_calls_of_many_bytes(make, layout):
+    """Such calls write past the caches, from 4 MB on: rows of a page and more, and their ends, which lie anywhere."""
+    fields = {"a": Ragged(torch.uint8, max_length=20_000, shape=(3,)), "b": Ragged(torch.float64, like="a")}
+    room = {"ragged_bytes": 16e6} if layout == "ring" else {}
+    rb = ReplayBuffer(storage=make(120, ragged=fields, ragged_layout=layout, **room), batch_size=64)
+    dice, written = np.random.default_rng(7), []
+    for turn in range(6):
+        lengths = dice.integers(0, 20_000, 60)
+        lengths[:4] = 0, 1, 20_000, 5
+        a = dice.integers(0, 256, (lengths.sum(), 3), dtype=np.uint8)
+        b, ends = dice.random(lengths.sum()), [0, *lengths.cumsum()]
+        assert a.nbytes + b.nbytes > 4 << 20
+        rb.extend({"number": np.arange(60) + 60 * turn, "a": (a, np.array(ends)), "b": (b, np.array(ends))})
+        written += [(a[i:j].tobytes(), b[i:j].tobytes()) for i, j in itertools.pairwise(ends)]
+        for batch in (rb[:], rb.sample()):
+            rows = zip(batch["number"].tolist(), batch["a"].unbind(), batch["b"].unbind(), strict=True)
+            found = {number: (one.numpy().tobytes(), other.numpy().tobytes()) for number, one, other in rows}
+            assert found == {number: written[number] for number in found}
+            assert max(found) < len(written)
+        assert len(written) - 1 in rb[:]["number"].tolist()
 
 
 def test_a_batch_that_is_longer_than_the_ring(make):

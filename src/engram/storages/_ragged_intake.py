@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram._support import nested, tensordicts
+from engram._support import native, nested, tensordicts
 from engram.storages._types import as_tensor
 from engram.storages.ragged import ItemField, Ragged, uneven_rows
 from engram.store.memory import DTYPE_NAMES
@@ -108,10 +108,8 @@ def _fitting(field: ItemField, items: Items, call: str) -> Items:
         values = values.resolve_conj().resolve_neg()
         if values is not items.values:
             items = Items(values, items.starts, items.lengths)
-    longest = items.longest
-    return _of_length(
-        field, items, longest if longest is not None else int(items.lengths.max()) if len(items) else 0, call
-    )
+    longest = int(items.lengths.max()) if items.longest is None and len(items) else items.longest or 0
+    return _of_length(field, items, longest, call)
 
 
 def _of_length(field: ItemField, items: Items, longest: int, call: str) -> Items:
@@ -271,17 +269,18 @@ def _of_parts(field: ItemField, parts: _Parts, call: str) -> Items:
         if len(numbers) and int(numbers.min()) < 0:
             expected, got = "lengths of at least 0", str(int(numbers.min()))
         numbers = torch.cat([numbers.new_zeros(1), numbers.cumsum(0)])
-    elif int(numbers[0]) != 0:
-        expected, got = "offsets that begin at 0", f"{int(numbers[0])} first. Subtract it, and cut the values"
-    elif bool((numbers[1:] < numbers[:-1]).any()):
-        row = int((numbers[1:] < numbers[:-1]).int().argmax())
-        expected, got = "offsets that rise", f"{int(numbers[row])} and then {int(numbers[row + 1])}, at row {row}"
-    if not expected and int(numbers[-1]) != len(values):
-        cut = "" if int(numbers[-1]) > len(values) else ". Cut the values, so that none is dropped"
-        expected, got = f"rows that end with the {len(values):,} values", f"an end at {int(numbers[-1]):,}{cut}"
-    if expected:
-        raise ValueError(f"{call}: {field.where}: {parts.name}: expected {expected}, got {got}.")
-    return Items(values, numbers[:-1], numbers.diff().to(torch.int32))
+    if not expected:
+        starts, lengths, longest, first, last, falls = native.rows_between(numbers)
+        if first != 0:
+            expected, got = "offsets that begin at 0", f"{first} first. Subtract it, and cut the values"
+        elif falls >= 0:
+            expected, got = "offsets that rise", f"{numbers[falls]} and then {numbers[falls + 1]}, at row {falls}"
+        elif last != len(values):
+            cut = "" if last > len(values) else ". Cut the values, so that none is dropped"
+            expected, got = f"rows that end with the {len(values):,} values", f"an end at {last:,}{cut}"
+        else:
+            return Items(values, starts, lengths, offsets=numbers, longest=longest)
+    raise ValueError(f"{call}: {field.where}: {parts.name}: expected {expected}, got {got}.")
 
 
 def _of_even(field: ItemField, value: object, call: str) -> Items:

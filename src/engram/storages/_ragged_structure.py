@@ -58,7 +58,7 @@ class Batches:
     """
 
     def __init__(self, layout: RaggedLayout, *, within: bool) -> None:
-        self._layout, self._within = layout, within
+        self._layout, self._within, self._form = layout, within, getattr(Batches, f"_{layout.kind}")
         #: By the number of the leader: offsets of rows one after the other, int64 and int32, and the longest; and of padded rows the mask.
         self._known: dict[int, tuple[Tensor, Tensor, int]] = {}
         self._masks: dict[int, Tensor] = {}
@@ -68,22 +68,26 @@ class Batches:
         if field.kind:
             texts = texts_of(field, items)
             return tensordicts.stack_of_objects(texts) if self._within else texts
-        items = items.packed()
+        items = items if items.offsets is not None else items.packed()
         if leader not in self._known:
             assert items.offsets is not None  # packed ones have some
             ends = items.offsets.to(torch.int32) if items.ends is None else items.ends
             longest = (int(items.lengths.max()) if len(items) else 0) if items.longest is None else items.longest
             self._known[leader] = items.offsets, ends, longest
-        return getattr(self, f"_{self._layout.kind}")(items, leader, *self._known[leader])
+        made: object = self._form(self, items, leader, *self._known[leader])
+        return made
 
     def _jagged(self, items: Items, _: int, offsets: Tensor, __: Tensor, longest: int) -> object:
-        # The longest: without it torch pads to the items of all rows. Of one shape where the offsets are the same.
-        return torch.nested.nested_tensor_from_jagged(items.given, offsets, max_seqlen=longest)
+        from torch.nested._internal.nested_tensor import NestedTensor  # as torch.load finds it, with these keywords
+
+        # A third of the time of nested_tensor_from_jagged, which makes a view of the values, for their gradients: these have none. Of one
+        # shape where the offsets are the same. The longest: without it torch pads to the items of all rows.
+        return NestedTensor(items.given, offsets, _metadata_cache={"max_seqlen": items.given.new_empty((longest, 0))})
 
     def _packed(self, items: Items, _: int, __: Tensor, ends: Tensor, longest: int) -> object:
-        if len(items.given) >= 1 << 31:
-            raise RuntimeError(f"sample: packed: expected fewer than 2**31 items of a field, got {len(items.given):,}.")
-        packed = Packed(items.given, ends, longest)
+        if (values := items.given).shape[0] >= 1 << 31:
+            raise RuntimeError(f"sample: packed: expected fewer than 2**31 items of a field, got {len(values):,}.")
+        packed = Packed(values, ends, longest)
         if not self._within:
             return packed
         said = {**packed._asdict(), "max_seqlen": tensordicts.one_object(longest)}
@@ -246,7 +250,7 @@ class RaggedStructure(Structure):
         layout = layout or self.options.layout
         if batch is None:
             leader = next(iter(self.leaders.values()))
-            batch = (len(columns[leader]),)
+            batch = columns[leader].lengths.shape  # type: ignore[attr-defined] # Items
         if len(batch) > 1:
             raise RuntimeError(
                 f"sample: expected one batch dimension of rows with ragged fields, {[field.key for field in self.ragged.values()]}, got "
@@ -256,9 +260,9 @@ class RaggedStructure(Structure):
         batches = Batches(layout, within=within)
         for number, field in self.ragged.items():
             if number < len(laid_out):
-                items = cast("Items", columns[number])
+                items: Items = columns[number]  # type: ignore[assignment]
                 laid = batches(field, items, self.leaders[number]) if batch else self._alone(field, items, within)
-                laid_out[number] = cast("Tensor", laid)
+                laid_out[number] = laid  # type: ignore[call-overload]
         if within and batch and layout.kind == "packed":
             batch = ()
         return super().unflatten(laid_out, batch, device, extra)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from engram.format.schema import RaggedGroup, Schema
     from engram.store.blocks import Key
 
-    #: Of each group its fields, a number of items, the longest row, lengths, offsets as int64 and as int32, and the items of each field.
-    ItemsRead: TypeAlias = Sequence[tuple[list[int], int, int, Tensor, Tensor, Tensor, list[Tensor]]]
+    #: Of each group its fields, the longest row, lengths, where rows begin, offsets as int64 and as int32, and the items of each field.
+    ItemsRead: TypeAlias = Sequence[tuple[list[int], int, Tensor, Tensor, Tensor, Tensor, list[Tensor]]]
 
 
 def counted_groups(schema: Schema, field: FieldPath | None, call: str) -> list[int]:
@@ -301,8 +301,7 @@ def store_class(schema: Schema) -> type[Store]:
 
 def _put(groups: ItemsRead, columns: list[Tensor], rows: Tensor, at: Mapping[int, int] | None = None) -> None:
     """Put items, as the core has read them, in the place of spans. ``at``: where in the columns each field is; None: at its number."""
-    for fields, _, longest, lengths, offsets, ends, values in groups:
-        starts = offsets[:-1]
+    for fields, longest, lengths, starts, offsets, ends, values in groups:
         for number, value in zip(fields, values, strict=True):
             place = number if at is None else at[number]
-            columns[place] = cast("Tensor", Items(value, starts, lengths, rows, offsets, ends, longest))
+            columns[place] = Items(value, starts, lengths, rows, offsets, ends, longest)  # type: ignore[call-overload]

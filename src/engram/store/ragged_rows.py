@@ -72,7 +72,7 @@ class Items:
         return cls(torch.cat(parts), starts, lengths)
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return self.lengths.shape[0]
 
     @property
     def given(self) -> Tensor:
@@ -83,7 +83,7 @@ class Items:
     @property
     def total(self) -> int:
         """Items of all rows."""
-        return int(self.lengths.sum())
+        return int(self.lengths.sum()) if self.offsets is None or self.values is None else self.values.shape[0]
 
     @property
     def in_order(self) -> bool:
