@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
+import xxhash
 from msgspec import UNSET
 
 from engram._support.field_paths import public
@@ -343,6 +344,16 @@ def ticket_words(numbers: Ints) -> Ints:
     return np.where(numbers != 0, numbers << 2 | _COMMITTED, _VOID).astype("<i8")
 
 
+def saved_tickets(numbers: Ints, base: int) -> Ints:
+    """Tickets of rows as they are saved, of numbers that are larger by ``base`` in the store."""
+    return ticket_words(np.where(numbers != 0, numbers - base, 0))
+
+
+def tickets_sum(numbers: Ints, base: int) -> int:
+    """Of the tickets of a segment, as they are saved: equal ones mean equal rows."""
+    return int(xxhash.xxh3_64_intdigest(saved_tickets(numbers, base).data))
+
+
 class Boundaries:
     """The fields of a store that say where trajectories begin and end."""
 
@@ -469,11 +480,31 @@ def read_numbers(reader: PartReader) -> Ints:
     stretches = ticket_stretches(reader)
     numbers = np.zeros(max((it.end for it in stretches), default=0), "<i8")  # not of all the capacity
     for it in stretches:
-        some = numbers[it.begin : it.end]
-        reader.read(it.file, it.offset, some.data)
-        for first in range(0, len(some), _LOOK):
-            checked_numbers(some[first : first + _LOOK], reader.folder / it.file, it.offset + 8 * first)
+        _read_numbers(reader, it, numbers[it.begin : it.end])
     return numbers
+
+
+def _read_numbers(reader: PartReader, it: Stretch, into: Ints) -> None:
+    reader.read(it.file, it.offset, into.data)
+    for first in range(0, len(into), _LOOK):
+        checked_numbers(into[first : first + _LOOK], reader.folder / it.file, it.offset + 8 * first)
+
+
+def same_rows(reader: PartReader, numbers: Ints, base: int) -> NDArray[np.bool_]:
+    """The rows that a part in segments has with these ticket numbers, less ``base``. Reads what sums do not tell.
+
+    Raises ``CorruptCheckpoint``.
+    """
+    same = np.zeros(len(numbers), np.bool_)
+    for it, stretch in zip(reader.listing.segments, ticket_stretches(reader), strict=True):
+        own = numbers[it.first_row : it.end]
+        if tickets_sum(own, base) == it.tickets_sum:
+            same[it.first_row : it.end] = True
+        else:
+            theirs = np.empty(it.rows, "<i8")
+            _read_numbers(reader, stretch, theirs)
+            same[it.first_row : it.end] = theirs[: len(own)] == own - base
+    return same
 
 
 def checked_numbers(words: Ints, path: Path, offset: int) -> Ints:
