@@ -231,7 +231,7 @@ class ItemsWriter:
         assert self._parent is not None  # whose piece it is
         reader, name = self._parent.reader, piece.name
         if not self._same[rows.rows].all():
-            summing = description.Summing()
+            summing = description.Summing(reader.listing.block_of(name))
             summing.update(self._gathered(rows, piece, self._numbers).numpy().data)
             if summing.done() != reader.listing.sums_of(name):
                 return False

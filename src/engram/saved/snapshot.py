@@ -284,7 +284,7 @@ _log = logging.getLogger("engram")
 #: Bytes of a segment at most, and at least where a lane can have that many segments.
 _MAX_SEGMENT, _MIN_SEGMENT, _SEGMENTS_OF_A_LANE = 16 << 20, 1 << 20, 16
 #: The same where fields are ragged: a segment has little of a row, as items lie apart.
-_MIN_RAGGED_SEGMENT, _RAGGED_SEGMENTS = 1 << 14, 128
+_MIN_RAGGED_SEGMENT, _RAGGED_SEGMENTS = 1 << 13, 128
 
 
 def rows_of_a_segment(
