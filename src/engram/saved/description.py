@@ -60,8 +60,6 @@ __all__ = [
 
 #: Bytes of a block, of a file with items at least; the last one of a file may be shorter.
 BLOCK = 1 << 18
-#: Blocks of a file with items, at most.
-_BLOCKS_OF_ITEMS = 4
 
 _ZEROS = bytes(BLOCK)
 _SUM_OF_ZEROS: int = xxhash.xxh3_64_intdigest(_ZEROS)
@@ -76,8 +74,8 @@ def blocks_of(nbytes: int, block: int = BLOCK) -> int:
 
 
 def block_of(name: str, nbytes: int) -> int:
-    """Bytes of a block of a file, as they are written now."""
-    return BLOCK * (max(1, blocks_of(nbytes, BLOCK * _BLOCKS_OF_ITEMS)) if name.startswith(_ITEMS) else 1)
+    """Bytes of a block of a file, as it is written now. One of items has at most four."""
+    return BLOCK * (max(1, blocks_of(nbytes, 4 * BLOCK)) if name.startswith(_ITEMS) else 1)
 
 
 class Summing:
@@ -311,6 +309,11 @@ def unpack_segments(raw: Buffer) -> Iterator[Segment]:
             )
         before = (it.lane, it.k)
         yield it
+
+
+def blocks_of_pieces(pieces: Iterable[ItemsPiece]) -> dict[str, int]:
+    """Bytes of a block of each file of items, by its name."""
+    return {name: block_of(name, piece.nbytes) for piece in pieces for name in [piece.name]}
 
 
 def pack_pieces(pieces: Iterable[ItemsPiece]) -> bytes:

@@ -48,21 +48,14 @@ class Listing(NamedTuple):
     sums: Sums
     segments: list[description.Segment]
     pieces: list[description.ItemsPiece]
+    #: Bytes of a block, of files whose blocks are not of the usual size.
+    blocks: dict[str, int]
 
     def sums_of(self, relative: str) -> Sums:
         """The sums of a file. Raises ``KeyError``."""
         file = self.files[relative]
-        return self.sums[file.sums_at : file.sums_at + description.blocks_of(file.bytes, self.block_of(relative))]
-
-    def block_of(self, relative: str) -> int:
-        """Bytes of a block of a file. Raises ``KeyError``."""
-        nbytes = self.files[relative].bytes
-        return description.block_of(relative, nbytes) if self.document.version[0] > 2 else description.BLOCK
-
-    def step_of(self, relative: str) -> int:
-        """Bytes of a file to be read at a time: whole blocks, a megabyte or one block. Raises ``KeyError``."""
-        block = self.block_of(relative)
-        return max(_CHUNK // block, 1) * block
+        blocks = description.blocks_of(file.bytes, self.blocks.get(relative, description.BLOCK))
+        return self.sums[file.sums_at : file.sums_at + blocks]
 
 
 def read_listing(folder: Path, folder_fd: int, expected_sha256: str | None = None) -> Listing:
@@ -100,14 +93,14 @@ def read_listing(folder: Path, folder_fd: int, expected_sha256: str | None = Non
     found = hashlib.sha256(raw_sums).hexdigest()
     if found != part.sums.sha256:
         raise corrupt(folder / name_of_sums, f"expected the sha256 {part.sums.sha256} that {PART} names, got {found}")
-    listing = Listing(part, digest, {}, dict(_described(part)), array("Q", raw_sums), [], [])
+    listing = Listing(part, digest, {}, dict(_described(part)), array("Q", raw_sums), [], [], {})
     if part.part == "storage":
         _list_tables(folder, folder_fd, listing)
     at = 0
     for file, (nbytes, sums_at) in listing.files.items():
         if sums_at != at:
             raise corrupt(folder / name, f"expected the sums of {file} at {at}, got {sums_at}")
-        at += description.blocks_of(nbytes, listing.block_of(file))
+        at += -(-nbytes // listing.blocks.get(file, description.BLOCK))
         listing.sizes[file] = nbytes
     listing.sizes.update({name: len(raw), name_of_sums: len(raw_sums)})
     if at != len(listing.sums):
@@ -126,6 +119,7 @@ def _list_tables(folder: Path, folder_fd: int, listing: Listing) -> None:
         listing.pieces.extend(_pieces(folder, folder_fd, listing))
         for piece in listing.pieces:
             listing.files[piece.name] = SummedFile(piece.nbytes, piece.sums_at)
+        listing.blocks.update(description.blocks_of_pieces(listing.pieces) if part.version[0] > 2 else {})
 
 
 def _holds(folder_fd: int, name: str) -> bool:
@@ -358,7 +352,8 @@ class PartReader(Closes):
         if not view.nbytes:
             return
         view = view.cast("B")
-        step = self.listing.step_of(name)
+        block = self.listing.blocks.get(name, description.BLOCK)
+        step = max(_CHUNK // block, 1) * block
         for begin in range(offset // step * step, end, step):
             first, last = max(begin, offset), min(begin + step, end)
             self._read_checked(name, view[first - offset : last - offset], first)
@@ -407,11 +402,11 @@ class PartReader(Closes):
         """Files with a block that has another sum: the first such block of each. Reads everything."""
         yield from self._damage_beside()
         for name, file in self.listing.files.items():
-            its_sums, block, step = self.listing.sums_of(name), self.listing.block_of(name), self.listing.step_of(name)
-            chunk = memoryview(bytearray(min(step, file.bytes)))
+            its_sums, block = self.listing.sums_of(name), self.listing.blocks.get(name, description.BLOCK)
+            chunk = memoryview(bytearray(max(4 * _CHUNK // block, 1) * block))
             found: list[Problem] = []
-            for at in range(0, file.bytes, step):
-                piece = chunk[: min(step, file.bytes - at)]
+            for at in range(0, file.bytes, len(chunk)):
+                piece = chunk[: min(len(chunk), file.bytes - at)]
                 try:
                     self._fill(name, piece, at)
                 except CorruptCheckpoint as error:
@@ -491,7 +486,7 @@ class PartReader(Closes):
 
     def _read_checked(self, name: str, target: memoryview, offset: int) -> None:
         """As :meth:`read`, of one chunk."""
-        nbytes, block = self.listing.files[name].bytes, self.listing.block_of(name)
+        nbytes, block = self.listing.files[name].bytes, self.listing.blocks.get(name, description.BLOCK)
         seen = self._checked.get(name)
         if seen is None:
             seen = self._checked[name] = bytearray(description.blocks_of(nbytes, block))

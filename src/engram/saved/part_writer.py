@@ -292,11 +292,10 @@ class PartWriter:
             KeyError: the other part has no such file.
         """
         nbytes, its_sums = reader.listing.files[its_relative].bytes, reader.listing.sums_of(its_relative)
-        if len(its_sums) != description.blocks_of(nbytes, description.block_of(relative, nbytes)):
-            return False
         self._begin(relative)
         target = self._path(relative)
-        made = disk.link(its_relative, reader.folder_fd, target)
+        fit = len(its_sums) == description.blocks_of(nbytes, description.block_of(relative, nbytes))
+        made = fit and disk.link(its_relative, reader.folder_fd, target)
         if made and os.lstat(target).st_size != nbytes:
             disk.remove(target)
             made = False
@@ -368,7 +367,7 @@ class PartWriter:
         sizes = {name: file.bytes for name, file in placed.items()}
         sizes |= {f"{self._prefix}{description.PART}": len(raw), f"{self._prefix}{description.SUMS}": len(raw_sums)}
         read, sums = msgspec.json.decode(raw, type=description.Part), array("Q", raw_sums)
-        listing = Listing(read, sha256, sizes, placed, sums, records, of_items)
+        listing = Listing(read, sha256, sizes, placed, sums, records, of_items, description.blocks_of_pieces(of_items))
         return PartInfo(self.folder, len(raw), sha256, new, linked, listing)
 
     def _put(self, document: description.Part, raw_sums: bytes) -> tuple[bytes, str]:

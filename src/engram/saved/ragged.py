@@ -206,7 +206,8 @@ class ItemsWriter:
         there, block = self._lane(group, lane)
         rows, at = self._rows(group, lane, there), 0
         for begin, end, piece in self._linkable(rows, block):
-            self._write_pieces(rows, at, begin, block)
+            if at < begin:
+                self._write_pieces(rows, at, begin, block)
             some, at = rows.cut(begin, end), end
             if not self._linked(some, piece):
                 self._write_piece(some)
@@ -215,13 +216,9 @@ class ItemsWriter:
     def _linkable(self, rows: _LaneRows, block: int) -> list[tuple[int, int, ItemsPiece]]:
         """Pieces of the parent of which there are rows here: from which row to which, and the piece."""
         pieces = self._theirs.get((rows.lane, rows.group.leader), [])
-        begins = np.searchsorted(rows.first, [piece.first for piece in pieces]).tolist()
-        ends = np.searchsorted(rows.first, [piece.end for piece in pieces]).tolist()
-        found = [
-            (begin, end, piece)
-            for begin, end, piece in zip(begins, ends, pieces, strict=True)
-            if begin < end and rows.end[end - 1] <= piece.end
-        ]
+        edges = np.searchsorted(rows.first, [[piece.first, piece.end] for piece in pieces]).reshape(-1, 2).tolist()
+        every = [(begin, end, piece) for (begin, end), piece in zip(edges, pieces, strict=True)]
+        found = [it for it in every if it[0] < it[1] and rows.end[it[1] - 1] <= it[2].end]
         blocks = np.array([piece.first // block for *_, piece in found], np.int64)
         _, number, counts = np.unique(blocks, return_inverse=True, return_counts=True)
         return [it for it, many in zip(found, counts[number] >= _PIECES_OF_A_BLOCK, strict=True) if not many]
@@ -231,7 +228,7 @@ class ItemsWriter:
         assert self._parent is not None  # whose piece it is
         reader, name = self._parent.reader, piece.name
         if not self._same[rows.rows].all():
-            summing = description.Summing(reader.listing.block_of(name))
+            summing = description.Summing(reader.listing.blocks.get(name, description.BLOCK))
             summing.update(self._gathered(rows, piece, self._numbers).numpy().data)
             if summing.done() != reader.listing.sums_of(name):
                 return False
@@ -245,10 +242,8 @@ class ItemsWriter:
 
     def _write_pieces(self, rows: _LaneRows, begin: int, end: int, block: int) -> None:
         """Write rows ``[begin, end)``, those that begin in the same block as one piece."""
-        if begin == end:
-            return
         borders = (np.diff(rows.first[begin:end] // block) != 0).nonzero()[0] + begin + 1
-        for at, after in itertools.pairwise([begin, *borders.tolist(), end]):
+        for at, after in itertools.pairwise([begin, *borders.tolist(), end] if begin < end else []):
             self._write_piece(rows.cut(at, after))
 
     def _write_piece(self, rows: _LaneRows) -> None:
@@ -377,13 +372,9 @@ class PartItems:
 
     def _read(self, it: ItemsPiece) -> list[Tensor]:
         fields = description.piece_fields(self._fields, it.leader)
-        offsets, _ = description.segment_layout(fields, it.items)
-        values = []
-        for field, offset in zip(fields, offsets, strict=True):
-            made = torch.empty((it.items, *field.shape), dtype=DTYPE_OF[field.dtype], device="cpu")
-            self._reader.read(it.name, offset, made.reshape(-1).view(torch.uint8).numpy().data)
-            values.append(made)
-        return values
+        room = torch.from_numpy(np.frombuffer(self._reader.read_all(it.name), np.uint8))
+        columns = zip(fields, columns_in(room, fields, it.items), strict=True)
+        return [of.reshape(-1).view(DTYPE_OF[field.dtype]).view(it.items, *field.shape) for field, of in columns]
 
     def _checked(self, saved: Schema, number: int) -> Spans:
         """Where the items of a group are."""

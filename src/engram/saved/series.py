@@ -487,7 +487,7 @@ class Mirror:
                 with disk.open_folder(same[0]) as folder:
                     if disk.link(same[1], folder, path):
                         continue
-            step = part.listing.step_of(name)
+            step = max(1 << 20, part.listing.blocks.get(name, 0))
             memory = memoryview(bytearray(min(step, nbytes)))
             with disk.create(path, nbytes) as fd:
                 for at in range(0, nbytes, step):

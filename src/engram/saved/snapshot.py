@@ -25,18 +25,7 @@ from engram.saved.description import NO_SCHEMA, OPEN, Segment, schema_sum, segme
 from engram.saved.documents import Count, Cut, ShardRows, Totals
 from engram.saved.part_writer import PartInfo, PartWriter
 from engram.saved.parts import Parts, Preparation, described_state, write_part
-from engram.saved.rows import (
-    PIECE,
-    Boundaries,
-    count_kinds,
-    described,
-    find_runs,
-    roles_of,
-    same_rows,
-    saved_tickets,
-    ticket_words,
-    tickets_sum,
-)
+from engram.saved.rows import PIECE, Boundaries, count_kinds, described, find_runs, roles_of, same, sum_of, ticket_words
 from engram.store.ragged import RaggedStore
 
 if TYPE_CHECKING:
@@ -117,7 +106,7 @@ class RowsWriter:
         store = snapshot.store
         if not isinstance(store, RaggedStore):
             return lambda _, __: {}
-        before = None if parent is None else ragged.Parent(parent, same_rows(parent, numbers, snapshot.base))
+        before = None if parent is None else ragged.Parent(parent, same(parent, numbers, snapshot.base))
         self._pieces = ragged.ItemsWriter(
             self.part, store, self.fields, snapshot.state["lanes"], before, paranoid=paranoid, progress=progress
         )
@@ -346,7 +335,7 @@ class _SegmentRoom:
             column[moved] = 0
         numbers[moved] = 0
         if len(tickets):
-            tickets.numpy()[:] = saved_tickets(numbers, self._base).view(np.uint8)
+            tickets.numpy()[:] = ticket_words(numbers, self._base).view(np.uint8)
         return room.numpy().data
 
 
@@ -474,18 +463,17 @@ class RowsSnapshot(NamedTuple):
         marks = writer.boundaries.marks_now(store, numbers)
         of_lane, least = (_RAGGED_SEGMENTS, _MIN_RAGGED_SEGMENT) if store.items else (_SEGMENTS_OF_A_LANE, _MIN_SEGMENT)
         size = rows_of_a_segment(store.lane_length, store.schema.row_bytes, of_lane, least)
-        known: set[tuple[int, ...]] = set()
         if parent is not None and (parent.schema_sum != schema_sum(fields) or parent.segment_rows is None):
             parent = None
         if parent is not None and parent.segment_rows is not None:
             size = parent.segment_rows
-            known = {(*it[:4], it.tickets_sum) for it in parent.listing.segments}
+        known = {(*it[:4], it.tickets_sum) for it in (parent.listing.segments if parent else ())}
         spans = writer.write_items(numbers, parent, paranoid=paranoid, progress=progress)
         rows = _SegmentRoom(store, fields, size, spans, base)
         segments = []
         for it in _ranges(lanes, store.lane_length, size):
             name, wanted = it.name, numbers[it.first_row : it.end]
-            its_sum = tickets_sum(wanted, base)
+            its_sum = sum_of(wanted, base)
             if parent is not None and (*it[:4], its_sum) in known and part.link(name, parent, name):
                 if paranoid:
                     _compare(rows, it, wanted, parent)
@@ -493,7 +481,7 @@ class RowsSnapshot(NamedTuple):
                 content = rows.copied(it, wanted)
                 with part.file(name, len(content)) as file:
                     file.write(content)
-                its_sum = tickets_sum(wanted, base)
+                its_sum = sum_of(wanted, base)
             segments.append(it._replace(tickets_sum=its_sum))
             progress(it.rows * store.schema.row_bytes)
         np.subtract(numbers, base, out=numbers, where=numbers != 0)
