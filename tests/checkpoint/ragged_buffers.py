@@ -1,9 +1,21 @@
 """Buffers with rows of any length, to save."""
 
-from engram import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
+import torch
+
+from engram import LazyMemmapStorage, LazyTensorStorage, Ragged, ReplayBuffer
 from tests.storages import ragged_rows as said
 
 CAPACITY, RING = 39, 2000
+
+
+LONG = {"tokens": Ragged(torch.int32, max_length=2000), "log_prob": Ragged(torch.float32, like="tokens")}
+
+
+def long_rows(first, n):
+    generator = torch.Generator().manual_seed(first)
+    lengths = torch.randint(200, 2001, (n,), generator=generator).tolist()
+    tokens = [torch.full((length,), number, dtype=torch.int32) for number, length in enumerate(lengths, first)]
+    return {"number": torch.arange(first, first + n), "tokens": tokens, "log_prob": [it.float() for it in tokens]}
 
 
 def make(lanes=1, ring=RING, capacity=CAPACITY, folder=None, **more):

@@ -16,7 +16,7 @@ from engram.errors import IncompatibleCheckpoint
 from engram.saved.inspection import verify
 from engram.saved.part_reader import PartReader
 from engram.store.ragged_rows import Items
-from tests.checkpoint.ragged_buffers import CAPACITY, RING, contents, fill, heads, make, part_of
+from tests.checkpoint.ragged_buffers import CAPACITY, LONG, RING, contents, fill, heads, long_rows, make, part_of
 from tests.saved.system_calls import counted, killed_at
 from tests.storages import ragged_rows as said
 
@@ -292,16 +292,6 @@ def test_ticks_go_on_behind_rows_that_were_loaded_over_others(lanes, ring, linke
     assert verify(ram / "s").good
 
 
-LONG = {"tokens": Ragged(torch.int32, max_length=2000), "log_prob": Ragged(torch.float32, like="tokens")}
-
-
-def long_rows(first, n):
-    generator = torch.Generator().manual_seed(first)
-    lengths = torch.randint(200, 2001, (n,), generator=generator).tolist()
-    tokens = [torch.full((length,), number, dtype=torch.int32) for number, length in enumerate(lengths, first)]
-    return {"number": torch.arange(first, first + n), "tokens": tokens, "log_prob": [it.float() for it in tokens]}
-
-
 def test_a_tick_writes_little_more_than_what_is_new(ram):
     rb = ReplayBuffer(storage=LazyTensorStorage(4000, ragged=LONG, ragged_bytes=12e6))
     for first in range(0, 1600, 200):  # the ring wraps
@@ -323,6 +313,43 @@ def test_a_tick_writes_little_more_than_what_is_new(ram):
         assert len(tokens) >= 200
         assert bool((tokens == number).all())
         assert bool((values == number).all())
+
+
+SHORT = {"tokens": Ragged(torch.int32, max_length=8)}
+
+
+def ticked(rows, root):
+    """A store full of so many short rows, two ticks of some others, and the report of the second one."""
+    storage = LazyTensorStorage(rows, ragged=SHORT, ragged_bytes=16 * (rows + 200))
+    rb = ReplayBuffer(storage=storage)
+    checkpointer = Checkpointer(root, rb)
+    for step, n in enumerate([rows, 64, 64]):
+        rb.extend(
+            {"number": torch.arange(n), "tokens": (torch.zeros(4 * n, dtype=torch.int32), torch.arange(n + 1) * 4)}
+        )
+        report = checkpointer.save(step)
+    return report
+
+
+def test_a_tick_over_more_rows_links_as_many_files_and_reads_as_little_of_its_parent(ram, monkeypatch):
+    found, read = [], PartReader.read
+
+    def noted(self, file, offset, into):
+        names.append(file)
+        return read(self, file, offset, into)
+
+    monkeypatch.setattr(PartReader, "read", noted)
+    for rows in (60_000, 240_000):
+        names = []
+        report = ticked(rows, ram / str(rows))
+        found.append((report, [*report.path.rglob("*.bin")]))
+        assert 1 <= len([name for name in names if str(name).startswith("seg/")]) <= 4  # of two ticks
+        segments = [it for it in found[-1][1] if it.parent.name == "seg"]
+        assert len([it for it in segments if it.stat().st_nlink == 1]) in (1, 2)
+        assert 120 <= len(segments) <= 130
+    (small, of_small), (large, of_large) = found
+    assert abs(len(of_large) - len(of_small)) <= 3
+    assert large.bytes_written <= small.bytes_written + 2 * 20 * (240_000 - 60_000) // 120
 
 
 def test_small_ticks_are_joined(ram):

@@ -4,21 +4,24 @@ import hashlib
 import struct
 
 import pytest
+import torch
+import xxhash
 from click.testing import CliRunner
 
-from engram import FlatStorageCheckpointer, NestedStorageCheckpointer
+from engram import FlatStorageCheckpointer, LazyTensorStorage, NestedStorageCheckpointer, ReplayBuffer
 from engram.cli import main
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.saved import description, documents
 from engram.saved.inspection import verify
 from engram.saved.part_reader import PartReader
-from tests.checkpoint.ragged_buffers import contents, fill, make
+from engram.saved.part_writer import PartWriter
+from tests.checkpoint.ragged_buffers import LONG, contents, fill, long_rows, make
 from tests.saved.checkpoint_folders import rewrite
 from tests.storages import ragged_rows as said
 
 
-def sealed(folder, change):
-    """Let ``change`` alter files, by name, and let the part say their sums."""
+def sealed(folder, change, version=None):
+    """Let ``change`` alter files, by name, and let the part say their sums, of blocks of 256 KiB."""
     with PartReader.open(folder) as part:
         names = list(part.listing.files)
         listing = part.listing
@@ -34,8 +37,11 @@ def sealed(folder, change):
     packed = struct.pack(f"<{len(sums)}Q", *sums)
     rewrite(folder / ".engram" / "sums.bin", packed)
     document = listing.document
-    entry = documents.msgspec.structs.replace(document.sums, sha256=hashlib.sha256(packed).hexdigest())
-    rewrite(folder / ".engram" / "part.json", documents.msgspec.structs.replace(document, sums=entry).encode())
+    entry = documents.msgspec.structs.replace(
+        document.sums, bytes=len(packed), sha256=hashlib.sha256(packed).hexdigest()
+    )
+    more = {"sums": entry, "version": version or document.version}
+    rewrite(folder / ".engram" / "part.json", documents.msgspec.structs.replace(document, **more).encode())
 
 
 def _words(name, at, value, kind="<q"):
@@ -71,13 +77,66 @@ def dumped(tmp_path_factory):
     return folder
 
 
+def copied(part, folder):
+    documents.os.makedirs(folder)
+    for path in sorted(part.rglob("*")):
+        to = folder / path.relative_to(part)
+        to.mkdir(exist_ok=True) if path.is_dir() else to.write_bytes(path.read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def long_dumped(tmp_path_factory):
+    """Parts of version 3 and of version 2, in which a piece has sums of blocks of 256 KiB."""
+    folder = tmp_path_factory.mktemp("long")
+    long(400).storage.dumps(folder / "3")
+    sealed(copied(folder / "3", folder / "2"), lambda _: None, version=(2, 0))
+    return folder
+
+
+def long(n):
+    rb = ReplayBuffer(storage=LazyTensorStorage(400, ragged=LONG, ragged_bytes=4e6))
+    rb.extend(long_rows(0, n))
+    return rb
+
+
+@pytest.mark.parametrize(("version", "block"), [(3, 1 << 20), (2, 1 << 18)])
+def test_pieces_have_few_sums_and_those_of_version_2_a_sum_per_256_kib(version, block, long_dumped, ram):
+    folder, expected = copied(long_dumped / str(version), ram / "d"), long(400)
+    with PartReader.open(folder) as part:
+        (piece,) = part.listing.pieces
+        raw = bytearray((folder / piece.name).read_bytes())
+        assert 3 << 20 < len(raw) <= 4 << 20
+        sums = [xxhash.xxh3_64_intdigest(raw[at : at + block]) for at in range(0, len(raw), block)]
+        assert part.listing.sums_of(piece.name).tolist() == sums
+        assert part.listing.document.version == (version, 0)
+        assert [*part.problems("full")] == []
+    rb = long(3)
+    rb.storage.loads(folder)
+    for key in ("number", "tokens", "log_prob"):
+        assert all(map(torch.equal, rb[:][key].unbind(), expected[:][key].unbind()))
+    raw[(2 << 20) + (3 << 18)] ^= 1
+    rewrite(folder / piece.name, bytes(raw))
+    at = ((2 << 20) + (3 << 18)) // block * block
+    with PartReader.open(folder) as part:
+        (problem,) = part.problems("full")
+    assert (problem.path, problem.offset) == (folder / piece.name, at)
+    with pytest.raises(CorruptCheckpoint, match=rf"{piece.name} at byte {at}: expected the checksum"):
+        rb.storage.loads(folder)
+
+
+def test_a_part_links_no_piece_whose_sums_are_of_other_blocks(long_dumped):
+    for version in (2, 3):
+        part = PartWriter(long_dumped / "new" / str(version), "storage", "LazyTensorStorage")
+        with PartReader.open(long_dumped / str(version)) as parent:
+            (piece,) = parent.listing.pieces
+            assert part.link(piece.name, parent, piece.name) == (version == 3)
+            assert part.link(".engram/lanes.bin", parent, ".engram/lanes.bin")
+
+
 @pytest.mark.parametrize("what", BAD_FILES)
 def test_parts_that_say_what_no_store_does(what, dumped, ram):
-    folder = ram / "storage"
-    documents.os.makedirs(folder)
-    for path in sorted(dumped.rglob("*")):
-        to = folder / path.relative_to(dumped)
-        to.mkdir(exist_ok=True) if path.is_dir() else to.write_bytes(path.read_bytes())
+    folder = copied(dumped, ram / "storage")
     rb = fill(make(ring=said.ROOMY), 700, 10)
     before = contents(rb)
     sealed(folder, lambda raw: None)
@@ -117,7 +176,7 @@ def test_inspect_shows_what_rows_hold(ram):
 def test_older_readers_refuse_such_parts_by_version(dumped, monkeypatch):
     monkeypatch.setattr(description.Part, "VERSIONS", ((1, 1),))
     with pytest.raises(
-        IncompatibleCheckpoint, match=r"expected version 1\.1 or another 1\.x of engram\.part, got 2\.0"
+        IncompatibleCheckpoint, match=r"expected version 1\.1 or another 1\.x of engram\.part, got 3\.0"
     ):
         make().storage.loads(dumped)
 

@@ -1,12 +1,37 @@
+import itertools
+import random
+
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engram.saved.description import BLOCK, Summing, blocks_of, first_wrong
+from engram.saved.description import BLOCK, Summing, block_of, blocks_of, first_wrong
 
 
-def oracle(raw):
-    return [xxhash.xxh3_64_intdigest(raw[i : i + BLOCK]) for i in range(0, len(raw), BLOCK)]
+def oracle(raw, block=BLOCK):
+    return [xxhash.xxh3_64_intdigest(raw[i : i + block]) for i in range(0, len(raw), block)]
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 9 * BLOCK), st.integers(1, 5), st.lists(st.integers(0, 9 * BLOCK), max_size=6))
+def test_blocks_of_any_size(size, blocks, cuts):
+    raw, summing = random.Random(size).randbytes(size), Summing(blocks * BLOCK)
+    for begin, end in itertools.pairwise([0, *sorted(min(cut, size) for cut in cuts), size]):
+        summing.update(raw[begin:end])
+    sums = summing.done()
+    assert list(sums) == oracle(raw, blocks * BLOCK)
+    assert len(sums) == blocks_of(size, blocks * BLOCK)
+    assert first_wrong(raw, sums, 0, blocks * BLOCK) is None
+    assert first_wrong(raw[:-1] + bytes([raw[-1] ^ 1]), sums, 0, blocks * BLOCK) == len(sums) - 1
+
+
+@given(st.integers(1, 1 << 40))
+def test_a_file_of_items_has_at_most_four_blocks_and_others_blocks_of_256_kib(size):
+    block = block_of(".engram/items/0-1-2.bin", size)
+    assert block % BLOCK == 0
+    assert blocks_of(size, block) <= 4
+    assert block == BLOCK or 4 * (block - BLOCK) < size  # not larger than it takes
+    assert block_of("seg/0-1.bin", size) == block_of(".engram/items.bin", size) == BLOCK
 
 
 @settings(max_examples=60)

@@ -3,7 +3,7 @@
 ::
 
     <part>/part.json       what there is: state, dtypes, shapes, sizes            <storage>/.engram/part.json  the same
-    <part>/sums.bin        u64 per 256 KiB block of each file below, in order     <storage>/.engram/sums.bin
+    <part>/sums.bin        u64 per block of each file below, in order             <storage>/.engram/sums.bin
     <part>/000.bin, …      the arrays that the state names                        <storage>/.engram/000.bin, …
                                                                                   <storage>/.engram/lanes.bin, …
                                                                                   <storage>/<key>.memmap, meta.json
@@ -12,7 +12,8 @@
 
 Names are computed from what ``part.json`` says, never read from it. Tables are records of fixed size, little-endian, without a
 header; ``tickets`` is one too, of one u64 per stored row, whose words are read as an array. Sums are xxh3-64 of each block of
-256 KiB, so that a reader of some blocks can check them: they find accidents, and do not prove who wrote a file.
+256 KiB, so that a reader of some blocks can check them: they find accidents, and do not prove who wrote a file. A file of items,
+which is read whole, has at most four blocks: its sums are written again by each checkpoint that links it.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ __all__ = [
     "unpack_trajectories",
 ]
 
-#: Bytes of a block; the last one of a file may be shorter.
+#: Bytes of a block, of a file with items at least; the last one of a file may be shorter.
 BLOCK = 1 << 18
 
 _ZEROS = bytes(BLOCK)
@@ -67,16 +68,21 @@ _SUM_OF_ZEROS: int = xxhash.xxh3_64_intdigest(_ZEROS)
 Sums: TypeAlias = "array[int]"
 
 
-def blocks_of(nbytes: int) -> int:
+def blocks_of(nbytes: int, block: int = BLOCK) -> int:
     """How many blocks a file of that many bytes has."""
-    return -(-nbytes // BLOCK)
+    return -(-nbytes // block)
+
+
+def block_of(name: str, nbytes: int) -> int:
+    """Bytes of a block of a file, as it is written now. One of items has at most four."""
+    return BLOCK * (max(1, blocks_of(nbytes, 4 * BLOCK)) if name.startswith(_ITEMS) else 1)
 
 
 class Summing:
-    """Computes the sums of a file whose bytes come in order, in pieces of any size."""
+    """Computes the sums of a file whose bytes come in order, in pieces of any size. ``block``: bytes of each of its blocks."""
 
-    def __init__(self) -> None:
-        self._sums = array("Q")
+    def __init__(self, block: int = BLOCK) -> None:
+        self._block, self._sums = block, array("Q")
         self._open = xxhash.xxh3_64()
         self._filled = 0  # bytes of the block that is open
 
@@ -84,18 +90,19 @@ class Summing:
         """Add bytes. ``data``: C-contiguous."""
         view = memoryview(data)
         at = self._complete(view)
-        while len(view) - at >= BLOCK:
-            self._sums.append(xxhash.xxh3_64_intdigest(view[at : at + BLOCK]))
-            at += BLOCK
+        while len(view) - at >= self._block:
+            self._sums.append(xxhash.xxh3_64_intdigest(view[at : at + self._block]))
+            at += self._block
         if at < len(view):
             self._open.update(view[at:])
             self._filled += len(view) - at
 
     def zeros(self, nbytes: int) -> None:
-        """Add zero bytes. Cost: 8 bytes a block, none of them hashed."""
-        first = min(nbytes, -self._filled % BLOCK)
+        """Add zero bytes, of a file of rows. Cost: 8 bytes a block, none of them hashed."""
+        assert self._block == BLOCK  # items have no holes
+        first = min(nbytes, -self._filled % self._block)
         self.update(memoryview(_ZEROS)[:first])
-        whole, rest = divmod(nbytes - first, BLOCK)
+        whole, rest = divmod(nbytes - first, self._block)
         self._sums.extend([_SUM_OF_ZEROS] * whole)
         self.update(memoryview(_ZEROS)[:rest])
 
@@ -109,34 +116,35 @@ class Summing:
         """Complete the open block. Returns how many bytes that took."""
         if not self._filled:
             return 0
-        take = min(BLOCK - self._filled, len(view))
+        take = min(self._block - self._filled, len(view))
         self._open.update(view[:take])
         self._filled += take
-        if self._filled == BLOCK:
+        if self._filled == self._block:
             self._sums.append(self._open.intdigest())
             self._open.reset()
             self._filled = 0
         return take
 
 
-def first_wrong(data: bytes | memoryview, sums: Sums, first: int) -> int | None:
+def first_wrong(data: bytes | memoryview, sums: Sums, first: int, block: int = BLOCK) -> int | None:
     """The number of the first block whose bytes do not have its sum; None: all have.
 
     Args:
         data: bytes from the beginning of block ``first``; whole blocks, but for the last one of a file.
         sums: of all blocks of the file.
         first: number of a block.
+        block: bytes of a block.
     """
     view = memoryview(data)
-    for i in range(blocks_of(len(view))):
-        if xxhash.xxh3_64_intdigest(view[i * BLOCK : (i + 1) * BLOCK]) != sums[first + i]:
+    for i in range(blocks_of(len(view), block)):
+        if xxhash.xxh3_64_intdigest(view[i * block : (i + 1) * block]) != sums[first + i]:
             return first + i
     return None
 
 
-def wrong_block(path: Path, sums: Sums, block: int) -> documents.Problem:
+def wrong_block(path: Path, sums: Sums, number: int, block: int = BLOCK) -> documents.Problem:
     """The problem of a block whose sum differs from the one in ``sums``."""
-    return documents.Problem(path, f"expected the checksum {sums[block]:016x} of a block, got another", block * BLOCK)
+    return documents.Problem(path, f"expected the checksum {sums[number]:016x} of a block, got another", number * block)
 
 
 #: Flags of a trajectory: its first live step carries a start mark; its last one an end; that end is a truncation; it goes on.
@@ -145,6 +153,9 @@ HAS_FIRST, HAS_LAST, TRUNCATED, OPEN = 1, 2, 4, 8
 KINDS = ("complete", "open", "headless", "both", "mid", "orphan")
 #: Flag of a segment: its file is also the parent's.
 LINKED = 1
+
+#: Where files with items lie.
+_ITEMS = f"{layout.FOLDER}/items/"
 
 MAX_SEGMENTS = 1 << 20
 MAX_TRAJECTORIES = 1 << 31
@@ -236,7 +247,7 @@ class ItemsPiece(NamedTuple):
     @property
     def name(self) -> str:
         """Of its file."""
-        return f"{layout.FOLDER}/items/{self.lane}-{self.leader}-{self.first}.bin"
+        return f"{_ITEMS}{self.lane}-{self.leader}-{self.first}.bin"
 
 
 def pack_lanes(lanes: Iterable[Lane]) -> bytes:
@@ -298,6 +309,11 @@ def unpack_segments(raw: Buffer) -> Iterator[Segment]:
             )
         before = (it.lane, it.k)
         yield it
+
+
+def blocks_of_pieces(pieces: Iterable[ItemsPiece]) -> dict[str, int]:
+    """Bytes of a block of each file of items, by its name."""
+    return {name: block_of(name, piece.nbytes) for piece in pieces for name in [piece.name]}
 
 
 def pack_pieces(pieces: Iterable[ItemsPiece]) -> bytes:
@@ -395,7 +411,7 @@ class SegmentSize(msgspec.Struct, frozen=True):
 class Part(documents.Summed, frozen=True, kw_only=True):
     """``part.json``: the description of a part."""
 
-    VERSIONS: ClassVar[tuple[tuple[int, int], ...]] = ((1, 1), (2, 0))
+    VERSIONS: ClassVar[tuple[tuple[int, int], ...]] = ((1, 1), (2, 0), (3, 0))
 
     part: Annotated[str, msgspec.Meta(pattern=f"^{NAME.pattern}\\Z")]
     type: str
@@ -527,8 +543,8 @@ def check(part: Part) -> None:
             raise ValueError(f"array {number}: {info.bytes} bytes are not {shape}, or these are too many")
     _check_state(part.state, len(part.arrays))
     extras = (part.geometry, part.byteorder, part.schema, part.schema_sum, part.segment, part.storage, part.tables)
-    if part.version[0] == 2 and not with_tickets(part.schema or ()):
-        raise ValueError("expected ragged fields in a part of version 2.x, found none")
+    if part.version[0] > 1 and not with_tickets(part.schema or ()):
+        raise ValueError(f"expected ragged fields in a part of version {part.version[0]}.x, found none")
     if part.part != "storage":
         if extras.count(msgspec.UNSET) < len(extras):
             raise ValueError(f"a {part.part} with entries that only a storage has")
@@ -596,8 +612,8 @@ def _check_rows(part: Part, schema: tuple[PartField, ...]) -> None:
     if bool(part.segment) == (part.storage is not msgspec.UNSET):
         raise ValueError("expected either storage or segment")
     is_ragged = with_tickets(schema)
-    if is_ragged != ("items" in part.tables) or is_ragged != (part.version[0] == 2):
-        raise ValueError("expected items where fields are ragged, and in a part of version 2.x")
+    if is_ragged != ("items" in part.tables) or is_ragged != (part.version[0] > 1):
+        raise ValueError("expected items where fields are ragged, and in a part of version 2.x or 3.x")
     if is_ragged:
         as_schema(schema, part.geometry).validate_ragged()
     if part.segment and part.segment.rows > part.geometry.lane_length:

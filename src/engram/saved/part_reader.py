@@ -48,11 +48,14 @@ class Listing(NamedTuple):
     sums: Sums
     segments: list[description.Segment]
     pieces: list[description.ItemsPiece]
+    #: Bytes of a block, of files whose blocks are not of the usual size.
+    blocks: dict[str, int]
 
     def sums_of(self, relative: str) -> Sums:
         """The sums of a file. Raises ``KeyError``."""
         file = self.files[relative]
-        return self.sums[file.sums_at : file.sums_at + description.blocks_of(file.bytes)]
+        blocks = description.blocks_of(file.bytes, self.blocks.get(relative, description.BLOCK))
+        return self.sums[file.sums_at : file.sums_at + blocks]
 
 
 def read_listing(folder: Path, folder_fd: int, expected_sha256: str | None = None) -> Listing:
@@ -90,14 +93,14 @@ def read_listing(folder: Path, folder_fd: int, expected_sha256: str | None = Non
     found = hashlib.sha256(raw_sums).hexdigest()
     if found != part.sums.sha256:
         raise corrupt(folder / name_of_sums, f"expected the sha256 {part.sums.sha256} that {PART} names, got {found}")
-    listing = Listing(part, digest, {}, dict(_described(part)), array("Q", raw_sums), [], [])
+    listing = Listing(part, digest, {}, dict(_described(part)), array("Q", raw_sums), [], [], {})
     if part.part == "storage":
         _list_tables(folder, folder_fd, listing)
     at = 0
     for file, (nbytes, sums_at) in listing.files.items():
         if sums_at != at:
             raise corrupt(folder / name, f"expected the sums of {file} at {at}, got {sums_at}")
-        at += -(-nbytes // description.BLOCK)
+        at += -(-nbytes // listing.blocks.get(file, description.BLOCK))
         listing.sizes[file] = nbytes
     listing.sizes.update({name: len(raw), name_of_sums: len(raw_sums)})
     if at != len(listing.sums):
@@ -116,6 +119,7 @@ def _list_tables(folder: Path, folder_fd: int, listing: Listing) -> None:
         listing.pieces.extend(_pieces(folder, folder_fd, listing))
         for piece in listing.pieces:
             listing.files[piece.name] = SummedFile(piece.nbytes, piece.sums_at)
+        listing.blocks.update(description.blocks_of_pieces(listing.pieces) if part.version[0] > 2 else {})
 
 
 def _holds(folder_fd: int, name: str) -> bool:
@@ -201,7 +205,7 @@ def _segments(folder: Path, folder_fd: int, listing: Listing) -> Iterator[descri
                 )
             total += it.rows
             yield it
-        in_table = 0 if part.version[0] == 2 else total
+        in_table = 0 if part.version[0] > 1 else total
         if in_table != part.tables["tickets"].records:
             raise ValueError(f"expected {in_table} tickets in their table, got {part.tables['tickets'].records}")
     except ValueError as error:
@@ -270,7 +274,7 @@ class PartReader(Closes):
         self.schema: tuple[PartField, ...] | None = part.schema or None
         self.schema_sum: str | None = part.schema_sum or None
         #: Whether segments begin with the tickets of their rows.
-        self.has_tickets_within = part.version[0] == 2  # as checked
+        self.has_tickets_within = part.version[0] > 1  # as checked
         #: Rows of a whole segment; None: the rows lie flat, in a file per field.
         self.segment_rows: int | None = part.segment.rows if part.segment else None
 
@@ -326,7 +330,7 @@ class PartReader(Closes):
     # -- bytes --
 
     def read(self, file: str | int, offset: int, into: Buffer) -> None:
-        """Fill ``into`` with bytes of a file; each block of 256 KiB is checked when it is first read.
+        """Fill ``into`` with bytes of a file; each block is checked when it is first read.
 
         Args:
             file: a path as ``files`` has it, or the number of an array.
@@ -348,8 +352,10 @@ class PartReader(Closes):
         if not view.nbytes:
             return
         view = view.cast("B")
-        for begin in range(offset // _CHUNK * _CHUNK, end, _CHUNK):
-            first, last = max(begin, offset), min(begin + _CHUNK, end)
+        block = self.listing.blocks.get(name, description.BLOCK)
+        step = max(_CHUNK // block, 1) * block
+        for begin in range(offset // step * step, end, step):
+            first, last = max(begin, offset), min(begin + step, end)
             self._read_checked(name, view[first - offset : last - offset], first)
 
     def read_all(self, file: str | int) -> bytearray:
@@ -394,10 +400,10 @@ class PartReader(Closes):
 
     def damage(self) -> Iterator[Problem]:
         """Files with a block that has another sum: the first such block of each. Reads everything."""
-        chunk = memoryview(bytearray(4 * _CHUNK))
         yield from self._damage_beside()
         for name, file in self.listing.files.items():
-            its_sums = self.listing.sums_of(name)
+            its_sums, block = self.listing.sums_of(name), self.listing.blocks.get(name, description.BLOCK)
+            chunk = memoryview(bytearray(max(4 * _CHUNK // block, 1) * block))
             found: list[Problem] = []
             for at in range(0, file.bytes, len(chunk)):
                 piece = chunk[: min(len(chunk), file.bytes - at)]
@@ -406,11 +412,11 @@ class PartReader(Closes):
                 except CorruptCheckpoint as error:
                     found.append(problem_of(error))
                     break
-                number = at // description.BLOCK
+                number = at // block
                 while (
-                    wrong := description.first_wrong(piece[number * description.BLOCK - at :], its_sums, number)
+                    wrong := description.first_wrong(piece[number * block - at :], its_sums, number, block)
                 ) is not None:
-                    found.append(wrong_block(self.folder / name, its_sums, wrong))
+                    found.append(wrong_block(self.folder / name, its_sums, wrong, block))
                     number = wrong + 1
             if len(found) == 1:
                 yield found[0]
@@ -480,24 +486,24 @@ class PartReader(Closes):
 
     def _read_checked(self, name: str, target: memoryview, offset: int) -> None:
         """As :meth:`read`, of one chunk."""
-        nbytes = self.listing.files[name].bytes
+        nbytes, block = self.listing.files[name].bytes, self.listing.blocks.get(name, description.BLOCK)
         seen = self._checked.get(name)
         if seen is None:
-            seen = self._checked[name] = bytearray(description.blocks_of(nbytes))
+            seen = self._checked[name] = bytearray(description.blocks_of(nbytes, block))
         # Only blocks that are touched, and whole ones: the wanted bytes alone have no sum.
         end = offset + len(target)
-        first, last = offset // description.BLOCK, len(seen) if end == nbytes else description.blocks_of(end)
+        first, last = offset // block, len(seen) if end == nbytes else description.blocks_of(end, block)
         if all(seen[first:last]):
             self._fill(name, target, offset)
             return
-        begin, stop = first * description.BLOCK, min(last * description.BLOCK, nbytes)
+        begin, stop = first * block, min(last * block, nbytes)
         is_whole = len(target) == stop - begin
         whole = target if is_whole else memoryview(bytearray(stop - begin))
         self._fill(name, whole, begin)
         its_sums = self.listing.sums_of(name)
-        wrong = description.first_wrong(whole, its_sums, first)
+        wrong = description.first_wrong(whole, its_sums, first, block)
         if wrong is not None:
-            raise corrupt(*wrong_block(self.folder / name, its_sums, wrong))
+            raise corrupt(*wrong_block(self.folder / name, its_sums, wrong, block))
         seen[first:last] = b"\1" * (last - first)
         if not is_whole:
             target[:] = whole[offset - begin :][: len(target)]

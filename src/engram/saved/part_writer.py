@@ -43,7 +43,7 @@ def _bytes_of(files: Sequence[_Written], more: int) -> tuple[int, int]:
 def _version_of(part: str, state: Mapping[str, object], pieces: object) -> tuple[int, int]:
     """The oldest version whose readers understand the part."""
     if pieces is not None:
-        return (2, 0)
+        return (3, 0)
     return (1, 1) if part == "storage" and not _LATER.isdisjoint(state) else (1, 0)
 
 
@@ -81,6 +81,7 @@ class FileWriter:
         self,
         path: str,
         nbytes: int,
+        block: int,
         sparse: bool,
         behind: bool,
         done: Callable[[_Written], None],
@@ -88,7 +89,7 @@ class FileWriter:
     ) -> None:
         self._path, self._nbytes, self._behind, self._done = path, nbytes, behind, done
         self._progress = progress
-        self._summing = description.Summing()
+        self._summing = description.Summing(block)
         self._position = self._started = 0
         self._fd: files.Descriptor | None = disk.create(path, nbytes, sparse=sparse)
 
@@ -277,14 +278,14 @@ class PartWriter:
             OSError: no space, or an I/O error.
         """
         self._begin(relative)
-        done = partial(self._files.__setitem__, relative)
-        return FileWriter(self._path(relative), nbytes, sparse, self._behind, done, self._progress)
+        done, block = partial(self._files.__setitem__, relative), description.block_of(relative, nbytes)
+        return FileWriter(self._path(relative), nbytes, block, sparse, self._behind, done, self._progress)
 
     def link(self, relative: str, reader: PartReader, its_relative: str) -> bool:
         """Hard-link a file of an older checkpoint, with its sums, without reading it.
 
         Returns:
-            False: this file system cannot, or the file is gone or of another size. Write it.
+            False: this file system cannot, or the file is gone, of another size, or has sums of other blocks. Write it.
 
         Raises:
             FileExistsError: it was begun before.
@@ -293,7 +294,8 @@ class PartWriter:
         nbytes, its_sums = reader.listing.files[its_relative].bytes, reader.listing.sums_of(its_relative)
         self._begin(relative)
         target = self._path(relative)
-        made = disk.link(its_relative, reader.folder_fd, target)
+        fit = len(its_sums) == description.blocks_of(nbytes, description.block_of(relative, nbytes))
+        made = fit and disk.link(its_relative, reader.folder_fd, target)
         if made and os.lstat(target).st_size != nbytes:
             disk.remove(target)
             made = False
@@ -365,7 +367,7 @@ class PartWriter:
         sizes = {name: file.bytes for name, file in placed.items()}
         sizes |= {f"{self._prefix}{description.PART}": len(raw), f"{self._prefix}{description.SUMS}": len(raw_sums)}
         read, sums = msgspec.json.decode(raw, type=description.Part), array("Q", raw_sums)
-        listing = Listing(read, sha256, sizes, placed, sums, records, of_items)
+        listing = Listing(read, sha256, sizes, placed, sums, records, of_items, description.blocks_of_pieces(of_items))
         return PartInfo(self.folder, len(raw), sha256, new, linked, listing)
 
     def _put(self, document: description.Part, raw_sums: bytes) -> tuple[bytes, str]:
@@ -419,7 +421,7 @@ class PartWriter:
         placed, at = {}, 0
         for name in names:
             placed[name] = SummedFile(sizes[name], at)
-            at += description.blocks_of(sizes[name])
+            at += description.blocks_of(sizes[name], description.block_of(name, sizes[name]))
         return placed
 
     def _complete(self, relative: str) -> _Written:

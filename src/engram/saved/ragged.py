@@ -64,8 +64,8 @@ class Parent(NamedTuple):
     """The same part of an older checkpoint."""
 
     reader: PartReader
-    #: Its ticket numbers, by row.
-    numbers: NDArray[np.int64]
+    #: bool ``[n]``: the rows that have the same tickets there.
+    same: NDArray[np.bool_]
 
 
 class _LaneRows(NamedTuple):
@@ -96,7 +96,6 @@ class ItemsWriter:
         store: whose rows these are.
         fields: as the part describes them.
         lanes: int64 ``[L, 4]``, as they were at the snapshot.
-        base: by how much tickets are larger than saved ones.
         parent: the same part of an older checkpoint of this very store.
         paranoid: compare pieces that are linked with the items of the rows.
         progress: called with how many bytes were done.
@@ -108,58 +107,57 @@ class ItemsWriter:
         store: RaggedStore,
         fields: Sequence[PartField],
         lanes: Tensor,
-        base: int,
         parent: Parent | None,
         *,
         paranoid: bool,
         progress: Callable[[int], None],
     ) -> None:
-        self._part, self._store, self._fields, self._base = part, store, fields, base
-        self._order = [rows.numpy() for rows in oldest_first(lanes, store.lane_length)]
+        self._part, self._store, self._fields, self._lanes = part, store, fields, lanes[:, :2].tolist()
         self._parent, self._paranoid, self._progress = parent, paranoid, progress
         self._theirs = _by_lane(() if parent is None else parent.reader.listing.pieces)
         none = torch.zeros((store.lanes, len(store.schema.ragged_groups)), dtype=torch.int64, device="cpu")
         self._shifts = (none if store.item_shifts is None else store.item_shifts).numpy()
         self._spans: dict[int, Tensor] = {}
         #: Of each leader the offset of each row, as it is saved, int64 ``[n]``; of slots, as the parent has it where nothing changed.
-        self._saved: dict[int, Tensor] = {}
+        self._saved: dict[int, NDArray[np.int64]] = {}
         #: Of slots: how many items the parent has at that offset.
         self._there: dict[int, NDArray[np.int64]] = {}
         #: What was written and linked.
         self.pieces: list[ItemsPiece] = []
 
-    def write(self, numbers: NDArray[np.int64]) -> dict[int, Tensor]:
+    def write(self, numbers: NDArray[np.int64]) -> None:
         """Write the items of rows that have these ticket numbers, which become 0 for those that have others by now.
-
-        Returns:
-            Of each leader its column as it is saved, int32 ``[n, 3]``.
 
         Raises:
             RuntimeError: ``paranoid``, and items were changed through a view, which no ticket says.
         """
         store, groups, rows = self._store, self._store.schema.ragged_groups, numbers.nonzero()[0]
-        own = torch.from_numpy(rows)  # NumPy takes one of one number for this number
-        self._numbers, known = numbers, np.zeros(len(numbers), np.int64)
-        if self._parent is not None:
-            theirs = self._parent.numbers[: len(numbers)]
-            known[: len(theirs)] = theirs
-        self._same = known == numbers - self._base
-        read, moved = store.read_spans(own, torch.from_numpy(numbers[rows]))
+        self._numbers = numbers
+        self._same = np.zeros(len(numbers), np.bool_) if self._parent is None else self._parent.same
+        # By NumPy, as torch's threads would wait for each other where others have the cores.
+        read, moved = store.read_spans(torch.from_numpy(rows), torch.from_numpy(numbers[rows]))
         numbers[rows[moved]] = 0
-        for group, column in zip(groups, read, strict=True):
-            self._spans[group.leader] = torch.zeros((len(numbers), 3), dtype=torch.int32, device="cpu")
-            self._spans[group.leader][own] = column
-        columns, lane_of = {}, torch.arange(len(numbers), device="cpu") // store.lane_length
-        for number, group in enumerate(groups):
-            leader, shifts = group.leader, torch.from_numpy(self._shifts)[lane_of, number]
-            before = self._spans[leader] if not group.slot else self._column_of_parent(leader, len(numbers))
-            self._saved[leader] = Spans.of(before).offsets - shifts
-            self._there[leader] = before[:, 2].numpy()
-            for lane in range(store.lanes):
+        for number, (group, column) in enumerate(zip(groups, read, strict=True)):
+            leader, own = group.leader, column.numpy()
+            if len(rows) < len(numbers):
+                own = np.zeros((len(numbers), 3), np.int32)
+                own[rows] = column.numpy()
+            self._spans[leader] = torch.from_numpy(own)
+            before = own if not group.slot else self._column_of_parent(leader, len(numbers)).numpy()
+            self._saved[leader] = np.ascontiguousarray(before[:, :2]).view(np.int64).ravel()
+            self._there[leader] = before[:, 2]
+            for lane, shift in enumerate(self._shifts[:, number].tolist()):
+                if shift:
+                    self._saved[leader][lane * store.lane_length : (lane + 1) * store.lane_length] -= shift
                 (self._write_slots if group.slot else self._write_lane)(group, lane)
-        for leader, column in self._spans.items():
-            lengths = torch.where(torch.from_numpy(numbers != 0), Spans.of(column).lengths, 0)
-            columns[leader] = Spans(torch.where(lengths > 0, self._saved[leader], 0), lengths).column
+
+    def columns(self, begin: int, end: int) -> dict[int, Tensor]:
+        """Of each leader the column of rows ``[begin, end)`` as it is saved, int32 ``[n, 3]``."""
+        there, columns = self._numbers[begin:end] != 0, {}
+        for leader, saved in self._saved.items():
+            lengths = np.where(there, self._spans[leader].numpy()[begin:end, 2], 0)
+            offsets = np.where(lengths > 0, saved[begin:end], 0)
+            columns[leader] = Spans(torch.from_numpy(offsets), torch.from_numpy(lengths)).column
         return columns
 
     def _column_of_parent(self, leader: int, n: int) -> Tensor:
@@ -168,21 +166,23 @@ class ItemsWriter:
         return read_column(self._parent.reader, leader, n)
 
     def _rows(self, group: RaggedGroup, lane: int, which: NDArray[np.int64]) -> _LaneRows:
-        first = self._saved[group.leader].numpy()[which]
+        first = self._saved[group.leader][which]
         return _LaneRows(group, lane, which, first, first + self._spans[group.leader].numpy()[which, 2])
 
     def _lane(self, group: RaggedGroup, lane: int) -> tuple[NDArray[np.int64], int]:
         """The rows of a lane that have items, oldest first; and the items that pieces begin among."""
-        order, spans = self._order[lane], self._spans[group.leader].numpy()
-        there = order[order < len(spans)]
+        (position, live), begin = self._lanes[lane], lane * self._store.lane_length
+        lengths = self._spans[group.leader].numpy()[begin : begin + live, 2]
+        rows = ((self._numbers[begin : begin + live] != 0) & (lengths > 0)).nonzero()[0] + begin
+        seam = position % live if live == self._store.lane_length else 0
         item_bytes = sum(self._store.schema.ragged[member].item_bytes for member in group.members)
         block = max(_BLOCK // item_bytes, group.items // _BLOCKS_OF_A_RING, 1)
-        return there[(self._numbers[there] != 0) & (spans[there, 2] > 0)], block
+        return np.roll(rows, -np.searchsorted(rows, begin + seam)), block
 
     def _write_slots(self, group: RaggedGroup, lane: int) -> None:
         """As :meth:`_write_lane`, of rows that have slots."""
         there, block = self._lane(group, lane)
-        lengths, saved = self._spans[group.leader].numpy()[:, 2], self._saved[group.leader].numpy()
+        lengths, saved = self._spans[group.leader].numpy()[:, 2], self._saved[group.leader]
         known = there[self._there[group.leader][there] == lengths[there]]
         rows = self._rows(group, lane, known[saved[known].argsort()])
         pieces, linked = self._theirs.get((lane, group.leader), []), np.zeros(len(self._numbers), bool)
@@ -206,7 +206,8 @@ class ItemsWriter:
         there, block = self._lane(group, lane)
         rows, at = self._rows(group, lane, there), 0
         for begin, end, piece in self._linkable(rows, block):
-            self._write_pieces(rows, at, begin, block)
+            if at < begin:
+                self._write_pieces(rows, at, begin, block)
             some, at = rows.cut(begin, end), end
             if not self._linked(some, piece):
                 self._write_piece(some)
@@ -214,11 +215,10 @@ class ItemsWriter:
 
     def _linkable(self, rows: _LaneRows, block: int) -> list[tuple[int, int, ItemsPiece]]:
         """Pieces of the parent of which there are rows here: from which row to which, and the piece."""
-        found = []
-        for piece in self._theirs.get((rows.lane, rows.group.leader), ()):
-            begin, end = np.searchsorted(rows.first, [piece.first, piece.end]).tolist()
-            if begin < end and rows.end[end - 1] <= piece.end:
-                found.append((begin, end, piece))
+        pieces = self._theirs.get((rows.lane, rows.group.leader), [])
+        edges = np.searchsorted(rows.first, [[piece.first, piece.end] for piece in pieces]).reshape(-1, 2).tolist()
+        every = [(begin, end, piece) for (begin, end), piece in zip(edges, pieces, strict=True)]
+        found = [it for it in every if it[0] < it[1] and rows.end[it[1] - 1] <= it[2].end]
         blocks = np.array([piece.first // block for *_, piece in found], np.int64)
         _, number, counts = np.unique(blocks, return_inverse=True, return_counts=True)
         return [it for it, many in zip(found, counts[number] >= _PIECES_OF_A_BLOCK, strict=True) if not many]
@@ -228,7 +228,7 @@ class ItemsWriter:
         assert self._parent is not None  # whose piece it is
         reader, name = self._parent.reader, piece.name
         if not self._same[rows.rows].all():
-            summing = description.Summing()
+            summing = description.Summing(reader.listing.blocks.get(name, description.BLOCK))
             summing.update(self._gathered(rows, piece, self._numbers).numpy().data)
             if summing.done() != reader.listing.sums_of(name):
                 return False
@@ -372,13 +372,9 @@ class PartItems:
 
     def _read(self, it: ItemsPiece) -> list[Tensor]:
         fields = description.piece_fields(self._fields, it.leader)
-        offsets, _ = description.segment_layout(fields, it.items)
-        values = []
-        for field, offset in zip(fields, offsets, strict=True):
-            made = torch.empty((it.items, *field.shape), dtype=DTYPE_OF[field.dtype], device="cpu")
-            self._reader.read(it.name, offset, made.reshape(-1).view(torch.uint8).numpy().data)
-            values.append(made)
-        return values
+        room = torch.from_numpy(np.frombuffer(self._reader.read_all(it.name), np.uint8))
+        columns = zip(fields, columns_in(room, fields, it.items), strict=True)
+        return [of.reshape(-1).view(DTYPE_OF[field.dtype]).view(it.items, *field.shape) for field, of in columns]
 
     def _checked(self, saved: Schema, number: int) -> Spans:
         """Where the items of a group are."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
+import xxhash
 from msgspec import UNSET
 
 from engram._support.field_paths import public
@@ -338,9 +339,14 @@ def described(schema: Schema, roles: Sequence[Any]) -> tuple[description.Geometr
     return geometry, fields
 
 
-def ticket_words(numbers: Ints) -> Ints:
-    """Tickets as they are saved: of rows that are whole, or void."""
-    return np.where(numbers != 0, numbers << 2 | _COMMITTED, _VOID).astype("<i8")
+def ticket_words(numbers: Ints, base: int = 0) -> Ints:
+    """Tickets as they are saved, of rows that are whole, or void. ``base``: by how much the numbers are larger than saved ones."""
+    return np.where(numbers != 0, numbers - base << 2 | _COMMITTED, _VOID).astype("<i8")
+
+
+def sum_of(numbers: Ints, base: int) -> int:
+    """Of the tickets of a segment, as they are saved: equal ones mean equal rows."""
+    return int(xxhash.xxh3_64_intdigest(ticket_words(numbers, base).data))
 
 
 class Boundaries:
@@ -469,11 +475,29 @@ def read_numbers(reader: PartReader) -> Ints:
     stretches = ticket_stretches(reader)
     numbers = np.zeros(max((it.end for it in stretches), default=0), "<i8")  # not of all the capacity
     for it in stretches:
-        some = numbers[it.begin : it.end]
-        reader.read(it.file, it.offset, some.data)
-        for first in range(0, len(some), _LOOK):
-            checked_numbers(some[first : first + _LOOK], reader.folder / it.file, it.offset + 8 * first)
+        _read_numbers(reader, it, numbers[it.begin : it.end])
     return numbers
+
+
+def _read_numbers(reader: PartReader, it: Stretch, into: Ints) -> Ints:
+    reader.read(it.file, it.offset, into.data)
+    for first in range(0, len(into), _LOOK):
+        checked_numbers(into[first : first + _LOOK], reader.folder / it.file, it.offset + 8 * first)
+    return into
+
+
+def same(reader: PartReader, numbers: Ints, base: int) -> NDArray[np.bool_]:
+    """The rows that a part in segments has with these ticket numbers, less ``base``. Reads what sums do not tell.
+
+    Raises ``CorruptCheckpoint``.
+    """
+    found = np.zeros(len(numbers), np.bool_)
+    for it, stretch in zip(reader.listing.segments, ticket_stretches(reader), strict=True):
+        own, into = numbers[it.first_row : it.end], found[it.first_row : it.end]
+        into[:] = sum_of(own, base) == it.tickets_sum
+        if not into.all():
+            into[:] = _read_numbers(reader, stretch, np.empty(it.rows, "<i8"))[: len(own)] == own - base
+    return found
 
 
 def checked_numbers(words: Ints, path: Path, offset: int) -> Ints:

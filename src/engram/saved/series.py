@@ -355,7 +355,6 @@ class Lease:
             disk.remove(self._path)
 
 
-_CHUNK = 1 << 20
 _PARTIAL = "copying-"
 
 
@@ -475,7 +474,6 @@ class Mirror:
     def _copy_part(
         self, part: PartReader, target: Path, known: dict[tuple[int, bytes], tuple[Path, str]], beat: Callable[[], None]
     ) -> None:
-        memory = memoryview(bytearray(_CHUNK))
         disk.make_folders(str(target))
         for name, nbytes in part.listing.sizes.items():
             beat()
@@ -489,10 +487,12 @@ class Mirror:
                 with disk.open_folder(same[0]) as folder:
                     if disk.link(same[1], folder, path):
                         continue
+            step = max(1 << 20, part.listing.blocks.get(name, 0))
+            memory = memoryview(bytearray(min(step, nbytes)))
             with disk.create(path, nbytes) as fd:
-                for at in range(0, nbytes, _CHUNK):
+                for at in range(0, nbytes, step):
                     beat()
-                    piece = memory[: min(_CHUNK, nbytes - at)]
+                    piece = memory[: min(step, nbytes - at)]
                     part.read(name, at, piece)
                     disk.write(fd, piece, at)
 

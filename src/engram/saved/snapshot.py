@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 import torch
-import xxhash
 
 from engram._support.words import count
 from engram.errors import CorruptStore
@@ -26,7 +25,7 @@ from engram.saved.description import NO_SCHEMA, OPEN, Segment, schema_sum, segme
 from engram.saved.documents import Count, Cut, ShardRows, Totals
 from engram.saved.part_writer import PartInfo, PartWriter
 from engram.saved.parts import Parts, Preparation, described_state, write_part
-from engram.saved.rows import PIECE, Boundaries, count_kinds, described, find_runs, read_numbers, roles_of, ticket_words
+from engram.saved.rows import PIECE, Boundaries, count_kinds, described, find_runs, roles_of, same, sum_of, ticket_words
 from engram.store.ragged import RaggedStore
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from engram.store import Store
     from engram.types import Form
 
-    SpansOf: TypeAlias = Mapping[int, Tensor]
+    SpansOf: TypeAlias = Callable[[int, int], Mapping[int, Tensor]]
 
 _HERE = Path()
 #: Bytes that a file system shares between files, or a multiple of them.
@@ -88,17 +87,17 @@ class RowsWriter:
         *,
         paranoid: bool = False,
         progress: Callable[[int], None] = lambda _: None,
-    ) -> dict[int, Tensor]:
+    ) -> SpansOf:
         """Write the items of ragged fields.
 
         Args:
             numbers: of all rows; 0 afterwards for those that moved meanwhile.
-            parent: the same part of an older checkpoint of this very store.
+            parent: the same part of an older checkpoint of this very store, in segments.
             paranoid: compare items that are linked with the rows.
             progress: called with how many bytes were done.
 
         Returns:
-            The columns that say where they are, by field.
+            The columns of rows that say where they are, by field, from the first row and the one behind the last.
 
         Raises:
             RuntimeError: ``paranoid``, and items were changed through a view.
@@ -106,13 +105,13 @@ class RowsWriter:
         snapshot = self._snapshot
         store = snapshot.store
         if not isinstance(store, RaggedStore):
-            return {}
-        before = None if parent is None else ragged.Parent(parent, read_numbers(parent))
-        lanes, base = snapshot.state["lanes"], snapshot.base
+            return lambda _, __: {}
+        before = None if parent is None else ragged.Parent(parent, same(parent, numbers, snapshot.base))
         self._pieces = ragged.ItemsWriter(
-            self.part, store, self.fields, lanes, base, before, paranoid=paranoid, progress=progress
+            self.part, store, self.fields, snapshot.state["lanes"], before, paranoid=paranoid, progress=progress
         )
-        return self._pieces.write(numbers)
+        self._pieces.write(numbers)
+        return self._pieces.columns
 
     def finish(
         self,
@@ -171,7 +170,7 @@ class RowsWriter:
 def _write_flat(part: PartWriter, store: Store, numbers: Ints, copied: Sequence[Tensor] | None, spans: SpansOf) -> None:
     """Write a file per field. ``spans``: columns of ragged fields as they are saved."""
     rows = len(numbers)
-    there = np.concatenate([[False], numbers != 0, [False]])
+    there, columns = np.concatenate([[False], numbers != 0, [False]]), spans(0, rows)
     borders = (there[1:] != there[:-1]).nonzero()[0].tolist()
     stretches = list(zip(borders[::2], borders[1::2], strict=True))
     together = None if copied or store.directory is None or not store.has_files else layout.group_of(store.schema)
@@ -181,7 +180,7 @@ def _write_flat(part: PartWriter, store: Store, numbers: Ints, copied: Sequence[
         if together and number in together.offsets:
             continue
         if field.ragged is not None:
-            column = spans.get(number, tensor[:0])[:rows]
+            column = columns.get(number, tensor[:0])
             with part.file(spans_name(number), column.nbytes) as file:
                 file.write(bytes_of(column))
             continue
@@ -274,7 +273,7 @@ _log = logging.getLogger("engram")
 #: Bytes of a segment at most, and at least where a lane can have that many segments.
 _MAX_SEGMENT, _MIN_SEGMENT, _SEGMENTS_OF_A_LANE = 16 << 20, 1 << 20, 16
 #: The same where fields are ragged: a segment has little of a row, as items lie apart.
-_MIN_RAGGED_SEGMENT, _RAGGED_SEGMENTS = 1 << 15, 1024
+_MIN_RAGGED_SEGMENT, _RAGGED_SEGMENTS = 1 << 13, 128
 
 
 def rows_of_a_segment(
@@ -295,15 +294,6 @@ def _ranges(lanes: Ints, lane_length: int, rows: int) -> Iterator[Segment]:
             k = (seam + i) % count
             first = lane * lane_length
             yield Segment(lane, k, first + k * rows, min(rows, live - k * rows))
-
-
-def _sum(numbers: Ints, base: int) -> int:
-    """Of the tickets of a segment, as they are saved: equal ones mean equal rows."""
-    return int(xxhash.xxh3_64_intdigest(_saved_tickets(numbers, base).data))
-
-
-def _saved_tickets(numbers: Ints, base: int) -> Ints:
-    return ticket_words(np.where(numbers != 0, numbers - base, 0))
 
 
 class _SegmentRoom:
@@ -339,13 +329,13 @@ class _SegmentRoom:
                 moved = self._store.copy_rows(rows, expected, columns)
         else:
             moved = self._store.copy_rows(rows, expected, columns)
-        for number, spans in self._spans.items():
-            columns[number][:] = spans[it.first_row : it.end].view(torch.uint8)
+        for number, spans in self._spans(it.first_row, it.end).items():
+            columns[number][:] = spans.view(torch.uint8)
         for column in columns:
             column[moved] = 0
         numbers[moved] = 0
         if len(tickets):
-            tickets.numpy()[:] = _saved_tickets(numbers, self._base).view(np.uint8)
+            tickets.numpy()[:] = ticket_words(numbers, self._base).view(np.uint8)
         return room.numpy().data
 
 
@@ -473,31 +463,30 @@ class RowsSnapshot(NamedTuple):
         marks = writer.boundaries.marks_now(store, numbers)
         of_lane, least = (_RAGGED_SEGMENTS, _MIN_RAGGED_SEGMENT) if store.items else (_SEGMENTS_OF_A_LANE, _MIN_SEGMENT)
         size = rows_of_a_segment(store.lane_length, store.schema.row_bytes, of_lane, least)
-        known: set[tuple[int, ...]] = set()
         if parent is not None and (parent.schema_sum != schema_sum(fields) or parent.segment_rows is None):
             parent = None
         if parent is not None and parent.segment_rows is not None:
             size = parent.segment_rows
-            known = {(*it[:4], it.tickets_sum) for it in parent.listing.segments}
+        known = {(*it[:4], it.tickets_sum) for it in (parent.listing.segments if parent else ())}
         spans = writer.write_items(numbers, parent, paranoid=paranoid, progress=progress)
         rows = _SegmentRoom(store, fields, size, spans, base)
         segments = []
         for it in _ranges(lanes, store.lane_length, size):
             name, wanted = it.name, numbers[it.first_row : it.end]
-            tickets_sum = _sum(wanted, base)
-            if parent is not None and (*it[:4], tickets_sum) in known and part.link(name, parent, name):
+            its_sum = sum_of(wanted, base)
+            if parent is not None and (*it[:4], its_sum) in known and part.link(name, parent, name):
                 if paranoid:
                     _compare(rows, it, wanted, parent)
             else:
                 content = rows.copied(it, wanted)
                 with part.file(name, len(content)) as file:
                     file.write(content)
-                tickets_sum = _sum(wanted, base)
-            segments.append(it._replace(tickets_sum=tickets_sum))
+                its_sum = sum_of(wanted, base)
+            segments.append(it._replace(tickets_sum=its_sum))
             progress(it.rows * store.schema.row_bytes)
-        saved = np.where(numbers != 0, numbers - base, 0)
-        in_order = np.concatenate([saved[:0], *(saved[it.first_row : it.end] for it in sorted(segments))])
-        return writer.finish(saved, in_order, marks, writes, segment_rows=size, segments=segments)
+        np.subtract(numbers, base, out=numbers, where=numbers != 0)
+        in_order = np.concatenate([numbers[:0], *(numbers[it.first_row : it.end] for it in sorted(segments))])
+        return writer.finish(numbers, in_order, marks, writes, segment_rows=size, segments=segments)
 
 
 #: What a storage held at one moment.
