@@ -4,33 +4,36 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from engram._support.unsupported import BY_NUMBER, refused, refusing
 from engram.errors import PriorityError, RateLimited
-from engram.format.schema import Schema
 from engram.format.sizes import usual_row_bytes
 from engram.remote.protocol import COALESCED_BYTES, MAX_BATCHES, Mass, Sample, Served, State
 from engram.samplers._base import DeclaredSampler
 from engram.samplers.prioritized import as_priorities, rows_of
 from engram.samplers.staleness import check_version
-from engram.saved.rows import Roles
 from engram.storages import Count, LazyTensorStorage, Storage
 from engram.storages._columns import rows_of_coordinates, rows_of_written
 from engram.storages._ragged_structure import structure_in
-from engram.storages._structure import Structure
-from engram.storages.ragged import RaggedLayout
-from engram.store import Key, Store
-from engram.store.limits import Rules
-from engram.store.sampled import SampledStorage
 from engram.types import Entry, Info, NativeBatch, Shown, Traits
 from engram.writers._base import NativeWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from engram.format.schema import Schema
+    from engram.saved.rows import Roles
+    from engram.storages._structure import Structure
+    from engram.storages.ragged import RaggedLayout
+    from engram.store import Key, Store
+    from engram.store.limits import Rules
+    from engram.store.sampled import SampledStorage
 
 
 class OfServer:
