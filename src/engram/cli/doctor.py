@@ -13,11 +13,12 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from engram._support.memory import available_memory, missing_share
 from engram._support.version import __version__
@@ -25,9 +26,6 @@ from engram._support.words import format_size
 from engram.format import files, layout
 from engram.format.sizes import resident_bytes
 from engram.saved.inspection import describe, read_store
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 Status = Literal["ok", "note", "BAD"]
 

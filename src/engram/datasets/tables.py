@@ -472,7 +472,9 @@ class LanceRows(ArrowRows):
     def pieces(self, row: int) -> Iterator[of.Columns]:
         # A scan of all rows would read ahead hundreds of MB.
         for first in range(row, self.rows, self._piece):
-            with raise_as(self.refuse, f"rows from {first} on: expected rows that Lance can read", (OSError, ValueError)):
+            with raise_as(
+                self.refuse, f"rows from {first} on: expected rows that Lance can read", (OSError, ValueError)
+            ):
                 table = self._dataset.to_table([*self._new], offset=first, limit=self._piece)
             yield from map(self._columns, table.combine_chunks().to_batches())
 

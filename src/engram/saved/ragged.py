@@ -10,30 +10,26 @@ parent. A piece is written again if less than half of it is of rows, or if there
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from engram._support.state import tensor_in
 from engram.errors import IncompatibleCheckpoint
+from engram.format.schema import PartField, RaggedGroup, Schema
 from engram.saved import description
 from engram.saved.description import ItemsPiece
 from engram.saved.documents import corrupt
 from engram.saved.part_reader import PartReader, stretches
 from engram.saved.part_writer import PartWriter
 from engram.store.memory import DTYPE_OF
+from engram.store.ragged import RaggedStore
 from engram.store.ragged_rows import offsets_of, places_of
 from engram.store.rings import Piece, Spans, check_room, compacted, oldest_first
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from engram.format.schema import PartField, RaggedGroup, Schema
-    from engram.store.ragged import RaggedStore
 
 B = TypeVar("B", "Tensor", "NDArray[np.uint8]")
 

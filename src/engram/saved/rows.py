@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 import xxhash
 from msgspec import UNSET
+from numpy.typing import NDArray
+from torch import Tensor
 
 from engram._support.field_paths import public
 from engram.errors import CorruptStore
@@ -24,21 +28,13 @@ from engram.saved.documents import corrupt
 from engram.saved.part_reader import PartReader, Stretch, stretches
 from engram.saved.parts import read_state
 from engram.saved.ragged import PartItems, WholeItems
+from engram.store import Store
 from engram.store.memory import write_rows
 from engram.store.rings import fill_rings
+from engram.types import RowsTarget
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from engram.store import Store
-    from engram.types import RowsTarget
-
-    Ints: TypeAlias = NDArray[np.int64]
-    MarksOf: TypeAlias = "Callable[[Ints], Marks]"
+Ints: TypeAlias = NDArray[np.int64]
+MarksOf: TypeAlias = "Callable[[Ints], Marks]"
 
 #: The role of fields, by key, as users say it.
 Roles: TypeAlias = "Mapping[str, str] | Mapping[tuple[str, ...], str] | Mapping[str | tuple[str, ...], str]"

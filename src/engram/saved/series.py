@@ -28,19 +28,16 @@ import os
 import re
 import secrets
 import time
-from typing import TYPE_CHECKING, Self
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Self
 
 from engram._support.words import count
 from engram.errors import CorruptCheckpoint
 from engram.format.strict import MAX_BYTES
 from engram.saved import attempts, disk, documents
 from engram.saved.checkpoints import Checkpoint, Contents
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
-    from pathlib import Path
-
-    from engram.saved.part_reader import PartReader
+from engram.saved.part_reader import PartReader
 
 LATEST = "LATEST"
 PINS = "pins.json"

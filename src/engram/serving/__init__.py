@@ -9,13 +9,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from engram._support.checks import check_type
 from engram.buffer import ReplayBuffer
-
-if TYPE_CHECKING:
-    from engram.store import Store
+from engram.store import Store
 
 __all__ = ["serve"]
 

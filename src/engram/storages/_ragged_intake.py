@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from collections.abc import Sequence, Sized
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -14,10 +15,6 @@ from engram.storages._types import as_tensor
 from engram.storages.ragged import ItemField, Ragged, uneven_rows
 from engram.store.memory import DTYPE_NAMES
 from engram.store.ragged_rows import Items
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence, Sized
-
 
 _FORMS = "a jagged nested tensor, (values, offsets), or a list of arrays"
 

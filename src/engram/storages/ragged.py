@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict, cast, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, cast, get_args
 
 import numpy as np
 import torch
@@ -19,8 +19,7 @@ from engram.storages._types import at, dtype_name
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
 from engram.store.ragged_rows import Items
 
-if TYPE_CHECKING:
-    Path: TypeAlias = tuple[str, ...]
+Path: TypeAlias = tuple[str, ...]
 
 #: What is stored as bytes, and returned as it was.
 TEXT = ("utf-8", "bytes", "json")
