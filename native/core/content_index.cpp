@@ -35,6 +35,7 @@ void ContentIndex::rebuild() {
   std::atomic_signal_fence(std::memory_order_seq_cst);
   forget_all();
   look_at_all();
+  scatters_ = ~std::uint64_t{0};  // catch_up() was perhaps interrupted
 }
 
 void ContentIndex::put_in_order() {
@@ -48,6 +49,15 @@ void ContentIndex::scan(std::uint64_t begin, std::uint64_t end) {
   look_at_these({.first = begin}, end - begin);
 }
 
+// A row that was reserved for a step holds an earlier one, or nothing, until its writer begins. The lap first: what a step that begins
+// later writes is looked at again.
+void ContentIndex::look_for(std::uint64_t row, std::uint32_t lap) {
+  const bool begun = tickets_.lap(row).load(std::memory_order_acquire) >= lap, whole = look_at(row);
+  const State state = state_of(tickets_.word(row).load(std::memory_order_acquire));
+  const bool empty = state == State::unused || state == State::voided;
+  if (!begun || (!whole && !empty)) pending_.push_back({row, lap});
+}
+
 void ContentIndex::catch_up() {
   const RedoLock guard = lock();
   const std::uint64_t scatters = tickets_.counters().scatters.load(std::memory_order_acquire), length = tickets_.lane_length();
@@ -58,18 +68,15 @@ void ContentIndex::catch_up() {
     all |= std::exchange(base_[lane], base) != base;
     ends[lane] = tickets_.end(lane);
   }
-  if (all) look_at_all();
   RedoChange change(redo_);
+  for (const Pending& one : std::exchange(pending_, {})) {
+    if (!all) look_for(one.row, one.lap);
+  }
   for (std::uint64_t lane = 0; lane < tickets_.lanes(); ++lane) {
     const std::uint64_t end = ends[lane], low = end > length ? end - length : 0;
-    std::uint64_t first = end;  // that is not whole yet
-    for (std::uint64_t p = std::max(all ? low : next_[lane], low); p < end; ++p) {
-      const std::uint64_t row = lane * length + p % length;
-      const bool begun = tickets_.lap(row).load(std::memory_order_acquire) >= tickets_.lap_of(p);
-      const bool whole = look_at(row);
-      if (!begun || !whole) first = std::min(first, p);
-    }
-    next_[lane] = first;
+    for (std::uint64_t row = lane * length; all && row < (lane + 1) * length; ++row) look_for(row, tickets_.newest_lap(row, end));
+    for (std::uint64_t p = std::max(next_[lane], low); !all && p < end; ++p) look_for(lane * length + p % length, tickets_.lap_of(p));
+    next_[lane] = end;
   }
   change.done();
 }

@@ -18,8 +18,8 @@ class ContentIndex : public Index {
  public:
   std::uint64_t rows() const { return rows_; }
 
-  /// For a view of a store whose writers do not tell it: looks at what was appended since the last time, or at all rows after a write by
-  /// number. O(rows written), or a look at each row.
+  /// For a view of a store whose writers do not tell it: looks at what was appended since the last time, and at what was under way then;
+  /// or at all rows after a write by number. O(rows written), or a look at each row.
   void catch_up();
 
   /// Looks at the rows [begin, end). As Priorities::scan.
@@ -65,7 +65,16 @@ class ContentIndex : public Index {
   const std::uint64_t rows_;  // a copy: the memory may be shared
 
  private:
+  /// A row that is to be looked at again, until it holds the step of that lap, or nothing.
+  struct Pending {
+    std::uint64_t row;
+    std::uint32_t lap;
+  };
+
+  void look_for(std::uint64_t row, std::uint32_t lap);
+
   std::vector<std::uint64_t> next_, base_;  // of catch_up(), for each lane
+  std::vector<Pending> pending_;
   std::uint64_t scatters_ = ~std::uint64_t{0};
 };
 
