@@ -24,6 +24,7 @@ from engram import (
 from tests import stress
 from tests.samplers.machine import SETTINGS, StoreMachine, stressed
 from tests.statistics_of import assert_proportional, assert_uniform
+from tests.store.device.there import There
 from tests.store.processes import Child
 from tests.twins import through_a_file
 
@@ -262,7 +263,7 @@ def test_an_empty_buffer():
 # ---- where the rows are ------------------------------------------------------------------------------------------------
 
 
-def test_rows_on_an_accelerator_or_in_memory_of_ones_own(monkeypatch, both_ways):
+def test_rows_on_an_accelerator():
     rb = buffer([0, 0, 1, 3, 3, 3], 1, 3, storage=There(6))
     counts = Counter(row for _ in range(600) for row in rows_of(rb))
     assert_proportional([counts[row] for row in range(6)], [1 / 4, 1 / 4, 1 / 3, 1, 1, 1])
