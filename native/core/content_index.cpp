@@ -49,13 +49,10 @@ void ContentIndex::scan(std::uint64_t begin, std::uint64_t end) {
   look_at_these({.first = begin}, end - begin);
 }
 
-// A row that was reserved for a step holds an earlier one, or nothing, until its writer begins. The lap first: what a step that begins
-// later writes is looked at again.
-void ContentIndex::look_for(std::uint64_t row, std::uint32_t lap) {
-  const bool begun = tickets_.lap(row).load(std::memory_order_acquire) >= lap, whole = look_at(row);
-  const State state = state_of(tickets_.word(row).load(std::memory_order_acquire));
-  const bool empty = state == State::unused || state == State::voided;
-  if (!begun || (!whole && !empty)) pending_.push_back({row, lap});
+// Before a look at the row, which finds what was whole by then. Of what an edit, or a write by number, changes behind it, scatters tell.
+void ContentIndex::await(std::uint64_t row, std::uint32_t lap) {
+  const bool begun = tickets_.lap(row).load(std::memory_order_acquire) >= lap;
+  if (!begun || state_of(tickets_.word(row).load(std::memory_order_acquire)) == State::writing) pending_.push_back({row, lap});
 }
 
 void ContentIndex::catch_up() {
@@ -69,15 +66,21 @@ void ContentIndex::catch_up() {
     ends[lane] = tickets_.end(lane);
   }
   RedoChange change(redo_);
+  std::vector<std::int64_t> rows;
+  const auto look_for = [&](std::uint64_t row, std::uint32_t lap) {
+    rows.push_back(static_cast<std::int64_t>(row));
+    await(row, lap);
+  };
   for (const Pending& one : std::exchange(pending_, {})) {
     if (!all) look_for(one.row, one.lap);
   }
   for (std::uint64_t lane = 0; lane < tickets_.lanes(); ++lane) {
-    const std::uint64_t end = ends[lane], low = end > length ? end - length : 0;
-    for (std::uint64_t row = lane * length; all && row < (lane + 1) * length; ++row) look_for(row, tickets_.newest_lap(row, end));
-    for (std::uint64_t p = std::max(next_[lane], low); !all && p < end; ++p) look_for(lane * length + p % length, tickets_.lap_of(p));
+    const std::uint64_t end = ends[lane], low = end > length ? end - length : 0, first = lane * length, laps = end / length;
+    for (std::uint64_t i = 0; all && i < length; ++i) await(first + i, static_cast<std::uint32_t>(laps + (i < end % length ? 1 : 0)));
+    for (std::uint64_t p = std::max(next_[lane], low); !all && p < end; ++p) look_for(first + p % length, tickets_.lap_of(p));
     next_[lane] = end;
   }
+  all ? look_at_each({}, rows_) : look_at_each({rows.data()}, rows.size());
   change.done();
 }
 

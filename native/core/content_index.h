@@ -49,8 +49,8 @@ class ContentIndex : public Index {
   RedoLock lock(std::uint64_t news = 0) {
     return RedoLock(redo_, [this](std::uint64_t redo, std::uint64_t) { redo != 0 ? rebuild() : look_at_all(); }, news);
   }
-  /// Takes over what a row says. Whether it is whole. Within a change.
-  virtual bool look_at(std::uint64_t row) = 0;
+  /// Takes over what a row says. Within a change.
+  virtual void look_at(std::uint64_t row) = 0;
   /// The same of n rows.
   virtual void look_at_each(Rows rows, std::uint64_t n);
   /// Nothing is noted of any row from now on.
@@ -65,13 +65,13 @@ class ContentIndex : public Index {
   const std::uint64_t rows_;  // a copy: the memory may be shared
 
  private:
-  /// A row that is to be looked at again, until it holds the step of that lap, or nothing.
+  /// A row that is to be looked at again: the writer of its step of that lap had not begun, or had not ended.
   struct Pending {
     std::uint64_t row;
     std::uint32_t lap;
   };
 
-  void look_for(std::uint64_t row, std::uint32_t lap);
+  void await(std::uint64_t row, std::uint32_t lap);
 
   std::vector<std::uint64_t> next_, base_;  // of catch_up(), for each lane
   std::vector<Pending> pending_;

@@ -57,12 +57,12 @@ void Versions::forget_all() {
   for (Known& known : known_) known.number = 0;
 }
 
-bool Versions::look_at(std::uint64_t row) {
+void Versions::look_at(std::uint64_t row) {
   Known& known = known_[row];
   for (;;) {
     const std::uint64_t word = tickets_.word(row).load(std::memory_order_acquire);
-    if (!is_committed(word)) return forget(row), false;
-    if (known.number == number_of(word)) return true;
+    if (!is_committed(word)) return forget(row);
+    if (known.number == number_of(word)) return;
     const double version = reader_.read(row);
     fence(std::memory_order_acquire);
     if (tickets_.word(row).load(std::memory_order_relaxed) != word) continue;
@@ -72,8 +72,12 @@ bool Versions::look_at(std::uint64_t row) {
       if (!std::isnan(version)) buckets_[version].insert(row);
     }
     known.number = number_of(word);
-    return true;
+    return;
   }
+}
+
+void Versions::look_at_each(Rows rows, std::uint64_t n) {
+  for (std::uint64_t i = 0; i < n; ++i) Versions::look_at(rows[i]);
 }
 
 // A map that is half changed is left where it is.

@@ -89,7 +89,8 @@ class Versions : private OwnWords, public ContentIndex {
     std::uint64_t drawn;   // the draw that had it last
   };
 
-  bool look_at(std::uint64_t row) override;
+  void look_at(std::uint64_t row) override;
+  void look_at_each(Rows rows, std::uint64_t n) override;
   void forget_all() override;
   void forget(std::uint64_t row);
   void take(std::uint64_t row, std::uint64_t i, std::int64_t* rows, std::int64_t* numbers, double* versions);

@@ -11,7 +11,7 @@
 #ifdef ENGRAM_CAN_STEP
 
 TEST(what_a_writer_ends_or_leaves_behind_is_found_by_who_looked_amid_it) {
-  const std::uint64_t every = stress::pick<std::uint64_t>(997, 151, 11);
+  const std::uint64_t every = stress::pick<std::uint64_t>(601, 151, 11);
   const std::vector<std::function<void(Writing&)>> operations{
       [](Writing& it) { it.append({4, 2, 2}); }, [](Writing& it) { it.edit({1, 3, 0}, {1, 1, 9}, 1); },
       [](Writing& it) { it.edit({1, 3}, {kNotReady, 1}, 0); }, [](Writing& it) { it.place({2, 5, 0}, {8, 9, 8}); },

@@ -26,6 +26,7 @@ from tests.samplers.machine import SETTINGS, StoreMachine, stressed
 from tests.statistics_of import assert_proportional, assert_uniform
 from tests.store.device.there import There
 from tests.store.processes import Child
+from tests.testing.test_broken_storages import Ring
 from tests.twins import through_a_file
 
 
@@ -263,8 +264,9 @@ def test_an_empty_buffer():
 # ---- where the rows are ------------------------------------------------------------------------------------------------
 
 
-def test_rows_on_an_accelerator():
-    rb = buffer([0, 0, 1, 3, 3, 3], 1, 3, storage=There(6))
+@pytest.mark.parametrize("kind", [There, Ring], ids=["accelerator", "own"])
+def test_rows_on_an_accelerator_or_in_a_storage_of_ones_own(kind):
+    rb = buffer([0, 0, 1, 3, 3, 3], 1, 3, storage=kind(6))
     counts = Counter(row for _ in range(600) for row in rows_of(rb))
     assert_proportional([counts[row] for row in range(6)], [1 / 4, 1 / 4, 1 / 3, 1, 1, 1])
     rb.sampler.max_staleness = 0
