@@ -7,6 +7,11 @@
 #include "check.h"
 
 namespace engram {
+namespace {
+
+constexpr std::uint64_t kAtOnce = 4096;  // rows of which the tickets are looked at twice, while they are at hand
+
+}  // namespace
 
 ContentIndex::ContentIndex(const RedoWords& redo, const Control& tickets, std::uint64_t rows)
     : redo_(redo), tickets_(tickets), rows_(rows), next_(tickets.lanes()), base_(tickets.lanes(), ~std::uint64_t{0}) {
@@ -50,9 +55,11 @@ void ContentIndex::scan(std::uint64_t begin, std::uint64_t end) {
 }
 
 // Before a look at the row, which finds what was whole by then. Of what an edit, or a write by number, changes behind it, scatters tell.
-void ContentIndex::await(std::uint64_t row, std::uint32_t lap) {
-  const bool begun = tickets_.lap(row).load(std::memory_order_acquire) >= lap;
-  if (!begun || state_of(tickets_.word(row).load(std::memory_order_acquire)) == State::writing) pending_.push_back({row, lap});
+// `inside`: whether the row was in its lane's extent.
+void ContentIndex::await(std::uint64_t row, std::uint32_t lap, bool inside) {
+  const bool begun = !inside || tickets_.lap(row).load(std::memory_order_acquire) >= lap;
+  const State state = state_of(tickets_.word(row).load(std::memory_order_acquire));
+  if (!begun || state == State::writing || (!inside && state != State::unused)) pending_.push_back({row, lap});
 }
 
 void ContentIndex::catch_up() {
@@ -67,20 +74,25 @@ void ContentIndex::catch_up() {
   }
   RedoChange change(redo_);
   std::vector<std::int64_t> rows;
-  const auto look_for = [&](std::uint64_t row, std::uint32_t lap) {
+  const auto look_for = [&](std::uint64_t row, std::uint32_t lap, bool inside) {
     rows.push_back(static_cast<std::int64_t>(row));
-    await(row, lap);
+    await(row, lap, inside);
   };
   for (const Pending& one : std::exchange(pending_, {})) {
-    if (!all) look_for(one.row, one.lap);
+    if (!all) look_for(one.row, one.lap, tickets_.inside(one.row));
   }
   for (std::uint64_t lane = 0; lane < tickets_.lanes(); ++lane) {
-    const std::uint64_t end = ends[lane], low = end > length ? end - length : 0, first = lane * length, laps = end / length;
-    for (std::uint64_t i = 0; all && i < length; ++i) await(first + i, static_cast<std::uint32_t>(laps + (i < end % length ? 1 : 0)));
-    for (std::uint64_t p = std::max(next_[lane], low); !all && p < end; ++p) look_for(first + p % length, tickets_.lap_of(p));
+    const std::uint64_t end = ends[lane], low = end > length ? end - length : 0;
+    const std::uint64_t first = lane * length, laps = end / length, step = end % length, live = tickets_.filled(lane);
+    for (std::uint64_t i = 0, stop; all && i < length; i = stop) {
+      stop = std::min(length, i + kAtOnce);
+      for (std::uint64_t k = i; k < stop; ++k) await(first + k, static_cast<std::uint32_t>(laps + (k < step ? 1 : 0)), k < live);
+      look_at_each({.first = first + i}, stop - i);
+    }
+    for (std::uint64_t p = std::max(next_[lane], low); !all && p < end; ++p) look_for(first + p % length, tickets_.lap_of(p), true);
     next_[lane] = end;
   }
-  all ? look_at_each({}, rows_) : look_at_each({rows.data()}, rows.size());
+  look_at_each({rows.data()}, rows.size());
   change.done();
 }
 

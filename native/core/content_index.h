@@ -65,13 +65,14 @@ class ContentIndex : public Index {
   const std::uint64_t rows_;  // a copy: the memory may be shared
 
  private:
-  /// A row that is to be looked at again: the writer of its step of that lap had not begun, or had not ended.
+  /// A row that is to be looked at again: the writer of its step of that lap had not begun, or had not ended; or one that empties the
+  /// lane had not forgotten it.
   struct Pending {
     std::uint64_t row;
     std::uint32_t lap;
   };
 
-  void await(std::uint64_t row, std::uint32_t lap);
+  void await(std::uint64_t row, std::uint32_t lap, bool inside);
 
   std::vector<std::uint64_t> next_, base_;  // of catch_up(), for each lane
   std::vector<Pending> pending_;

@@ -36,8 +36,13 @@ TEST(what_a_writer_ends_or_leaves_behind_is_found_by_who_looked_amid_it) {
           while (!dies && child.end() == Stepped::End::running) child.step();
         }
         if (dies) other.store.recover();
+        const int failures = expect::failures;
         EXPECT(early.agrees());
         EXPECT(late.agrees());
+        if (expect::failures != failures) {
+          std::fprintf(stderr, "  operation %zu, paused before step %llu; %s\n", static_cast<std::size_t>(&operation - operations.data()), llu(instructions),
+                       dies ? "it died" : "it went on");
+        }
         other.append({7, 7});
         EXPECT(early.agrees());
         EXPECT(late.agrees());

@@ -25,11 +25,11 @@ struct Versioned : Beside {
 struct Writing {
   explicit Writing(const Versioned& shared, std::uint64_t participant = 0) : store(shared.blocks().open(participant)) {}
 
-  /// Rows of these versions, that are ready.
-  void append(const std::vector<double>& versions) {
+  /// Rows of these versions, that are ready. The first one's ticket number.
+  std::uint64_t append(const std::vector<double>& versions) {
     const std::vector<double> ready(versions.size(), 1);
     const std::byte* columns[] = {reinterpret_cast<const std::byte*>(ready.data()), reinterpret_cast<const std::byte*>(versions.data())};
-    store.append(0, versions.size(), columns, nullptr);
+    return store.append(0, versions.size(), columns, nullptr);
   }
   /// The same for rows by number.
   void place(const std::vector<std::int64_t>& rows, const std::vector<double>& versions) {
