@@ -157,6 +157,8 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
     _index_kind = ConsumerVersionIndex.kind
     _storage: SampledStorage | None = None
     _table: native.Versions | None = None
+    #: Fields that are to be ready: those of a filter around it.
+    _ready: tuple[FieldPath, ...] = ()
 
     def __init__(
         self,
@@ -271,7 +273,7 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
                     f"{type(storage).__name__} has no fields."
                 )
             assert storage.memory is not None  # it has rows
-            self._table = row_indexes.rows_by_version(storage.memory, self._key)
+            self._table = row_indexes.rows_by_version(storage.memory, self._key, self._ready)
         return self._table
 
     # ---- state ---------------------------------------------------------------------------------------------------------

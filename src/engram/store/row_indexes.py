@@ -291,15 +291,16 @@ class ConsumerVersionIndex(LockedIndex[native.ConsumerVersion]):
         return cls.of_name(store.indexes, name, native.consumer_version_bytes)[0]
 
 
-def rows_by_version(store: Store, key: FieldPath) -> native.Versions:
-    """The rows of a store by the version in a field, for draws of this process. It catches up with writers, who do nothing for it.
+def rows_by_version(store: Store, key: FieldPath, ready: tuple[FieldPath, ...]) -> native.Versions:
+    """The ready rows of a store by the version in a field, for draws of this process. It catches up with writers, who do nothing for it.
 
-    Raises ``KeyError``: no such field. ``TypeError``: it is no version.
+    Raises ``KeyError``: no such field. ``TypeError``: it is no version, or can never be not ready.
     """
-    field, spec = specified(store, "version_key", key)
-    (number,), columns = store.on_host((field,))
+    fields = [*(specified(store, "ready", path) for path in ready), specified(store, "version_key", key)]
+    numbers, columns = store.on_host([number for number, _ in fields])
+    *until, version = zip(numbers, (spec for _, spec in fields), strict=True)
     keep = (*store.control_memory, *columns)
-    return fork.registered(native.Versions(store.core, ((), (number, spec)), *placed(columns), keep))
+    return fork.registered(native.Versions(store.core, (until, version), *placed(columns), keep))
 
 
 class GroupRules(NamedTuple):
