@@ -1,6 +1,7 @@
 #include "content_index.h"
 
 #include <algorithm>
+#include <new>
 #include <stdexcept>
 #include <utility>
 
@@ -94,6 +95,15 @@ void ContentIndex::catch_up() {
   }
   look_at_each({rows.data()}, rows.size());
   change.done();
+}
+
+// A vector that is half changed is left where it is. What it had is found by a look at all rows.
+void ContentIndex::after_fork() {
+  if (redo_.mutex.held()) {
+    new (&pending_) std::vector<Pending>;
+    scatters_ = ~std::uint64_t{0};
+  }
+  redo_.after_fork();
 }
 
 void ContentIndex::written(const std::int64_t* rows, std::uint64_t n, std::uint64_t) {

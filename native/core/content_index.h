@@ -33,7 +33,8 @@ class ContentIndex : public Index {
   void lost(const std::int64_t* rows, std::uint64_t n) override;
   void emptied() override;
 
-  void after_fork() { redo_.after_fork(); }
+  /// In a child that was forked off: a thread of the parent may have been amid a call.
+  void after_fork();
 
  protected:
   /// Those that are named, or consecutive ones.

@@ -1,6 +1,4 @@
 // Rows by version against a model, beside writers in threads, and what a draw draws.
-#include <unistd.h>
-
 #include <atomic>
 #include <cstdint>
 #include <map>
@@ -153,17 +151,5 @@ TEST(what_is_drawn_beside_writers_was_written) {
   appended.merge(edited);
   EXPECT(drawn.size() > 8);
   for (const auto& [number, version] : drawn) EXPECT(appended.count(number) == 1 && appended[number] == version);
-  EXPECT(drawing.agrees());
-}
-
-// A thread of the parent may have been amid a change when the child was forked off: it begins anew.
-TEST(a_child_draws_what_its_parent_had_begun_to_note) {
-  const Versioned shared(6);
-  Writing writing(shared);
-  Drawing drawing(shared);
-  writing.append({1, 2, 2});
-  EXPECT(drawing.agrees());
-  writing.append({2, 5});
-  drawing.index.after_fork();
   EXPECT(drawing.agrees());
 }
