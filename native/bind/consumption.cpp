@@ -46,15 +46,6 @@ class BoundConsumption : private Tickets, public Consumption {
   }
 };
 
-RowRules rules_in(const nb::tuple& given) {
-  RowRules rules;
-  if (given.size() == 0) return rules;
-  for (const nb::handle field : given[0]) rules.ready.push_back(rule_field_in(field));
-  rules.dated = !nb::handle(given[1]).is_none();
-  if (rules.dated) rules.version = rule_field_in(given[1]);
-  return rules;
-}
-
 // As Python compares it: (fields that are to be ready, field of the version or None, most draws), fields by their numbers.
 nb::tuple policy_of(const BoundConsumption& self) {
   const RowRules& rules = self.rules();

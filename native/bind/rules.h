@@ -9,6 +9,7 @@
 #include "../core/check.h"
 #include "../core/row_rules.h"
 #include "../core/store.h"
+#include "memory.h"
 #include "tensors.h"
 
 namespace engram {
@@ -17,6 +18,25 @@ inline RuleField rule_field_in(nanobind::handle given) {
   const auto number = nanobind::cast<std::uint32_t>(given[0]);
   const RowSpec spec = spec_of(given[1]);
   return {number, spec.code, spec.bits, 0};
+}
+
+/// An empty tuple: no rules.
+inline RowRules rules_in(const nanobind::tuple& given) {
+  RowRules rules;
+  if (given.size() == 0) return rules;
+  for (const nanobind::handle field : given[0]) rules.ready.push_back(rule_field_in(field));
+  rules.dated = !nanobind::handle(given[1]).is_none();
+  if (rules.dated) rules.version = rule_field_in(given[1]);
+  return rules;
+}
+
+/// Where the rows of fields are: addresses, bytes of a row, and from row to row.
+inline std::vector<Field> fields_at(const std::vector<Address>& data, const std::vector<std::uint64_t>& row_bytes,
+                                    const std::vector<std::uint64_t>& strides) {
+  check(data.size() == row_bytes.size() && data.size() == strides.size(), "one address per field, the bytes of a row, and a stride");
+  std::vector<Field> fields;
+  for (std::size_t i = 0; i < data.size(); ++i) fields.emplace_back(at<std::byte>(data[i]), row_bytes[i], strides[i]);
+  return fields;
 }
 
 inline std::vector<Field> fields_numbered(const std::vector<std::uint64_t>& numbers, const Store& store) {

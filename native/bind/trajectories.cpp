@@ -22,6 +22,7 @@
 #include "column.h"
 #include "interpreter.h"
 #include "memory.h"
+#include "rules.h"
 #include "priorities.h"
 #include "tensors.h"
 
@@ -544,14 +545,6 @@ static void bind_completed(nb::class_<Trajectories, Index>& table) {
           "positions"_a, "The reverse of positions_of, for a store that holds the same rows.");
 }
 
-static std::vector<Field> fields_of(const std::vector<Address>& data, const std::vector<std::uint64_t>& row_bytes,
-                                    const std::vector<std::uint64_t>& strides) {
-  check(data.size() == row_bytes.size() && data.size() == strides.size(), "one row size and stride per field");
-  std::vector<Field> fields;
-  for (std::size_t i = 0; i < data.size(); ++i) fields.push_back({at<std::byte>(data[i]), row_bytes[i], strides[i]});
-  return fields;
-}
-
 static void bind_fragments(nb::module_& m) {
   nb::class_<Fragments, Index>(m, "Fragments", nb::is_weak_referenceable(), "Rows by trajectory and step, which lie anywhere.")
       .def(
@@ -560,7 +553,7 @@ static void bind_fragments(nb::module_& m) {
              bool trajectory_signed, Address step, std::uint64_t step_bytes, std::uint64_t step_stride, bool step_signed,
              const std::vector<Address>& ends, const std::vector<std::uint64_t>& end_bytes, const std::vector<std::uint64_t>& end_strides,
              const std::vector<std::uint64_t>& step_types, const std::vector<std::uint64_t>& whole, std::uint64_t window, nb::handle) {
-            Boundaries boundaries{0, fields_of(ends, end_bytes, end_strides), {}, step_types, whole};
+            Boundaries boundaries{0, fields_at(ends, end_bytes, end_strides), {}, step_types, whole};
             new (self) Fragments(store.control(), {{at<std::byte>(trajectory), trajectory_bytes, trajectory_stride}, trajectory_signed},
                                  {{at<std::byte>(step), step_bytes, step_stride}, step_signed}, window, std::move(boundaries));
           },
@@ -637,7 +630,7 @@ void bind_trajectories(nb::module_& m) {
           [](Trajectories* self, const Store& store, std::uint64_t ids, const std::vector<std::uint64_t>& which,
              const std::vector<std::uint64_t>& step_types, const std::vector<std::uint64_t>& whole, const std::vector<Address>& data, const std::vector<std::uint64_t>& row_bytes,
              const std::vector<std::uint64_t>& strides, std::uint64_t width, std::uint64_t window, Address memory, std::uint64_t memory_bytes, const nb::object&) {
-            Boundaries boundaries{ids, fields_of(data, row_bytes, strides), which, step_types, whole};
+            Boundaries boundaries{ids, fields_at(data, row_bytes, strides), which, step_types, whole};
             new (self) Trajectories(store.control(), std::move(boundaries), width, window, block(memory, memory_bytes));
           },
           "store"_a, "ids"_a, "which"_a, "step_types"_a, "whole"_a, "fields"_a,

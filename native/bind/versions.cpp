@@ -15,6 +15,7 @@
 #include "column.h"
 #include "interpreter.h"
 #include "memory.h"
+#include "rules.h"
 #include "tensors.h"
 
 namespace nb = nanobind;
@@ -37,61 +38,47 @@ nb::object tensors_of(const RowSpec& a, const std::vector<A>& one, const RowSpec
   return std::move(buffers).tensors(n);
 }
 
-void bind_table(nb::module_& m) {
-  nb::class_<VersionTable>(m, "VersionTable", "Rows of a store by version. For one thread at a time.")
+nb::object versions(Versions& self) {
+  std::vector<double> values;
+  std::vector<std::int64_t> counts;
+  {
+    nb::gil_scoped_release release;
+    self.catch_up();
+    self.versions(values, counts);
+  }
+  return tensors_of(kDouble, values, kNumbers, counts);
+}
+
+nb::object draw(Versions& self, std::uint64_t key, std::uint64_t n, Column<const double> versions, Column<const double> weights) {
+  check(n < std::uint64_t{1} << 48, "a batch of more rows than there is memory");
+  OutputBuffers buffers;
+  bool drawn;
+  {
+    const WithoutInterpreter running(n <= 256);
+    const auto size = static_cast<std::int64_t>(n);
+    buffers.add(kNumbers, size);
+    buffers.add(kNumbers, size);
+    buffers.add(kDouble, size);
+    drawn = self.draw(key, n, versions.span(), weights.span(), buffers.at<std::int64_t>(0), buffers.at<std::int64_t>(1), buffers.at<double>(2));
+  }
+  if (!drawn) return nb::none();
+  return std::move(buffers).tensors(static_cast<std::int64_t>(n));
+}
+
+void bind_rows(nb::module_& m) {
+  nb::class_<Versions>(m, "Versions", nb::is_weak_referenceable(), "Rows of a store by version, those that follow rules.")
       .def(
-          "__init__", [](VersionTable* self, const Store& store, nb::handle) { new (self) VersionTable(store.control()); }, "store"_a,
-          "keep"_a, nb::keep_alive<1, 3>())
-      .def(
-          "catch_up",
-          [](VersionTable& self) {
-            VersionTable::Changed changed;
-            {
-              nb::gil_scoped_release release;
-              changed = self.catch_up();
-            }
-            return tensors_of(kNumbers, changed.rows, kNumbers, changed.numbers);
+          "__init__",
+          [](Versions* self, const Store& store, const nb::tuple& rules, const std::vector<Address>& data,
+             const std::vector<std::uint64_t>& row_bytes, const std::vector<std::uint64_t>& strides, nb::handle) {
+            new (self) Versions(store.control(), rules_in(rules), fields_at(data, row_bytes, strides));
           },
-          "[rows, ticket numbers]: those whose content is not in the table. set is to follow; else it names them again.")
-      .def(
-          "set",
-          [](VersionTable& self, Numbers rows, Numbers numbers, Column<const double> versions, const std::vector<std::int64_t>& moved) {
-            nb::gil_scoped_release release;
-            self.set(rows.data, numbers.of(rows.size), versions.of(rows.size), rows.size, moved);
-          },
-          "rows"_a, "numbers"_a, "versions"_a, "moved"_a,
-          "What the rows that catch_up named held. moved: positions of those that could not be read, which it names again.")
-      .def(
-          "versions",
-          [](VersionTable& self) {
-            std::vector<double> values;
-            std::vector<std::int64_t> counts;
-            {
-              nb::gil_scoped_release release;
-              self.versions(values, counts);
-            }
-            return tensors_of(kDouble, values, kNumbers, counts);
-          },
-          "[versions, ascending, and how many rows have each].")
-      .def(
-          "draw",
-          [](VersionTable& self, std::uint64_t key, std::uint64_t n, Column<const double> versions, Column<const double> weights) -> nb::object {
-            check(n < std::uint64_t{1} << 48, "a batch of more rows than there is memory");
-            OutputBuffers buffers;
-            bool drawn;
-            {
-              const WithoutInterpreter running(n <= 256);
-              const auto size = static_cast<std::int64_t>(n);
-              buffers.add(kNumbers, size);
-              buffers.add(kNumbers, size);
-              buffers.add(kDouble, size);
-              drawn = self.draw(key, n, versions.span(), weights.span(), buffers.at<std::int64_t>(0), buffers.at<std::int64_t>(1),
-                                buffers.at<double>(2));
-            }
-            if (!drawn) return nb::none();
-            return std::move(buffers).tensors(static_cast<std::int64_t>(n));
-          },
-          "key"_a, "n"_a, "versions"_a, "weights"_a, "[rows, ticket numbers, versions]. None: every weight is zero.");
+          "store"_a, "rules"_a, "data"_a, "row_bytes"_a, "strides"_a, "keep"_a, nb::keep_alive<1, 7>(),
+          "`rules`: (fields that are to be ready, field of the version); where the rows of these fields are. `keep` holds their memory and the "
+          "store's.")
+      .def("versions", &versions, "[versions, ascending, and how many rows have each], as rows now are.")
+      .def("draw", &draw, "key"_a, "n"_a, "versions"_a, "weights"_a, "[rows, ticket numbers, versions]. None: every weight is zero.")
+      .def("after_fork", &Versions::after_fork);
 }
 
 }  // namespace
@@ -111,7 +98,7 @@ void bind_versions(nb::module_& m) {
       .def("increment", &ConsumerVersion::increment)
       .def("scan", [](const ConsumerVersion&, std::uint64_t, std::uint64_t) {}, "begin"_a, "end"_a, "It does not depend on what rows hold.")
       .def("after_fork", [](const ConsumerVersion&) {});
-  bind_table(m);
+  bind_rows(m);
 }
 
 }  // namespace engram

@@ -18,8 +18,8 @@ class ContentIndex : public Index {
  public:
   std::uint64_t rows() const { return rows_; }
 
-  /// For a view of a store whose writers do not tell it: looks at what was appended since the last time, or at all rows after a write by
-  /// number. O(rows written), or a look at each row.
+  /// For a view of a store whose writers do not tell it: looks at what was appended since the last time, and at what was under way then;
+  /// or at all rows after a write by number. O(rows written), or a look at each row.
   void catch_up();
 
   /// Looks at the rows [begin, end). As Priorities::scan.
@@ -33,7 +33,8 @@ class ContentIndex : public Index {
   void lost(const std::int64_t* rows, std::uint64_t n) override;
   void emptied() override;
 
-  void after_fork() { redo_.after_fork(); }
+  /// In a child that was forked off: a thread of the parent may have been amid a call.
+  void after_fork();
 
  protected:
   /// Those that are named, or consecutive ones.
@@ -49,8 +50,8 @@ class ContentIndex : public Index {
   RedoLock lock(std::uint64_t news = 0) {
     return RedoLock(redo_, [this](std::uint64_t redo, std::uint64_t) { redo != 0 ? rebuild() : look_at_all(); }, news);
   }
-  /// Takes over what a row says. Whether it is whole. Within a change.
-  virtual bool look_at(std::uint64_t row) = 0;
+  /// Takes over what a row says. Within a change.
+  virtual void look_at(std::uint64_t row) = 0;
   /// The same of n rows.
   virtual void look_at_each(Rows rows, std::uint64_t n);
   /// Nothing is noted of any row from now on.
@@ -65,7 +66,17 @@ class ContentIndex : public Index {
   const std::uint64_t rows_;  // a copy: the memory may be shared
 
  private:
+  /// A row that is to be looked at again: the writer of its step of that lap had not begun, or had not ended; or one that empties the
+  /// lane had not forgotten it.
+  struct Pending {
+    std::uint64_t row;
+    std::uint32_t lap;
+  };
+
+  void await(std::uint64_t row, std::uint32_t lap, bool inside);
+
   std::vector<std::uint64_t> next_, base_;  // of catch_up(), for each lane
+  std::vector<Pending> pending_;
   std::uint64_t scatters_ = ~std::uint64_t{0};
 };
 

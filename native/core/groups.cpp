@@ -448,25 +448,25 @@ bool Groups::has_uses_left(std::uint64_t row) {
   return (uses_[row] & kUses) < policy_.most;
 }
 
-// A row that is being written is in no group: its writer tells when it is whole. Returns whether it is.
-bool Groups::look_at(std::uint64_t row) {
+// A row that is being written is in no group: its writer tells when it is whole.
+void Groups::look_at(std::uint64_t row) {
   for (;;) {
     const std::uint64_t word = tickets_.word(row).load(std::memory_order_acquire);
-    if (!is_committed(word)) return forget(row), false;
+    if (!is_committed(word)) return forget(row);
     const std::uint64_t number = number_of(word);
-    if (numbers_[row] == number) return true;
+    if (numbers_[row] == number) return;
     const bool ready = read(row, word);
     fence(std::memory_order_acquire);
     if (tickets_.word(row).load(std::memory_order_relaxed) != word) continue;
     forget(row);
-    if (!has_uses_left(row) || !ready) return true;
+    if (!has_uses_left(row) || !ready) return;
     const Id id = static_cast<Id>(row + 1), of = find_or_make(looked_at_.data());
     Group& to = group(of);
     numbers_[row] = number;
     if (policy_.dated) versions_.insert(row, version_);
     node(id) = {of, 0, 0, 1};
     set_root(to, trees_.with(to.root, id));
-    return true;
+    return;
   }
 }
 

@@ -218,7 +218,7 @@ class Groups : public ContentIndex {
   bool is_known(std::uint64_t row) const;
   bool read(std::uint64_t row, std::uint64_t word);
   bool has_uses_left(std::uint64_t row);
-  bool look_at(std::uint64_t row) override;
+  void look_at(std::uint64_t row) override;
   void forget_all() override;
   void forget(std::uint64_t row);
   void leave(const std::int64_t* rows, std::uint64_t n, Word& counter);

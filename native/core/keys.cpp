@@ -141,16 +141,15 @@ void Keys::forget(std::uint64_t row) {
 
 // A row that is being written is in no tree: its writer tells when it is whole. One that is being edited stays. Who edits its key
 // tells of it when the key is whole.
-bool Keys::look_at(std::uint64_t row) {
+void Keys::look_at(std::uint64_t row) {
   const std::uint64_t write = read_key(row);
-  if (write == 0) return forget(row), false;
+  if (write == 0) return forget(row);
   const std::uint64_t hash = hash_of_key(read_.data(), key_bytes_);
-  if (nodes_[row].write == write && nodes_[row].hash == hash) return true;
+  if (nodes_[row].write == write && nodes_[row].hash == hash) return;
   forget(row);
   nodes_[row] = {hash, write, 0, 0};
   Id& root = bucket(hash);
   root = trees_.with(root, static_cast<Id>(row + 1));
-  return true;
 }
 
 // Asks for the memory ahead, as most of it waits for memory: the row, then the buckets that it leaves and enters, then their roots.

@@ -99,7 +99,7 @@ class Keys : public ContentIndex {
 
   std::uint64_t read_key(std::uint64_t row);
   bool is_read(const std::byte* key) const { return std::memcmp(read_.data(), key, key_bytes_) == 0; }
-  bool look_at(std::uint64_t row) override;
+  void look_at(std::uint64_t row) override;
   void look_at_each(Rows rows, std::uint64_t n) override;
   void forget_all() override;
   void forget(std::uint64_t row);

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "check.h"
+#include "fence.h"
 
 namespace engram {
 namespace {
@@ -37,101 +38,66 @@ void ConsumerVersion::raise_to(std::int64_t version) {
   }
 }
 
-VersionTable::VersionTable(Control control)
-    : control_(control),
-      known_(control.capacity()),
-      next_(control.lanes()),
-      base_(control.lanes(), ~std::uint64_t{0}) {}
+Versions::Versions(const Control& tickets, const RowRules& rules, std::span<const Field> fields)
+    : ContentIndex(RedoWords::of(static_cast<OwnWords&>(*this)), tickets, tickets.capacity()), reader_(rules, fields), known_(rows()) {
+  rules.check();
+  check(rules.dated, "rows by version: expected rules that name one");
+}
 
-void VersionTable::forget(std::uint64_t row) {
-  if (known_[row].number == 0) return;
-  known_[row].number = 0;
-  const auto found = buckets_.find(known_[row].version);
+void Versions::forget(std::uint64_t row) {
+  Known& known = known_[row];
+  if (std::exchange(known.number, 0) == 0 || std::isnan(known.version)) return;
+  const auto found = buckets_.find(known.version);
   found->second.erase(row);
   if (found->second.size() == 0) buckets_.erase(found);
 }
 
-// A row that was reserved for a step holds an earlier one until its writer begins: it is looked at again.
-void VersionTable::look_at(std::uint64_t row, std::uint32_t lap, Changed& changed) {
-  const std::uint64_t word = control_.word(row).load(std::memory_order_acquire);
-  if (state_of(word) == State::writing) {
-    pending_.push_back({row, lap});
-  } else if (!is_committed(word)) {
-    forget(row);
-    if (control_.lap(row).load(std::memory_order_acquire) < lap && state_of(word) == State::unused) pending_.push_back({row, lap});
-  } else if (number_of(word) != known_[row].number) {
-    changed.rows.push_back(static_cast<std::int64_t>(row));
-    changed.numbers.push_back(static_cast<std::int64_t>(number_of(word)));
-  } else if (control_.lap(row).load(std::memory_order_acquire) < lap) {
-    pending_.push_back({row, lap});
-  }
+void Versions::forget_all() {
+  buckets_.clear();
+  for (Known& known : known_) known.number = 0;
 }
 
-VersionTable::Changed VersionTable::catch_up() {
-  Changed changed;
-  const std::uint64_t scatters = control_.counters().scatters.load(std::memory_order_acquire), length = control_.lane_length();
-  bool all = std::exchange(scatters_, scatters) != scatters;
-  std::vector<std::uint64_t> ends(control_.lanes());
-  for (std::uint64_t lane = 0; lane < control_.lanes(); ++lane) {
-    const std::uint64_t base = control_.lane(lane).base.load(std::memory_order_acquire);
-    all |= std::exchange(base_[lane], base) != base;
-    ends[lane] = control_.end(lane);
-  }
-  std::vector<Pending> before = std::exchange(pending_, {});
-  for (const std::int64_t row : std::exchange(named_, {})) before.push_back({static_cast<std::uint64_t>(row), 0});
-  if (all) before.clear();
-  for (std::uint64_t lane = 0; lane < control_.lanes(); ++lane) {
-    const std::uint64_t end = ends[lane];
-    if (all) {
-      for (std::uint64_t row = lane * length; row < (lane + 1) * length; ++row) look_at(row, control_.newest_lap(row, end), changed);
-    } else {
-      for (std::uint64_t p = std::max(next_[lane], end > length ? end - length : 0); p < end; ++p) {
-        look_at(lane * length + p % length, control_.lap_of(p), changed);
-      }
-    }
-    next_[lane] = end;
-  }
-  for (const Pending& one : before) look_at(one.row, one.lap, changed);
-  named_ = changed.rows;
-  return changed;
-}
-
-void VersionTable::set(const std::int64_t* rows, const std::int64_t* numbers, const double* versions, std::uint64_t n,
-                       std::span<const std::int64_t> moved) {
-  const OwnRows own(rows, n, control_.capacity());
-  std::vector<bool> left_out(n);
-  for (const std::int64_t& position : moved) {
-    const auto i = static_cast<std::uint64_t>(copied(position));
-    check(i < n, "positions of the rows");
-    left_out[i] = true;
-  }
-  for (std::uint64_t i = 0; i < n; ++i) {
-    const auto row = static_cast<std::uint64_t>(rows[i]);
-    if (left_out[i]) {
+void Versions::look_at(std::uint64_t row) {
+  Known& known = known_[row];
+  for (;;) {
+    const std::uint64_t word = tickets_.word(row).load(std::memory_order_acquire);
+    if (!is_committed(word)) return forget(row);
+    if (known.number == number_of(word)) return;
+    const double version = reader_.read(row);
+    fence(std::memory_order_acquire);
+    if (tickets_.word(row).load(std::memory_order_relaxed) != word) continue;
+    if (known.number == 0 || known.version != version) {
       forget(row);
-      pending_.push_back({row, 0});
-      continue;
+      known.version = version;
+      if (!std::isnan(version)) buckets_[version].insert(row);
     }
-    const double version = copied(versions[i]);
-    if (known_[row].number == 0 || known_[row].version != version) {
-      forget(row);
-      known_[row].version = version;
-      if (std::isnan(version)) continue;
-      buckets_[version].insert(row);
-    }
-    known_[row].number = static_cast<std::uint64_t>(numbers[i]);
+    known.number = number_of(word);
+    return;
   }
-  named_.clear();
 }
 
-void VersionTable::versions(std::vector<double>& values, std::vector<std::int64_t>& counts) const {
+void Versions::look_at_each(Rows rows, std::uint64_t n) {
+  for (std::uint64_t i = 0; i < n; ++i) Versions::look_at(rows[i]);
+}
+
+// A map that is half changed is left where it is.
+void Versions::after_fork() {
+  if (mutex.held()) {
+    new (&buckets_) std::map<double, SortedRows>;
+    redo.store(1, std::memory_order_relaxed);
+  }
+  ContentIndex::after_fork();
+}
+
+void Versions::versions(std::vector<double>& values, std::vector<std::int64_t>& counts) {
+  const RedoLock guard = lock();
   for (const auto& [version, rows] : buckets_) {
     values.push_back(version);
     counts.push_back(static_cast<std::int64_t>(rows.size()));
   }
 }
 
-void VersionTable::take(std::uint64_t row, std::uint64_t i, std::int64_t* rows, std::int64_t* numbers, double* versions) {
+void Versions::take(std::uint64_t row, std::uint64_t i, std::int64_t* rows, std::int64_t* numbers, double* versions) {
   rows[i] = static_cast<std::int64_t>(row);
   numbers[i] = static_cast<std::int64_t>(known_[row].number);
   versions[i] = known_[row].version;
@@ -140,7 +106,7 @@ void VersionTable::take(std::uint64_t row, std::uint64_t i, std::int64_t* rows, 
 
 // The n rows that come first of those that this draw does not have yet, where each arrives after an exponential time of rate `weight`:
 // as if they were drawn one after another (Efraimidis and Spirakis, "Weighted random sampling with a reservoir", 2006).
-std::vector<std::uint64_t> VersionTable::least_first(const Random& random, std::uint64_t n, const std::vector<double>& weights) const {
+std::vector<std::uint64_t> Versions::least_first(const Random& random, std::uint64_t n, const std::vector<double>& weights) const {
   std::vector<std::pair<double, std::uint64_t>> arrivals;
   for (auto next = weights.begin(); const auto& [version, of_version] : buckets_) {
     const double weight = *next++;
@@ -156,7 +122,7 @@ std::vector<std::uint64_t> VersionTable::least_first(const Random& random, std::
 }
 
 // Of each version that rows have now. Who was asked for the weights may have looked at the rows again.
-std::vector<double> VersionTable::weights_of(std::span<const double> of, std::span<const double> given) const {
+std::vector<double> Versions::weights_of(std::span<const double> of, std::span<const double> given) const {
   check(of.size() == given.size(), "a weight of each version");
   std::map<double, double> weight;
   for (std::size_t i = 0; i < of.size(); ++i) {
@@ -172,8 +138,9 @@ std::vector<double> VersionTable::weights_of(std::span<const double> of, std::sp
 
 // One after another, where a row that came before is drawn again: that is the same as drawing among the others. If it takes too many
 // tries, as most rows that are likely have been drawn, the rest is drawn at once.
-bool VersionTable::draw(std::uint64_t key, std::uint64_t n, std::span<const double> of, std::span<const double> given,
+bool Versions::draw(std::uint64_t key, std::uint64_t n, std::span<const double> of, std::span<const double> given,
                         std::int64_t* rows, std::int64_t* numbers, double* versions) {
+  const RedoLock guard = lock();
   const std::vector<double> weights = weights_of(of, given);
   const Random random(key);
   std::vector<const SortedRows*> buckets;

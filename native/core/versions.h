@@ -1,7 +1,7 @@
-// Draws by version: each row has one, rows of a version are equally likely, and what a version weighs the caller says.
+// Draws by version: each row that follows some rules has one (row_rules.h), rows of a version are equally likely, and what a version weighs
+// the caller says.
 //
-// A table is one process's own. It learns of writes by looking: rows that were appended since the last look are found through the
-// cursors, all others by a look at every ticket, after any write by number. Writers know nothing of it.
+// The rows by version are one process's own. It catches up with writers, who know nothing of it (content_index.h).
 //
 // The version up to which the rows' consumer has come belongs to the store: an index of one page that all processes share.
 //
@@ -14,9 +14,13 @@
 #include <span>
 #include <vector>
 
+#include "content_index.h"
 #include "control.h"
 #include "index.h"
 #include "random.h"
+#include "redo_lock.h"
+#include "row_rules.h"
+#include "shared_mutex.h"
 #include "sorted_rows.h"
 
 namespace engram {
@@ -52,23 +56,21 @@ class ConsumerVersion : public Index {
   ConsumerPage* page_;
 };
 
-class VersionTable {
+/// The words that an index has in its memory, of one that has none.
+struct OwnWords {
+  OwnWords() { mutex.format(); }
+
+  Word redo{0}, missed{0};
+  SharedMutex mutex;
+};
+
+class Versions : private OwnWords, public ContentIndex {
  public:
-  explicit VersionTable(Control control);
+  /// `fields`: those that the rules name, whose rows must outlive it. Throws std::invalid_argument: other fields, or rules without a version.
+  Versions(const Control& tickets, const RowRules& rules, std::span<const Field> fields);
 
-  struct Changed {
-    std::vector<std::int64_t> rows, numbers;
-  };
-  /// Rows whose content is not in the table, with their ticket numbers: set() is to follow. If it does not, the next call names them
-  /// again. Cost: O(rows written) after appends, else a word per row of the store.
-  Changed catch_up();
-  /// The rows that catch_up() named held these versions under these numbers. NaN: the row is never drawn. `moved`: positions of those
-  /// that could not be read under their numbers, which the next catch_up() names again. Throws, and nothing changed.
-  void set(const std::int64_t* rows, const std::int64_t* numbers, const double* versions, std::uint64_t n,
-           std::span<const std::int64_t> moved = {});
-
-  /// Each version that rows have, ascending, and how many have it. Cost: O(versions).
-  void versions(std::vector<double>& values, std::vector<std::int64_t>& counts) const;
+  /// Each version that rows have, ascending, and how many have it, as rows were when it caught up. Cost: O(versions).
+  void versions(std::vector<double>& values, std::vector<std::int64_t>& counts);
 
   /// Draws n rows, with P(row) = weight of its version / sum over all rows: each once if as many rows have a weight above zero. Puts
   /// rows, ticket numbers and versions. False: no row has such a weight. `weights`: one of each of some
@@ -77,30 +79,28 @@ class VersionTable {
   bool draw(std::uint64_t key, std::uint64_t n, std::span<const double> of, std::span<const double> weights, std::int64_t* rows, std::int64_t* numbers,
             double* versions);
 
+  /// In a child that was forked off: what a thread of the parent left half done is forgotten, and looked at again.
+  void after_fork();
+
  private:
   struct Known {
-    std::uint64_t number;  // 0: in no version
-    double version;
-    std::uint64_t drawn;  // the draw that had it last
-  };
-  struct Pending {
-    std::uint64_t row;
-    std::uint32_t lap;  // of the step that is to come
+    std::uint64_t number;  // 0: the row holds nothing
+    double version;        // NaN: it does not follow the rules
+    std::uint64_t drawn;   // the draw that had it last
   };
 
+  void look_at(std::uint64_t row) override;
+  void look_at_each(Rows rows, std::uint64_t n) override;
+  void forget_all() override;
   void forget(std::uint64_t row);
-  void look_at(std::uint64_t row, std::uint32_t lap, Changed& changed);
   void take(std::uint64_t row, std::uint64_t i, std::int64_t* rows, std::int64_t* numbers, double* versions);
   std::vector<double> weights_of(std::span<const double> of, std::span<const double> given) const;
   std::vector<std::uint64_t> least_first(const Random& random, std::uint64_t n, const std::vector<double>& weights) const;
 
-  Control control_;
-  std::map<double, SortedRows> buckets_;    // the rows of each version that rows have
-  std::vector<Known> known_;                // of each row
-  std::vector<std::uint64_t> next_, base_;  // of each lane: what was looked at, and where it began
-  std::vector<Pending> pending_;
-  std::vector<std::int64_t> named_;  // by catch_up(), until set() follows
-  std::uint64_t scatters_ = ~std::uint64_t{0}, draws_ = 0;
+  RuleReader reader_;
+  std::map<double, SortedRows> buckets_;  // the rows of each version that rows have
+  std::vector<Known> known_;              // of each row
+  std::uint64_t draws_ = 0;
 };
 
 }  // namespace engram

@@ -107,6 +107,27 @@ def test_weights_of_staleness_hold_where_few_rows_are_left():
     assert_proportional([counts[i] for i in ready], [1 / (5 - i // 10 % 5) for i in ready])
 
 
+def test_a_sampler_by_staleness_draws_none_that_the_filter_would_refuse():
+    """Rows that are ready, in place of others that are not any more, and none that is not."""
+    n = 4_000
+    inner = StalenessAwareSampler()
+    rb = made(inner, n, 64)
+    rows = rb.extend(rows_of(n, ready=lambda i: i in (5, 3_000)))
+    assert len(set(rb.sample()["x"].tolist())) == 64
+    rb.set_sampler(FilteredSampler(inner, ready=("reward",)))
+    rb.sample()
+    drawn = [inner.draw(rb.storage.extent(), 2, key).rows.tolist() for key in range(20)]
+    assert {row for both in drawn for row in both} == {5, 3_000}
+    rb.set_at_("reward", torch.tensor([torch.nan, 1.0]), rows[[5, 6]])
+    drawn = [inner.draw(rb.storage.extent(), 2, key).rows.tolist() for key in range(20)]
+    assert {row for both in drawn for row in both} == {6, 3_000}
+    rb.set_at_("reward", torch.full((2,), torch.nan), rows[[6, 3_000]])
+    before = rb.stats()["starved_draws"]
+    with pytest.raises(NoSampleable, match="got none: rows do not count: those that are not ready"):
+        rb.sample()
+    assert rb.stats()["starved_draws"] == before + 1
+
+
 @pytest.mark.parametrize("kind", ["consuming", "filter", "groups"])
 def test_what_becomes_of_rows_is_counted(kind):
     sampler = {

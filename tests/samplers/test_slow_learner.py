@@ -21,7 +21,6 @@ from engram import (
     StalenessAwareSampler,
     StreamingSliceSampler,
 )
-from engram.store import row_indexes
 
 ROWS, WRITTEN, BATCHES = 1024, 16, 12
 
@@ -132,41 +131,49 @@ def test_no_draw_of_a_slow_learner_fails(storage, kind):
         assert len(set(rb.sample(ROWS)["step"].tolist())) == ROWS
 
 
-# ---- a failed draw leaves no half-moved table ----------------------------------------------------------------------------
+# ---- between the look at the versions and the draw -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_rows_that_move_while_their_versions_are_read_are_read_again(storage, monkeypatch, every):
-    """Between the look at the tickets and the read, all rows, or half of them, are edited."""
-    rb = ReplayBuffer(storage=storage, sampler=StalenessAwareSampler())
-    editor, specified, edits = ReplayBuffer(storage=storage), row_indexes.specified, []
+def test_rows_that_move_between_the_look_and_the_draw_are_drawn_as_they_are_then(storage, every):
+    """All rows, or half of them, get another version and state meanwhile: what is handed out is what the rows hold then."""
+    editor = ReplayBuffer(storage=storage)
+    moved = torch.arange(0, ROWS, every)
 
-    def edited(*of_field):
+    def weigh(staleness):
         if not edits:
             edits.append(1)
-            editor.set_at_("state", torch.ones(ROWS // every, dtype=torch.int64), torch.arange(0, ROWS, every))
-        return specified(*of_field)
+            editor.set_at_("policy_version", torch.full((len(moved),), 10_000), moved)
+            editor.set_at_("state", torch.ones(len(moved), dtype=torch.int64), moved)
+        return torch.ones_like(staleness)
 
-    monkeypatch.setattr(row_indexes, "specified", edited)
-    assert {int(step) % 2 for step in rb.sample(64)["step"]} == ({0, 1} if every == 1 else {1})
-    assert len(set(rb.sample(ROWS)["step"].tolist())) == ROWS
+    edits = []
+    rb = ReplayBuffer(storage=storage, sampler=StalenessAwareSampler(staleness_weight_fn=weigh))
+    batch = rb.sample(ROWS)
+    assert ((batch["policy_version"] == 10_000) == (batch["state"] == 1)).all()
+    batch, info = rb.sample(ROWS, return_info=True)
+    assert len(set(batch["step"].tolist())) == ROWS
+    assert ((batch["policy_version"] == 10_000) == (batch["step"] % every == 0)).all()
+    assert info["staleness"].tolist() == (-batch["policy_version"]).tolist()
 
 
 @pytest.mark.parametrize("error", [OSError("disk"), KeyboardInterrupt()])
-def test_a_draw_that_fails_takes_no_row_from_later_ones(storage, monkeypatch, error):
-    rb = ReplayBuffer(storage=storage, sampler=StalenessAwareSampler())
+def test_a_draw_that_fails_takes_no_row_from_later_ones(storage, error):
+    def weigh(staleness):
+        if broken:
+            raise error
+        return torch.ones_like(staleness)
+
+    broken = []
+    rb = ReplayBuffer(storage=storage, sampler=StalenessAwareSampler(staleness_weight_fn=weigh))
     rb.sample(16)
     ReplayBuffer(storage=storage).extend(rows(ROWS, WRITTEN))
     ReplayBuffer(storage=storage).set_at_("state", torch.ones(8, dtype=torch.int64), torch.arange(100, 108))
-
-    def broken(*_):
-        raise error
-
-    with monkeypatch.context() as patch:
-        patch.setattr(row_indexes, "specified", broken)
-        for _ in range(2):
-            with pytest.raises(type(error)):
-                rb.sample(16)
+    broken.append(1)
+    for _ in range(2):
+        with pytest.raises(type(error)):
+            rb.sample(16)
+    broken.clear()
     assert sorted(rb.sample(ROWS)["step"].tolist()) == list(range(WRITTEN, ROWS + WRITTEN))
 
 

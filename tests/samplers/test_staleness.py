@@ -24,7 +24,9 @@ from engram import (
 from tests import stress
 from tests.samplers.machine import SETTINGS, StoreMachine, stressed
 from tests.statistics_of import assert_proportional, assert_uniform
+from tests.store.device.there import There
 from tests.store.processes import Child
+from tests.testing.test_broken_storages import Ring
 from tests.twins import through_a_file
 
 
@@ -190,6 +192,20 @@ def test_processes_see_versions_and_rows_of_each_other(tmp_path):
     reader.close()
 
 
+def test_a_reader_follows_writers(tmp_path):
+    """Rows that are written, edited and removed after a read-only buffer was opened."""
+    rb = buffer([0] * 6, 1, 1, storage=LazyMemmapStorage(8, scratch_dir=tmp_path / "s"), max_staleness=1)
+    reader = ReplayBuffer.open(tmp_path / "s", readonly=True)
+    assert {row for _ in range(60) for row in rows_of(reader)} == set(range(6))
+    rb.extend({"row": torch.arange(6, 11), "policy_version": torch.tensor([1, 1, 0, 1, 3])})
+    rb.set_at_("policy_version", torch.tensor([-1, -1]), torch.tensor([3, 4]))
+    assert rb.remove(torch.tensor([5])) == 1
+    drawn = {row for _ in range(200) for row in rows_of(reader)}
+    assert drawn == {8, 9, 10, 6, 7}  # of rows 0, 1 and 2, which were written over, and of 6 and 7
+    reader.close()
+    rb.close()
+
+
 # ---- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -243,6 +259,21 @@ def test_rows_without_a_version():
 def test_an_empty_buffer():
     with pytest.raises(NoSampleable):
         buffer([], 1).sample()
+
+
+# ---- where the rows are ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [There, Ring], ids=["accelerator", "own"])
+def test_rows_on_an_accelerator_or_in_a_storage_of_ones_own(kind):
+    rb = buffer([0, 0, 1, 3, 3, 3], 1, 3, storage=kind(6))
+    counts = Counter(row for _ in range(600) for row in rows_of(rb))
+    assert_proportional([counts[row] for row in range(6)], [1 / 4, 1 / 4, 1 / 3, 1, 1, 1])
+    rb.sampler.max_staleness = 0
+    rb.set_at_("policy_version", torch.tensor([3, 2]), torch.tensor([0, 5]))
+    assert {row for _ in range(100) for row in rows_of(rb)} == {0, 3, 4}
+    rb.extend({"row": torch.arange(6, 9), "policy_version": torch.tensor([3, 0, 3])})  # over the first three
+    assert {row for _ in range(100) for row in rows_of(rb)} == {6, 8, 3, 4}
 
 
 # ---- states ------------------------------------------------------------------------------------------------------------

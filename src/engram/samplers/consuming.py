@@ -15,7 +15,7 @@ from engram._support.state import Change, Loads, check_keys, integer, typed
 from engram.errors import EMPTY, IncompatibleCheckpoint, NoSampleable
 from engram.samplers._base import MAX_DRAWS, NativeSampler, SamplerAround, declared
 from engram.samplers.prioritized import PrioritizedSampler, rows_of
-from engram.samplers.staleness import IndexedSampler, RuledSampler, VersionedSampler, checked_uses
+from engram.samplers.staleness import IndexedSampler, RuledSampler, StalenessAwareSampler, checked_uses
 from engram.store import Key, Masses, check_index_name
 from engram.store.row_indexes import MAX_USES, ConsumptionIndex, GroupRules
 from engram.store.sampled import SampledStorage
@@ -308,7 +308,7 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler[ConsumptionIn
                 f"{name}: sampler: expected a sampler of rows, or a slice sampler with replacement, got {inner!r:.80}. Put expanders and a "
                 "LengthBucketSampler around this one; a PromptGroupSampler follows such rules itself: give them to it."
             )
-        if isinstance(given, VersionedSampler) and max_staleness == -1:
+        if isinstance(given, StalenessAwareSampler) and max_staleness == -1:
             max_staleness, policy_version = inner.max_staleness, inner.version_key
         max_uses = counted if max_uses is None else max_uses
         uses = None if max_uses is None else check_count(f"{name}: max_uses", max_uses, most=MAX_USES - 1)
@@ -328,10 +328,12 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler[ConsumptionIn
         self._source = declared(inner)
         if self._source.traits.draws_windows:
             cast("Any", inner).admits = self._admits
-        if self._rules.version is None and isinstance(inner, VersionedSampler):
+        if self._rules.version is None and isinstance(inner, StalenessAwareSampler):
             self._consumer = inner._consumer  # noqa: SLF001 - the only one that counts
         if isinstance(inner, ConsumingSampler):
             inner._rules, inner.index_name = self._rules, self.index_name  # noqa: SLF001 - one index counts
+        if isinstance(inner, StalenessAwareSampler):
+            inner._ready, inner._table = self._rules.ready, None  # noqa: SLF001 - it draws no others
         self.sampler = inner
 
     @property
@@ -392,7 +394,8 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler[ConsumptionIn
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
         source, parts, need, tries = self._source, list[tuple[Draw, Tensor]](), batch_size, Retries()
-        if source.traits.consumes and not ((index := self._attached()) and index.core.drawable):
+        follows = source.traits.consumes or isinstance(source, StalenessAwareSampler)
+        if follows and not ((index := self._attached()) and index.core.drawable):
             raise self._starved(index)
         if source.traits.draws_windows or source.traits.consumes:
             return source.draw(extent, batch_size, key)
@@ -437,7 +440,7 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler[ConsumptionIn
         if drawn is None:
             independent = left and (of.draws_uniformly or of.prioritized)
             most = min(n * extent.size // left, _MAX_OFFERED) if independent else n
-            if tries.count >= _FEW and isinstance(self._source, VersionedSampler):  # which draws each row once
+            if tries.count >= _FEW and isinstance(self._source, StalenessAwareSampler):  # which draws each row once
                 most = min(extent.size, _MAX_OFFERED)
             drawn = self._source.draw(extent, max(n, most), tries.key_of(key))
         assert self._storage is not None  # it has rows

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Generic, TypeVar, cast
 import torch
 from torch import Tensor
 
-from engram._support import fork, native
+from engram._support import native
 from engram._support.checks import check_callable, check_count, check_type
 from engram._support.field_paths import FieldPath, checked_path, plain, public
 from engram._support.state import Change, check_keys, integer, tensor_in
 from engram.errors import IncompatibleCheckpoint, NoSampleable
 from engram.samplers._base import DeclaredSampler, NativeSampler, check_drawable
-from engram.store import Masses, Store, check_index_name, row_indexes
+from engram.store import Masses, check_index_name, row_indexes
 from engram.store.row_indexes import MAX_READY, MAX_USES, ConsumerVersionIndex, ConsumptionIndex, GroupRules, Groups
 from engram.types import Commit, Draw, Extent
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 VERSION_LIMIT = 1 << 53
 #: What knows which rows may be drawn.
 _Index = TypeVar("_Index", bound=ConsumptionIndex | Groups)
-#: So often versions are read again where all of them moved meanwhile, as writers are faster.
-_MAX_READS = 16
 
 
 class ConsumerVersion:
@@ -78,6 +76,10 @@ class VersionedSampler(DeclaredSampler):
 
     _consumer: ConsumerVersion
 
+    def moved(self) -> None:
+        super().moved()
+        self._consumer.moved()
+
     @property
     def consumer_version(self) -> int:
         """Up to which version the learner has come. Setting it to a smaller one has no effect."""
@@ -101,12 +103,12 @@ class VersionedSampler(DeclaredSampler):
         self._consumer.index().core.increment()
 
     def __getstate__(self) -> dict[str, object]:
-        own = {name: value for name, value in self.__dict__.items() if name not in ("_consumer", "_drawing")}
+        own = {name: value for name, value in self.__dict__.items() if name != "_consumer"}
         return {**own, "_storage": None, "_index": None, "_table": None, "version": self.consumer_version}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         version = cast("int", state.pop("version"))
-        self.__dict__.update({"_storage": None, "_table": None, **state})
+        self.__dict__.update(state)
         self._consumer = ConsumerVersion(self.index_name)
         self._consumer.now = version
 
@@ -139,7 +141,8 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
         NoSampleable (when drawing): no row, or all are too stale or have weight zero (a ``RuntimeError``).
 
     Cost: drawing ``B`` rows takes O(B log V + V), and O(rows written) after appends, for versions that are read; after an edit, or a
-    write by number, a look at a word per row of the storage. Writers do nothing. Memory: 32 bytes per row and process.
+    write by number, a look at a word per row of the storage. Writers do nothing. Memory: 32 bytes per row and process, and on an
+    accelerator the versions once more.
 
     >>> import torch
     >>> from engram import LazyTensorStorage, ReplayBuffer, StalenessAwareSampler
@@ -152,6 +155,10 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
     """
 
     _index_kind = ConsumerVersionIndex.kind
+    _storage: SampledStorage | None = None
+    _table: native.Versions | None = None
+    #: Fields that are to be ready: those of a filter around it.
+    _ready: tuple[FieldPath, ...] = ()
 
     def __init__(
         self,
@@ -167,10 +174,7 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
         self._weigh = staleness_weight_fn
         self._key = checked_path(version_key, "StalenessAwareSampler: version_key")
         self.index_name = index
-        self._drawing = fork.rlock()
-        self._storage: SampledStorage | None = None
         self._consumer = ConsumerVersion(index)
-        self._table: tuple[Store, native.VersionTable] | None = None
 
     # ---- settings ------------------------------------------------------------------------------------------------------
 
@@ -193,11 +197,12 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
     # ---- where the version is ------------------------------------------------------------------------------------------
 
     def bind(self, storage: SampledStorage) -> None:
-        self._storage = storage
+        if storage is not self._storage:
+            self._storage, self._table = storage, None
         self._consumer.bind(storage)
 
     def moved(self) -> None:
-        self._consumer.moved()
+        super().moved()
         self._table = None
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
@@ -206,11 +211,10 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
         check_drawable(extent.size)
         storage = self._storage
         assert storage is not None  # the buffer bound it
-        with self._drawing:
-            table = self._caught_up(storage)
-            versions, counts = table.versions()
-            consumer = self.consumer_version
-            drawn = table.draw(key, batch_size, versions, self._weights(consumer - versions))
+        table = self._rows(storage)
+        versions, counts = table.versions()
+        consumer = self.consumer_version
+        drawn = table.draw(key, batch_size, versions, self._weights(consumer - versions))
         if drawn is None:
             raise NoSampleable(
                 f"sample: expected rows with a staleness of at most max_staleness={self.max_staleness} and a weight above zero: "
@@ -224,9 +228,8 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
         size, total = len(storage), 0.0
         if size:
             self.bind(storage)
-            with self._drawing:
-                versions, counts = self._caught_up(storage).versions()
-                total = float((self._weights(self.consumer_version - versions) * counts).sum())
+            versions, counts = self._rows(storage).versions()
+            total = float((self._weights(self.consumer_version - versions) * counts).sum())
         return Masses(total, 1.0, size)
 
     def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
@@ -261,29 +264,17 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
             weights = torch.where(staleness <= self.max_staleness, weights, 0.0)
         return weights.contiguous()
 
-    def _caught_up(self, storage: SampledStorage) -> native.VersionTable:
-        """The versions of all rows, as they are now."""
-        if not storage.traits.has_fields:
-            raise TypeError(
-                f"StalenessAwareSampler: expected a tensor storage, which has the field {self.version_key!r}; a "
-                f"{type(storage).__name__} has no fields."
-            )
-        store = storage.memory
-        assert store is not None  # it has rows
-        if self._table is None or self._table[0] is not store:
-            self._table = store, native.VersionTable(store.core, store.control_memory)
-        table = self._table[1]
-        for _ in range(_MAX_READS):
-            rows, numbers = table.catch_up()
-            if not len(rows):
-                break
-            number, _ = row_indexes.specified(store, "version_key", self._key)
-            (values,), moved = store.read(rows, expected=numbers, which=(number,))
-            values = values.to("cpu", torch.float64).reshape(-1).contiguous()
-            table.set(rows, numbers, values, moved)  # all of it, or nothing: what fails is named again
-            if len(moved) < len(rows):
-                break
-        return table
+    def _rows(self, storage: SampledStorage) -> native.Versions:
+        """The rows by version."""
+        if self._table is None:
+            if not storage.traits.has_fields:
+                raise TypeError(
+                    f"StalenessAwareSampler: expected a tensor storage, which has the field {self.version_key!r}; a "
+                    f"{type(storage).__name__} has no fields."
+                )
+            assert storage.memory is not None  # it has rows
+            self._table = row_indexes.rows_by_version(storage.memory, self._key, self._ready)
+        return self._table
 
     # ---- state ---------------------------------------------------------------------------------------------------------
 
@@ -314,10 +305,6 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
     @property
     def recordable(self) -> bool:
         return self._weigh is None
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        super().__setstate__(state)
-        self._drawing = fork.rlock()
 
 
 class IndexedSampler(NativeSampler, Generic[_Index]):
@@ -371,10 +358,6 @@ class RuledSampler(VersionedSampler, IndexedSampler[_Index]):
         if staleness >= 0:
             self._rules = self._rules._replace(version=path, max_staleness=staleness)
         self.index_name, self._consumer = index, ConsumerVersion(index)
-
-    def moved(self) -> None:
-        super().moved()
-        self._consumer.moved()
 
     @property
     def max_uses(self) -> int | None:

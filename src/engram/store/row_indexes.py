@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeAlias, Ty
 
 import torch
 
-from engram._support import native
+from engram._support import fork, native
 from engram._support.field_paths import FieldPath, public
 from engram._support.state import check_keys, integer
 from engram.errors import IncompatibleStore
 from engram.format import layout
 from engram.format.schema import DTYPES, Field, items_of
 from engram.store.indexes import LockedIndex, Ordered, TicketIndex
-from engram.store.memory import Block, dlpack_specs, read_block
+from engram.store.memory import Block, dlpack_specs, placed, read_block
 
 if TYPE_CHECKING:
     import numpy as np
@@ -289,6 +289,18 @@ class ConsumerVersionIndex(LockedIndex[native.ConsumerVersion]):
     def of_store(cls, store: Store, name: str) -> ConsumerVersionIndex:
         """The index of a store under a name. Raises ``ValueError``: not a name of an index. ``OSError``: no space for its file."""
         return cls.of_name(store.indexes, name, native.consumer_version_bytes)[0]
+
+
+def rows_by_version(store: Store, key: FieldPath, ready: tuple[FieldPath, ...]) -> native.Versions:
+    """The ready rows of a store by the version in a field, for draws of this process. It catches up with writers, who do nothing for it.
+
+    Raises ``KeyError``: no such field. ``TypeError``: it is no version, or can never be not ready.
+    """
+    fields = [*(specified(store, "ready", path) for path in ready), specified(store, "version_key", key)]
+    numbers, columns = store.on_host([number for number, _ in fields])
+    *until, version = zip(numbers, (spec for _, spec in fields), strict=True)
+    keep = (*store.control_memory, *columns)
+    return fork.registered(native.Versions(store.core, (until, version), *placed(columns), keep))
 
 
 class GroupRules(NamedTuple):
