@@ -133,6 +133,8 @@ MAX_MESSAGE, BESIDE_ROW = 1 << 30, 32
 
 #: What a server says last on a stream: it did nothing of what came since.
 LEAVING = b"{}"
+#: A header of calls: the store that they are for, as :class:`Served` names it. The server of another one refuses them.
+MEANT_STORE = "engram-store"
 #: What one says that has no stream left.
 STREAMS_TAKEN = "all streams are taken"
 

@@ -60,9 +60,14 @@ class WritesUnderWay:
     It owns what is under way, what was dropped, and the error that the next call raises.
     """
 
-    def __init__(self, full: protocol.Full, send: Callable[[pa.RecordBatch, int], object]) -> None:
-        """``send``: writes rows that go to so many lanes, and returns when they are in the store; raises ``NotAdmitted``."""
-        self._full, self._send = full, send
+    def __init__(self, full: protocol.Full, send: Callable[[pa.RecordBatch], Answer], length: int = 0) -> None:
+        """``send``: writes rows, and returns when they are in the store; raises ``NotAdmitted``.
+
+        ``length``: of lanes that nobody else writes to, so that writes are told the numbers of their rows; 0: they are not.
+        """
+        self._full, self._send, self.length = full, send, length
+        #: By lane, the row that comes next, where it is known.
+        self.following: dict[int, int] = {}
         self._rows: deque[wire.Rows] = deque()
         self._changed = threading.Condition(fork.lock())
         self._thread: threading.Thread | None = None
@@ -76,14 +81,18 @@ class WritesUnderWay:
         self.dropped = 0
         fork.registered(self)
 
-    def put(self, batch: pa.RecordBatch, lanes: frozenset[int]) -> None:
-        """Send rows, which are copied, and do not wait for the answer. Raises as :meth:`gather`."""
+    def put(self, batch: pa.RecordBatch, lanes: Sequence[int]) -> list[int]:
+        """Send rows, which are copied, and do not wait for the answer. Returns and raises as :meth:`gather`."""
         with self._changed:
-            if self._admits(batch.num_rows, batch.nbytes):
-                self._append(wire.Rows(batch.schema, lanes, wire.copied(batch)))
+            if not self._admits(batch.num_rows, batch.nbytes):
+                return []
+            self._append(rows := wire.Rows(batch.schema, wire.copied(batch)))
+            return self._tell(rows, lanes, batch.num_rows)
 
-    def gather(self, schema: pa.Schema, columns: list[bytes], lanes: frozenset[int], n: int) -> None:
-        """As :meth:`put`, rows that go with others in one message. ``columns``: the bytes of each.
+    def gather(self, schema: pa.Schema, columns: list[bytes], lanes: Sequence[int], n: int) -> list[int]:
+        """As :meth:`put`, rows that go with others in one message: their numbers, -1 where one is not known; none of rows that are dropped.
+
+        ``columns``: the bytes of each. ``lanes``: of each row, or that of all.
 
         Raises:
             RateLimited: there are no credits, and ``full`` is ``"raise"``. NotAdmitted: there are none because the limits of the store
@@ -92,13 +101,28 @@ class WritesUnderWay:
         nbytes = sum(map(len, columns))
         with self._changed:
             if not self._admits(n, nbytes):
-                return
+                return []
             if not (self._rows and self._rows[-1].takes(schema)):
-                self._append(wire.Rows(schema, lanes))
-            self._rows[-1].gather(columns, lanes, n, nbytes)
+                self._append(wire.Rows(schema))
+            self._rows[-1].gather(columns, n, nbytes)
             self._bytes, self.rows = self._bytes + nbytes, self.rows + n
             if not self._rows[-1].takes(schema):
                 self._changed.notify_all()
+            return self._tell(self._rows[-1], lanes, n)
+
+    def _tell(self, rows: wire.Rows, lanes: Sequence[int], n: int) -> list[int]:
+        """What the writer of the newest rows is told."""
+        told = []
+        for lane in (lanes if len(lanes) == n else [*lanes] * n) if self.length else ():
+            told.append(row := self.following.get(lane, -1))
+            if row >= 0:
+                self.following[lane] = self.after(row)
+        rows.told += told
+        return told
+
+    def after(self, row: int) -> int:
+        """The next one of its lane."""
+        return row + 1 if (row + 1) % self.length else row + 1 - self.length
 
     def _append(self, rows: wire.Rows) -> None:
         self._rows.append(rows)
@@ -191,7 +215,7 @@ class WritesUnderWay:
             if not some:  # it was closed
                 continue
             try:
-                self._send(wire.together(batches), len(frozenset().union(*(one.lanes for one in some))))
+                answer = self._send(wire.together(batches))
             except NotAdmitted:  # fewer rows may be admitted
                 most = 1
                 with self._changed:
@@ -208,7 +232,7 @@ class WritesUnderWay:
                         continue
                 self._done(some, error)
             else:
-                self._done(some)
+                self._done(some, _moved([row for one in some for row in one.told], answer), are_written=True)
 
     def _split(self, some: list[wire.Rows]) -> bool:
         """Let fewer of gathered writes be sent first: whether there are several."""
@@ -218,14 +242,34 @@ class WritesUnderWay:
             self._rows.extendleft(reversed(halves))
         return len(halves) > 1 and len(some) == 1
 
-    def _done(self, some: list[wire.Rows], error: Exception | None = None) -> None:
+    def _done(self, some: list[wire.Rows], error: Exception | None = None, *, are_written: bool = False) -> None:
         with self._changed:
+            if error is not None:
+                self.following.clear()
             for one in some[: len(self._rows)]:  # none are left of a buffer that was closed
                 self._rows.popleft()
                 self._bytes, self.rows = self._bytes - one.nbytes, self.rows - one.rows
-                self.dropped += 0 if error is None else one.rows
+                self.dropped += 0 if are_written else one.rows
             self._error, self._refused = error or self._error, False
             self._changed.notify_all()
+
+
+def _numbers_in(answer: Answer) -> list[int]:
+    """Of rows that were written."""
+    return cast("list[int]", wire.tensors_in(answer.rows, answer.columns)[0].tolist())
+
+
+def _moved(told: list[int], answer: Answer) -> RowError | None:
+    """The error for rows whose writer was told other numbers; None: those are right, or it was told none."""
+    rows = _numbers_in(answer) if told else told
+    wrong = [k for k, number in enumerate(told) if number not in (-1, rows[k])] if told != rows else []
+    if not wrong:
+        return None
+    return RowError(
+        f"add, extend: expected that nobody else writes to the lanes of this buffer, as own_lanes says, got row {rows[wrong[0]]} for "
+        f"one that was told {told[wrong[0]]}, and {len(wrong) - 1} more: they are in the store, elsewhere. Another writer came between, "
+        "or emptied the store, or a server died. Write to lanes of your own, or connect without own_lanes."
+    )
 
 
 _PRIORITIES, _EDITS = map(wire.arrow_schema, (wire.PRIORITIES, wire.EDITS))
@@ -307,7 +351,11 @@ class RemoteStorage(ServedStorage):
         self._numbers: list[int] = []
         self._rename()
         access = connection.access.reached
-        self._under_way = None if access.full is None else WritesUnderWay(access.full, self._sent)
+        #: Whether writes that do not wait are told the numbers of their rows; the first one to a lane waits, and asks for the others.
+        self._own = access.own_lanes and self.ndim == 1
+        length = schema.capacity // schema.lanes if self._own else 0
+        self._under_way = None if access.full is None else WritesUnderWay(access.full, self._sent, length)
+        self._first = fork.lock()
         self.limits.hurried = self._learning.hurried = self._redrawing.hurried = access.hurried
         #: Bytes of priorities that were sent since all batches under way had come.
         self._unread = 0
@@ -351,6 +399,8 @@ class RemoteStorage(ServedStorage):
     def gauges(self) -> dict[str, float]:
         try:
             return self.connection.ask("gauges", protocol.Gauges(), dict[str, float], hurried=self.limits.hurried)
+        except ConnectionError:  # one that serves another store is a ValueError, too
+            raise
         except ValueError:  # a server of an older engram knows no such command
             return {}
 
@@ -372,10 +422,12 @@ class RemoteStorage(ServedStorage):
             counters |= {"rows_dropped": self._under_way.dropped, "rows_under_way": self._under_way.rows}
         return counters
 
-    def _arrive(self) -> None:
-        """Wait for what was written before."""
+    def _arrive(self, *, moves: bool = False) -> None:
+        """Wait for what was written before. ``moves``: what comes moves a lane."""
         if self._under_way is not None:
             self._under_way.settle()
+            if moves:
+                self._under_way.following.clear()
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
@@ -484,24 +536,28 @@ class RemoteStorage(ServedStorage):
         columns, lane = prepared, plan.lane
         if self.lanes > 1:
             columns = [*prepared, lane if isinstance(lane, Tensor) else torch.full((n,), lane or 0, device="cpu")]
-        lanes = frozenset(lane.tolist()) if isinstance(lane, Tensor) else frozenset((int(lane or 0),))
+        lanes = lane.tolist() if isinstance(lane, Tensor) else [int(lane or 0)]
         schema = self._written_of(len(prepared))
-        if self._under_way is not None:
+        if (
+            self._under_way is not None
+            and (told := self._write_first(self._under_way, schema, columns, lanes, n)) is None
+        ):
             self.connection.check()
             if not self._schema.ragged and n * self._schema.row_bytes <= wire.GATHERED_BYTES // 4:
                 dense = map(Tensor.contiguous, columns)
-                self._under_way.gather(schema, [ctypes.string_at(it.data_ptr(), it.nbytes) for it in dense], lanes, n)
+                raws = [ctypes.string_at(it.data_ptr(), it.nbytes) for it in dense]
+                told = self._under_way.gather(schema, raws, lanes, n)
             else:
-                self._under_way.put(wire.record_batch(schema, columns, n), lanes)
-            return Write(native.empty_rows(n).fill_(-1), 0)
-        batch = wire.record_batch(schema, columns, n)
-        answer = self._sent(batch, len(lanes))
+                told = self._under_way.put(wire.record_batch(schema, columns, n), lanes)
+        if self._under_way is not None:
+            return Write(torch.tensor(told, device="cpu") if told else native.empty_rows(n).fill_(-1), 0)
+        answer = self._sent(wire.record_batch(schema, columns, n))
         self.limits.tell(msgspec.json.decode(answer.metadata, type=protocol.Written).limits)
         (rows,) = wire.tensors_in(answer.rows, answer.columns)
         return Write(rows, 0)
 
     def add_row(self, lane: object, data: object, ignored: Iterable[str] = ()) -> tuple[int, int] | None:  # noqa: ARG002
-        """One row that goes with others, without waiting for the answer: ``(-1, 0)``. None: it takes the long path."""
+        """One row that goes with others, without waiting for the answer: its number or -1, and 0. None: it takes the long path."""
         self.adopt_fields()
         under_way = self._under_way
         intake = self.structure.intake if under_way is not None and self.ndim == 1 else None
@@ -511,14 +567,32 @@ class RemoteStorage(ServedStorage):
             or raws is None
             or not isinstance(lane, int)
             or sum(map(len, raws)) > wire.GATHERED_BYTES // 4
+            or (self._own and lane not in under_way.following)
         ):
             return None
         self.connection.check()
         schema = self._written_of(len(raws))
         if self.lanes > 1:
             raws.append(lane.to_bytes(8, sys.byteorder))
-        under_way.gather(schema, raws, frozenset((lane,)), 1)
-        return -1, 0
+        told = under_way.gather(schema, raws, (lane,), 1)
+        return (told[0] if told else -1), 0
+
+    def _write_first(
+        self, under_way: WritesUnderWay, schema: pa.Schema, columns: list[Tensor], lanes: list[int], n: int
+    ) -> list[int] | None:
+        """Write rows, and wait for their numbers, where the next one of a lane is to be known and is not. None: nothing was written."""
+        following = under_way.following
+        with self._first if self._own else nullcontext():
+            if not self._own or following.keys() >= set(lanes):
+                return None
+            under_way.settle()
+            if under_way.rows:  # the limits of the store refuse them
+                raise NotAdmitted(n)
+            rows = _numbers_in(self._sent(wire.record_batch(schema, columns, n)))
+            self._own = self._once  # else the writer of the store says which rows are replaced
+            if self._own:
+                following.update({row // under_way.length: under_way.after(row) for row in rows})
+            return rows
 
     def _written_of(self, fields: int) -> pa.Schema:
         """Of messages of rows with so many fields: those that were prepared before others were added have fewer."""
@@ -526,8 +600,9 @@ class RemoteStorage(ServedStorage):
             self._written[fields] = wire.arrow_schema(wire.written_columns(self._schema.until(fields)))
         return self._written[fields]
 
-    def _sent(self, batch: RecordBatch, lanes: int) -> Answer:
+    def _sent(self, batch: RecordBatch) -> Answer:
         """The answer to rows: one request for each lane that they go to, which may be sent again where the server can know it."""
+        lanes = 1 if self.lanes == 1 else len(batch.columns[-1].unique())
         each = [min(IN_DOUBT, lanes - first) for first in range(0, lanes, IN_DOUBT)]
         with self._writing.lock:
             while True:
@@ -573,6 +648,8 @@ class RemoteStorage(ServedStorage):
         self._arrive()
         try:
             self.connection.ask("can_remove", protocol.CanRemove(), dict)
+        except ConnectionError:  # as above
+            raise
         except ValueError as error:  # a server of an older engram knows no such command
             raise RuntimeError(
                 f"remove: the server at {self.connection.access} is of an older engram, which removes no rows over a connection. Serve the "
@@ -618,10 +695,15 @@ class RemoteStorage(ServedStorage):
         return update_once(self.connection.called, rows, given)
 
     def stores(self, *, home: bool) -> list[OneStore]:  # noqa: ARG002 - there is one
-        return [OneStore(self.connection.call, lambda _: nullcontext(), 0)]
+        return [OneStore(self._call, lambda _: nullcontext(), 0)]
+
+    def _call(self, name: str, given: Mapping[str, object], *row: object) -> object:
+        if self._own and name == "seal":
+            self._arrive(moves=True)
+        return self.connection.call(name, given, *row)
 
     def empty(self, *, keep_write_count: bool) -> None:
-        self._arrive()
+        self._arrive(moves=True)
         self.connection.ask("empty", protocol.Empty(keep_write_count), dict)
 
     def end_trajectories(self, lanes: Tensor, roles: Roles | None, *, terminated: bool) -> Tensor:

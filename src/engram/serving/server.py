@@ -52,12 +52,26 @@ class _Token(flight.ServerMiddlewareFactory):  # type: ignore[misc]
         self._expected = b"Bearer " + token
 
     def start_call(self, info: object, headers: dict[str, list[str | bytes]]) -> None:  # noqa: ARG002 - all calls need it
-        given = next(
-            (value for name, values in headers.items() if name.lower() == "authorization" for value in values), b""
-        )
-        raw = given.encode(errors="replace") if isinstance(given, str) else given
-        if not hmac.compare_digest(raw, self._expected):
+        if not hmac.compare_digest(_header(headers, "authorization"), self._expected):
             raise refusal("expected the server's token")
+
+
+class _Meant(flight.ServerMiddlewareFactory):  # type: ignore[misc]
+    """Middleware that refuses calls for another store, as a server that is gone does: their client looks for one of its store."""
+
+    def __init__(self, service: Service | Awaiting) -> None:
+        super().__init__()
+        self._service = service
+
+    def start_call(self, info: object, headers: dict[str, list[str | bytes]]) -> None:  # noqa: ARG002 - all calls may say it
+        if _header(headers, protocol.MEANT_STORE) not in (b"", self._service.name.encode()):
+            raise away("it serves another store")
+
+
+def _header(headers: dict[str, list[str | bytes]], name: str) -> bytes:
+    """Empty: there is none."""
+    given = next((value for other, values in headers.items() if other.lower() == name for value in values), b"")
+    return given.encode(errors="replace") if isinstance(given, str) else given
 
 
 class Server(flight.FlightServerBase):  # type: ignore[misc]
@@ -82,7 +96,7 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
         self._draining = False
         super().__init__(
             address.uri,
-            middleware={"token": _Token(token)} if token else None,
+            middleware={"meant": _Meant(service)} | ({"token": _Token(token)} if token else {}),
             **({} if tls is None else {"tls_certificates": [tls]}),
             **({"verify_client": True, "root_certificates": clients} if clients else {}),
         )
