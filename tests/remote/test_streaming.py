@@ -49,20 +49,20 @@ def test_credits_are_bytes_or_rows_and_a_larger_message_goes_alone(monkeypatch):
         writes = WritesUnderWay("raise", server.send)
         batches = [wire.record_batch(SCHEMA, [rows], len(rows)) for rows in sizes]
         for batch in batches[:most]:
-            writes.put(batch, [0])
+            writes.put(batch, [0] * batch.num_rows)
         before = sum(map(len, sizes[:most]))
         with pytest.raises(RateLimited, match=f"got {before} and {8 * before} before these {len(sizes[most])} of"):
-            writes.put(batches[most], [0])
+            writes.put(batches[most], [0] * batches[most].num_rows)
         server.go.set()
         writes.settle()
         assert writes.rows == writes._bytes == 0
-        writes.put(batches[most], [0])
+        writes.put(batches[most], [0] * batches[most].num_rows)
         writes.close(wait=True)
         assert len(server.rows) == sum(map(len, sizes[: most + 1]))
 
 
-def gather(writes, *numbers, lanes=(0,)):
-    writes.gather(SCHEMA, [torch.tensor(numbers).numpy().tobytes()], lanes, len(numbers))
+def gather(writes, *numbers):
+    writes.gather(SCHEMA, [torch.tensor(numbers).numpy().tobytes()], [0] * len(numbers))
 
 
 def test_small_writes_go_together_in_order_and_are_copied():
@@ -73,7 +73,7 @@ def test_small_writes_go_together_in_order_and_are_copied():
     row = torch.zeros(1, dtype=torch.int64)
     for number in range(20_000):  # more than a block holds, while nothing is answered
         row[0] = number
-        writes.gather(SCHEMA, [row.numpy().tobytes()], (number % 3,), 1)
+        writes.gather(SCHEMA, [row.numpy().tobytes()], (number % 3,))
     assert writes.rows == 20_001
     server.go.set()
     writes.settle()
@@ -199,7 +199,7 @@ def test_rows_that_are_refused_for_now_are_written_before_the_end():
     server = Server(*[NotAdmitted(1)] * 3)
     server.go.set()
     writes = WritesUnderWay("block", server.send)
-    writes.put(rows_of(1, 2), [0])
+    writes.put(rows_of(1, 2), [0, 0])
     writes.close(wait=True)
     assert server.rows == [1, 2]
 
@@ -209,7 +209,7 @@ def test_rows_that_no_server_takes_are_said_at_the_end(monkeypatch):
     server = Server(*[NotAdmitted(1)] * 10_000)
     server.go.set()
     writes = WritesUnderWay("block", server.send)
-    writes.put(rows_of(1, 2), [0])
+    writes.put(rows_of(1, 2), [0, 0])
     with pytest.warns(RuntimeWarning, match="2 rows are not known to be written: the server did not admit"):
         writes.close(wait=True)
     assert writes.rows == 0

@@ -76,9 +76,7 @@ class _Way(NamedTuple):
         if own.count(None) == 1:
             raise ValueError(f"{call}: expected tls_cert and tls_key together, got one of them.")
         if check_type(f"{call}: own_lanes", self.own_lanes, bool, "a bool") and self.full is None:
-            raise ValueError(
-                f"{call}: own_lanes: expected full= beside it: writes that wait return the numbers of their rows."
-            )
+            raise ValueError(f"{call}: own_lanes: expected full= beside it. Other writes return the numbers anyway.")
         given = self.tls_root
         roots = [given] if given is None or isinstance(given, str | os.PathLike) else [*given]
         token = None if self.token is None else os.fspath(self.token)
@@ -86,8 +84,8 @@ class _Way(NamedTuple):
         members = listed(address)
         at = tuple(addresses_of(address, call)) if members is None else members.addresses()
         certificate = cast("tuple[str, str] | None", pair or None)
-        patience, how = float(self.patience), (self.compression, self.own_lanes)
-        return Access(at, token, named, patience, self.full, False, certificate, *how, members)
+        how = self.compression, members, self.own_lanes
+        return Access(at, token, named, float(self.patience), self.full, False, certificate, *how)
 
     def check_on_ray(self) -> None:
         """Raise ``TypeError``, ``ValueError``: what shards on Ray do not take."""

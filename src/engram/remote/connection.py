@@ -108,10 +108,10 @@ class Access(NamedTuple):
     own_certificate: tuple[str, str] | None = None
     #: By which rows are compressed on their way.
     compression: str | None = None
-    #: Whether nobody else writes to the lanes that this client writes to.
-    own_lanes: bool = False
     #: Where the addresses of a fleet are listed; None: they do not change.
     members: MemberList | None = None
+    #: Whether nobody else writes to the lanes that this client writes to.
+    own_lanes: bool = False
 
     @property
     def reached(self) -> Access:

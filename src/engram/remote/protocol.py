@@ -493,8 +493,8 @@ def check_level(served: Served, where: str, call: str) -> None:
     """Raise ``RuntimeError``: the server is of an older engram, which knows no such call."""
     if served.level < 1:
         raise RuntimeError(
-            f"{call}: expected a server that knows this call, got one of engram {served.engram} at {where}. Serve the store with engram "
-            f"{__version__} or newer, or call it where the store is."
+            f"{call}: expected a server that knows this call, got one of an older engram, {served.engram}, at {where}. Serve the store "
+            f"with engram {__version__} or newer, or call it where the store is."
         )
 
 

@@ -44,34 +44,21 @@ _DRAIN_TIMEOUT_S = 5.0
 refusal, broken = flight.FlightUnauthenticatedError, flight.FlightServerError
 
 
-class _Token(flight.ServerMiddlewareFactory):  # type: ignore[misc]
-    """Middleware that refuses calls without the token."""
+class _Admission(flight.ServerMiddlewareFactory):  # type: ignore[misc]
+    """Middleware that refuses calls without the token, and calls that are for another store: their client looks for that one."""
 
-    def __init__(self, token: bytes) -> None:
+    def __init__(self, token: bytes, service: Service | Awaiting) -> None:
         super().__init__()
-        self._expected = b"Bearer " + token
+        self._expected, self._service = b"Bearer " + token if token else b"", service
 
-    def start_call(self, info: object, headers: dict[str, list[str | bytes]]) -> None:  # noqa: ARG002 - all calls need it
-        if not hmac.compare_digest(_header(headers, "authorization"), self._expected):
+    def start_call(self, info: object, headers: dict[str, list[str | bytes]]) -> None:  # noqa: ARG002 - of all calls
+        given = {name.lower(): value for name, values in headers.items() for value in reversed(values)}
+        said = [given.get(name, b"") for name in ("authorization", protocol.MEANT_STORE)]
+        token, store = (it.encode(errors="replace") if isinstance(it, str) else it for it in said)
+        if self._expected and not hmac.compare_digest(token, self._expected):
             raise refusal("expected the server's token")
-
-
-class _Meant(flight.ServerMiddlewareFactory):  # type: ignore[misc]
-    """Middleware that refuses calls for another store, as a server that is gone does: their client looks for one of its store."""
-
-    def __init__(self, service: Service | Awaiting) -> None:
-        super().__init__()
-        self._service = service
-
-    def start_call(self, info: object, headers: dict[str, list[str | bytes]]) -> None:  # noqa: ARG002 - all calls may say it
-        if _header(headers, protocol.MEANT_STORE) not in (b"", self._service.name.encode()):
+        if store and store != self._service.name.encode():
             raise away("it serves another store")
-
-
-def _header(headers: dict[str, list[str | bytes]], name: str) -> bytes:
-    """Empty: there is none."""
-    given = next((value for other, values in headers.items() if other.lower() == name for value in values), b"")
-    return given.encode(errors="replace") if isinstance(given, str) else given
 
 
 class Server(flight.FlightServerBase):  # type: ignore[misc]
@@ -96,7 +83,7 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
         self._draining = False
         super().__init__(
             address.uri,
-            middleware={"meant": _Meant(service)} | ({"token": _Token(token)} if token else {}),
+            middleware={"admission": _Admission(token, service)},
             **({} if tls is None else {"tls_certificates": [tls]}),
             **({"verify_client": True, "root_certificates": clients} if clients else {}),
         )
