@@ -233,7 +233,7 @@ def during(
         if finish is not None:
             finish()
         cpu_ns, marks = time.process_time_ns(), [clock()]
-        while not marks[1:] or marks[-1] < window.end_ns:
+        while len(marks) < 2 or marks[-1] < window.end_ns:
             call()
             marks.append(clock())
         if finish is not None:
