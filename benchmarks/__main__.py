@@ -35,6 +35,7 @@ from benchmarks import (
     bench_sampling,
     bench_sb3,
     bench_sharing,
+    bench_single,
     bench_slices,
     bench_staleness,
     bench_threads,
@@ -77,6 +78,7 @@ BENCHMARKS: dict[str, Callable[[rivals.Libraries, float], Iterator[Row]]] = {
     "removers": bench_removers.run,
     "ranks": bench_ranks.run,
     "cluster": bench_cluster.run,
+    "single": bench_single.run,
     "datasets": bench_datasets.run,
     "transfer_queue": bench_transfer_queue.run,
 }

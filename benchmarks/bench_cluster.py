@@ -91,7 +91,7 @@ def _checked(batch: Any, kind: str) -> None:
 
 
 @contextmanager
-def _served(engram: Any, rb: Any, *, address: str = "127.0.0.1:0") -> Iterator[tuple[str, str]]:
+def served(engram: Any, rb: Any, *, address: str = "127.0.0.1:0") -> Iterator[tuple[str, str]]:
     """A server of a buffer: its address, and the path of its token."""
     with tempfile.TemporaryDirectory() as folder:
         token = Path(folder) / "token"
@@ -114,7 +114,7 @@ def _sampled(
     with ExitStack() as stack:
         rb = _buffer(engram, kind)
         stack.callback(rb.close)
-        address, token = stack.enter_context(_served(engram, rb))
+        address, token = stack.enter_context(served(engram, rb))
         connect = engram.ReplayBuffer.connect
         one = connect(address, token=token)
         ahead = connect(address, token=token, prefetch=PREFETCH)
@@ -153,7 +153,7 @@ def _sampled(
 def _local(engram: Any, effort: Effort) -> Row:
     """What a server costs a learner that has the same store open."""
     served, alone = (_buffer(engram, "small") for _ in range(2))
-    with _served(engram, served) as (address, token):
+    with served(engram, served) as (address, token):
         remote = engram.ReplayBuffer.connect(address, token=token)
         remote.sample()
         timing = alternate([Side("engram", served.sample), Side("not served", alone.sample)], effort)
@@ -207,7 +207,7 @@ def _reverb(engram: Any, share: float) -> Iterator[Row]:
     rb = engram.ReplayBuffer(storage=engram.LazyTensorStorage(data.ROWS), batch_size=BATCH, shared=True)
     rb.extend(data.fields())
     server = Program(python, "benchmarks.reverb_peer", "server", str(data.ROWS))
-    with _served(engram, rb) as (address, token):
+    with served(engram, rb) as (address, token):
         sides: dict[str, list[Worker]] = {}
         for role in ("sample", "one-by-one", "write"):
             sides[f"engram {role}"] = [Program(sys.executable, "benchmarks.served_peer", role, address, token)]

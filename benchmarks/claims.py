@@ -200,6 +200,8 @@ FLOORS: dict[tuple[str, str], Floor] = {
     ("cluster/reverb/sample", "Reverb"): Floor("times", 10),
     ("cluster/reverb/write", "Reverb"): Floor("times", 10),
     ("cluster/local", "not served"): Floor("share", 1.1, within_iqr=True),
+    ("single/acknowledged", "33.3 µs"): Floor("value", 33.3),
+    ("single/cpu", "30 µs"): Floor("value", 30),
     ("cluster/server-death", "500 ms"): Floor("value", 500),
     ("cluster/all-dead", "100 ms"): Floor("value", 100),
 }

@@ -1,14 +1,15 @@
 """A client of a server of engram's, as a process of its own: what ``reverb_peer`` is of Reverb.
 
 ``python -m benchmarks.served_peer ROLE ADDRESS TOKEN``. ``sample`` draws batches of 256 ahead, as a learner does; ``one-by-one`` waits for
-each. ``write`` writes 64 rows at a time, streams, and waits for its acknowledgements at the end of a window.
+each. ``write`` writes 64 rows at a time, streams, and waits for its acknowledgements at the end of a window; ``single`` so one row at a
+time, and ``numbered``, which is told their numbers.
 """
 
 import sys
 import warnings
 from functools import partial
 
-from benchmarks import data
+from benchmarks import data, rows_of_actors
 from benchmarks.workers import answer_lines
 
 CHUNK, BATCH, PREFETCH = 64, 256, 4
@@ -22,6 +23,9 @@ def main(role: str, address: str, token: str) -> None:
         remote = ReplayBuffer.connect(address, token=token, full="block")
         chunks = data.pieces(data.fields(200 * CHUNK), CHUNK)
         answer_lines(data.each(remote.extend, chunks), partial(len, remote), {})
+    elif role in ("single", "numbered"):
+        remote = ReplayBuffer.connect(address, token=token, full="block", own_lanes=role == "numbered")
+        answer_lines(partial(remote.add, rows_of_actors.row()), partial(len, remote), {})
     else:
         prefetch = PREFETCH if role == "sample" else 0
         remote = ReplayBuffer.connect(address, token=token, prefetch=prefetch, batch_size=BATCH)

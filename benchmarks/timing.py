@@ -14,7 +14,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TypeVar
 
@@ -203,13 +203,14 @@ class Window:
 class Turn:
     """What one process did: ``calls`` in ``elapsed_us``, of which at most one in a hundred took longer than ``p99_us``.
 
-    ``uncounted`` are those it made before the window opened; with none of them it came late.
+    ``uncounted`` are those it made before the window opened; with none of them it came late. ``cpu_us`` is that of all its threads.
     """
 
     calls: int
     elapsed_us: float
     p99_us: float
     uncounted: int = 0
+    cpu_us: float = field(default=0.0, compare=False)
 
 
 def during(
@@ -231,18 +232,19 @@ def during(
             uncounted += 1
         if finish is not None:
             finish()
-        marks = [clock()]
-        while not marks[1:] or marks[-1] < window.end_ns:
+        cpu_ns, marks = time.process_time_ns(), [clock()]
+        while len(marks) < 2 or marks[-1] < window.end_ns:
             call()
             marks.append(clock())
         if finish is not None:
             finish()
-        elapsed_ns = clock() - marks[0]
+        elapsed_ns, cpu_ns = clock() - marks[0], time.process_time_ns() - cpu_ns
     finally:
         gc.enable()
     gc.collect()
     lengths = sorted(after - before for before, after in pairwise(marks))
-    return Turn(len(lengths), elapsed_ns / 1e3, lengths[(len(lengths) * 99 + 99) // 100 - 1] / 1e3, uncounted)
+    p99_ns = lengths[(len(lengths) * 99 + 99) // 100 - 1]
+    return Turn(len(lengths), elapsed_ns / 1e3, p99_ns / 1e3, uncounted, cpu_ns / 1e3)
 
 
 def together(turns: Sequence[Turn]) -> float:

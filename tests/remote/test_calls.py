@@ -523,7 +523,7 @@ def test_a_server_of_an_older_engram_is_named(served):
             lambda: remote.sample(max_tokens=10),
         ):
             with pytest.raises(
-                RuntimeError, match=r"expected a server that knows this call, got one of engram 0\.1 at unix"
+                RuntimeError, match=r"expected a server that knows this call, got one of an older engram, 0\.1, at unix"
             ):
                 call()
 

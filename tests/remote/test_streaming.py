@@ -27,17 +27,17 @@ class Server:
         self.errors, self.messages = list(errors), []
         self.asked, self.go = threading.Event(), threading.Event()
 
-    def send(self, batch, lanes):
+    def send(self, batch):
         self.asked.set()
         self.go.wait(60)
         error = self.errors.pop(0) if self.errors else None
         if error is not None:
             raise error
-        self.messages.append((wire.tensors_in(batch, COLUMNS)[0].tolist(), lanes))
+        self.messages.append(wire.tensors_in(batch, COLUMNS)[0].tolist())
 
     @property
     def rows(self):
-        return [row for rows, _ in self.messages for row in rows]
+        return [row for rows in self.messages for row in rows]
 
 
 def test_credits_are_bytes_or_rows_and_a_larger_message_goes_alone(monkeypatch):
@@ -49,37 +49,36 @@ def test_credits_are_bytes_or_rows_and_a_larger_message_goes_alone(monkeypatch):
         writes = WritesUnderWay("raise", server.send)
         batches = [wire.record_batch(SCHEMA, [rows], len(rows)) for rows in sizes]
         for batch in batches[:most]:
-            writes.put(batch, frozenset({0}))
+            writes.put(batch, [0] * batch.num_rows)
         before = sum(map(len, sizes[:most]))
         with pytest.raises(RateLimited, match=f"got {before} and {8 * before} before these {len(sizes[most])} of"):
-            writes.put(batches[most], frozenset({0}))
+            writes.put(batches[most], [0] * batches[most].num_rows)
         server.go.set()
         writes.settle()
         assert writes.rows == writes._bytes == 0
-        writes.put(batches[most], frozenset({0}))
+        writes.put(batches[most], [0] * batches[most].num_rows)
         writes.close(wait=True)
         assert len(server.rows) == sum(map(len, sizes[: most + 1]))
 
 
-def gather(writes, *numbers, lanes=frozenset({0})):
-    writes.gather(SCHEMA, [torch.tensor(numbers).numpy().tobytes()], lanes, len(numbers))
+def gather(writes, *numbers):
+    writes.gather(SCHEMA, [torch.tensor(numbers).numpy().tobytes()], [0] * len(numbers))
 
 
 def test_small_writes_go_together_in_order_and_are_copied():
     server = Server()
     writes = WritesUnderWay("block", server.send)
-    writes.put(rows_of(-1), frozenset({0}))
+    writes.put(rows_of(-1), [0])
     assert server.asked.wait(60)
     row = torch.zeros(1, dtype=torch.int64)
     for number in range(20_000):  # more than a block holds, while nothing is answered
         row[0] = number
-        writes.gather(SCHEMA, [row.numpy().tobytes()], frozenset({number % 3}), 1)
+        writes.gather(SCHEMA, [row.numpy().tobytes()], (number % 3,))
     assert writes.rows == 20_001
     server.go.set()
     writes.settle()
     assert server.rows == [-1, *range(20_000)]
     assert len(server.messages) <= 4
-    assert server.messages[1][1] == 3
     writes.close(wait=True)
 
 
@@ -104,10 +103,10 @@ class Limited(Server):
         self.most, self.kind = most, kind
         self.go.set()
 
-    def send(self, batch, lanes):
+    def send(self, batch):
         if batch.num_rows > self.most:
             raise self.kind
-        super().send(batch, lanes)
+        super().send(batch)
 
 
 @pytest.mark.parametrize("kind", [NotAdmitted(1), ValueError("can never admit so many")])
@@ -125,7 +124,7 @@ def test_what_was_gathered_is_sent_in_parts_where_limits_ask_for_it(kind, most):
     while writes.rows:
         writes.settle()
     assert server.rows == [*range(50)]
-    assert max(len(rows) for rows, _ in server.messages) <= most
+    assert max(len(rows) for rows in server.messages) <= most
     assert writes.dropped == writes._bytes == 0
     writes.close(wait=True)
 
@@ -133,13 +132,13 @@ def test_what_was_gathered_is_sent_in_parts_where_limits_ask_for_it(kind, most):
 def test_what_waits_goes_in_one_message():
     server = Server()
     writes = WritesUnderWay("block", server.send)
-    writes.put(rows_of(1), frozenset({3}))
+    writes.put(rows_of(1), [3])
     assert server.asked.wait(60)
-    writes.put(rows_of(2, 3), frozenset({0, 3}))
-    writes.put(rows_of(4), frozenset({1}))
+    writes.put(rows_of(2, 3), [0, 3])
+    writes.put(rows_of(4), [1])
     server.go.set()
     writes.settle()
-    assert server.messages == [([1], 1), ([2, 3, 4], 3)]
+    assert server.messages == [[1], [2, 3, 4]]
     writes.close(wait=True)
     writes.close(wait=True)
 
@@ -153,7 +152,7 @@ def test_rows_are_written_in_order_or_an_error_is_raised_for_them(errors):
     for number in range(12):
         while True:
             try:
-                writes.put(rows_of(number), frozenset({0}))
+                writes.put(rows_of(number), [0])
                 break
             except NotAdmitted:  # the caller waits
                 continue
@@ -175,20 +174,20 @@ def test_rows_are_written_in_order_or_an_error_is_raised_for_them(errors):
 def test_who_only_waits_leaves_an_error_to_the_next_write():
     server = Server(OSError("away"))
     writes = WritesUnderWay("block", server.send)
-    writes.put(rows_of(1), frozenset({0}))
+    writes.put(rows_of(1), [0])
     server.go.set()
     for _ in range(2):
         writes.wait()
     assert writes.dropped == 1
     with pytest.raises(OSError, match="away"):
-        writes.put(rows_of(2), frozenset({0}))
+        writes.put(rows_of(2), [0])
     writes.close(wait=True)
 
 
 def test_an_error_that_no_call_has_raised_is_said_at_the_end():
     server = Server(OSError("away"))
     writes = WritesUnderWay("block", server.send)
-    writes.put(rows_of(1), frozenset({0}))
+    writes.put(rows_of(1), [0])
     server.go.set()
     writes.wait()
     with pytest.warns(RuntimeWarning, match="rows of an earlier write are not known to be written: away"):
@@ -200,7 +199,7 @@ def test_rows_that_are_refused_for_now_are_written_before_the_end():
     server = Server(*[NotAdmitted(1)] * 3)
     server.go.set()
     writes = WritesUnderWay("block", server.send)
-    writes.put(rows_of(1, 2), frozenset({0}))
+    writes.put(rows_of(1, 2), [0, 0])
     writes.close(wait=True)
     assert server.rows == [1, 2]
 
@@ -210,7 +209,7 @@ def test_rows_that_no_server_takes_are_said_at_the_end(monkeypatch):
     server = Server(*[NotAdmitted(1)] * 10_000)
     server.go.set()
     writes = WritesUnderWay("block", server.send)
-    writes.put(rows_of(1, 2), frozenset({0}))
+    writes.put(rows_of(1, 2), [0, 0])
     with pytest.warns(RuntimeWarning, match="2 rows are not known to be written: the server did not admit"):
         writes.close(wait=True)
     assert writes.rows == 0

@@ -313,6 +313,36 @@ def test_streamed_rows_are_there_once_and_in_order_whatever_becomes_of_messages(
     expected.check()
 
 
+def test_rows_of_many_lanes_that_limits_refuse_go_in_parts(served, proxy):
+    rb = served[0]
+    expected = Expected(rb)
+
+    def add(remote, lane):
+        (one,) = expected.ids(1)
+        expected.wrote(one[None], [lane])
+        remote.add({"a": one}, lane=lane)
+
+    with ReplayBuffer.connect(proxy.address, full="block") as remote:
+        proxy.held.clear()
+        proxy.go.clear()
+        proxy.faults = ["hold"]
+        add(remote, 0)
+        assert proxy.held.wait(60)
+        rb.limit(SamplesPerInsert(1.0, min_size=len(rb), tolerance=0.0))
+        try:
+            ids = expected.ids(40)
+            assert rb.extend({"a": ids}, lane=4).tolist() == expected.wrote(ids, [4] * 40)  # so many are ahead
+            for lane in range(LANES):  # one block
+                add(remote, lane)
+            proxy.go.set()
+            until(lambda: bool(rb.sample(1)) and not remote.stats()["rows_under_way"])
+        finally:
+            rb.limit(None)
+        assert remote.stats()["rows_dropped"] == 0
+        add(remote, 1)
+    expected.check()
+
+
 @pytest.mark.parametrize("full", ["block", "raise", "drop"])
 def test_without_credits_a_write_waits_raises_or_is_dropped(served, proxy, full, monkeypatch):
     monkeypatch.setattr("engram.remote.storage.CREDIT_ROWS", 4)

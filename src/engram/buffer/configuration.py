@@ -100,6 +100,7 @@ class ConnectArguments(ReadingArguments, total=False):
     missing: Missing
     stratum: int | None
     compression: Literal["zstd"] | None
+    own_lanes: bool
 
 
 class BufferArguments(_Reading, Arguments, total=False):

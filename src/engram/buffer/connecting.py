@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from engram._support import fork
-from engram._support.checks import as_ints, check_choice, check_path
+from engram._support.checks import as_ints, check_choice, check_path, check_type
 from engram._support.field_paths import checked_path
 from engram._support.native import NotAdmitted
 from engram._support.progress import OnProgress, Work
@@ -64,6 +64,7 @@ class _Way(NamedTuple):
     missing: Missing = "skip"
     stratum: int | None = None
     compression: str | None = None
+    own_lanes: bool = False
 
     def access(self, address: object, call: str) -> Access:
         """Raises ``TypeError``: no path or address. ``ValueError``: no address; a certificate without its key, or a key alone."""
@@ -74,6 +75,8 @@ class _Way(NamedTuple):
         own = self.tls_cert, self.tls_key
         if own.count(None) == 1:
             raise ValueError(f"{call}: expected tls_cert and tls_key together, got one of them.")
+        if check_type(f"{call}: own_lanes", self.own_lanes, bool, "a bool") and self.full is None:
+            raise ValueError(f"{call}: own_lanes: expected full= beside it. Other writes return the numbers anyway.")
         given = self.tls_root
         roots = [given] if given is None or isinstance(given, str | os.PathLike) else [*given]
         token = None if self.token is None else os.fspath(self.token)
@@ -81,12 +84,13 @@ class _Way(NamedTuple):
         members = listed(address)
         at = tuple(addresses_of(address, call)) if members is None else members.addresses()
         certificate = cast("tuple[str, str] | None", pair or None)
-        return Access(at, token, named, float(self.patience), self.full, False, certificate, self.compression, members)
+        how = self.compression, members, self.own_lanes
+        return Access(at, token, named, float(self.patience), self.full, False, certificate, *how)
 
     def check_on_ray(self) -> None:
         """Raise ``TypeError``, ``ValueError``: what shards on Ray do not take."""
         taken = ("patience", "missing", "stratum")
-        given = sorted(name for name, value in self._asdict().items() if name not in taken and value is not None)
+        given = sorted(name for name, value in self._asdict().items() if name not in taken and value)
         if given:
             raise TypeError(
                 f"connect: a name in a Ray cluster takes {', '.join((*taken, *READING_ARGUMENTS))}, as Ray says how its servers are "

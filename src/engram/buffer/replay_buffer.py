@@ -1378,6 +1378,9 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
                 ``"loss_factor"``, ``[B]``, to multiply the loss by. Default: batches have rows of all.
             compression: ``"zstd"`` compresses rows and batches on their way, which pays on a slow network: docs/serving.md says
                 below which bandwidth. Default: None.
+            own_lanes: with ``full``: nobody else writes to the lanes of this buffer. Then ``add`` and ``extend`` return the rows'
+                numbers at once; only the first write to a lane waits. A row that lies elsewhere, because another writer came between,
+                is in the store, and the next write raises ``RowError``. Default: False.
             **arguments: ``collate_fn, transform, transform_factory, batch_size, prefetch, pin_memory, generator, output``, as for the
                 constructor. With ``prefetch`` so many requests are under way, each of up to 8 small batches.
 
@@ -1390,7 +1393,8 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
                 compression. PermissionError: no token or
                 another one, or a token file that others may read.
             IncompatibleStore: the server speaks another protocol. ValueError: no address; several stores of different kinds, or whose
-                sampler, writer or limits are those of one store; no such ``stratum``; a ``tls_cert`` without its ``tls_key``.
+                sampler, writer or limits are those of one store; no such ``stratum``; a ``tls_cert`` without its ``tls_key``;
+                ``own_lanes`` without ``full``.
             TypeError: an argument that a connection does not take. ModuleNotFoundError: ``engram-replay[serve]`` is not installed.
 
         Cost: a request takes about 0.1 ms by a Unix socket, and a copy of the batch on each side.

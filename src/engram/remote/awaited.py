@@ -295,6 +295,7 @@ class AwaitedStorage(ServedStorage):
         return as_tensor(value, path, "add") if self.memory is None else super().number(value, path)
 
     write = _of_store(ServedStorage.write, _empty)
+    add_row = _of_store(ServedStorage.add_row)
     empty = _of_store(ServedStorage.empty)
     check_removal = _of_store(ServedStorage.check_removal, Storage.check_removal)
     remove = _of_store(ServedStorage.remove, 0)

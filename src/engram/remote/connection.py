@@ -110,6 +110,8 @@ class Access(NamedTuple):
     compression: str | None = None
     #: Where the addresses of a fleet are listed; None: they do not change.
     members: MemberList | None = None
+    #: Whether nobody else writes to the lanes that this client writes to.
+    own_lanes: bool = False
 
     @property
     def reached(self) -> Access:
@@ -221,7 +223,6 @@ class Connection:
             override_hostname=address.certified or None,
             **more,
         )
-        options = flight.FlightCallOptions(headers=headers)
         first = flight.FlightCallOptions(headers=headers, timeout=_FIRST_ANSWER_TIMEOUT_S)
         try:
             with _explained(address):
@@ -238,10 +239,13 @@ class Connection:
         except BaseException:
             client.close()
             raise
+        if served.schema and not self.access.replaces_lost:
+            # A channel connects again by itself, to what listens at its address then.
+            headers = [*headers, (protocol.MEANT_STORE.encode(), served.store.encode())]
         with self._lock:
             if self._client is not None:
                 self._client.close()
-            self._client, self.options = client, options
+            self._client, self.options = client, flight.FlightCallOptions(headers=headers)
         return served
 
     def again(self, broken: flight.FlightClient | None, *, hurried: bool = False) -> None:
@@ -300,16 +304,6 @@ class Connection:
     def describe(self) -> None:
         """Ask what is :attr:`served` now. Raises as :meth:`ask`."""
         self.served = self.ask("describe", protocol.Describe(protocol.PROTOCOL, __version__), protocol.Served)
-
-    def check_store(self, *, hurried: bool = False) -> None:
-        """Raise ``ValueError`` where the server has another store than the first one: a channel connects again by itself, to what listens
-        at its address then. A server of an older engram does not say. As :meth:`ask`, too.
-        """
-        if self.access.replaces_lost:
-            return
-        held = self.ask("health", protocol.Health(), dict[str, str], hurried=hurried).get("store", self.served.store)
-        if held != self.served.store:
-            raise _AnotherStore(f"connect: {self.access} serves another store than the servers before. Connect again.")
 
     def pause(self, seconds: float) -> None:
         """Sleep. Raises ``RuntimeError``: it was closed meanwhile."""
@@ -602,8 +596,6 @@ class Exchange:
 
     def _put(self, message: Message) -> None:
         if self._writer is None:
-            # First: of one that is gone, another is looked for, and one that came back may have another store.
-            self._connection.check_store(hurried=self.hurried)
             self._client = self._connection.client(hurried=self.hurried)
             self._writer, self._reader = self._client.do_exchange(self._named, self._connection.options)
             self._schema, self._columns = None, []

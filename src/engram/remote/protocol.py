@@ -133,6 +133,8 @@ MAX_MESSAGE, BESIDE_ROW = 1 << 30, 32
 
 #: What a server says last on a stream: it did nothing of what came since.
 LEAVING = b"{}"
+#: A header of calls: the store that they are for, as :class:`Served` names it. The server of another one refuses them.
+MEANT_STORE = "engram-store"
 #: What one says that has no stream left.
 STREAMS_TAKEN = "all streams are taken"
 
@@ -491,8 +493,8 @@ def check_level(served: Served, where: str, call: str) -> None:
     """Raise ``RuntimeError``: the server is of an older engram, which knows no such call."""
     if served.level < 1:
         raise RuntimeError(
-            f"{call}: expected a server that knows this call, got one of engram {served.engram} at {where}. Serve the store with engram "
-            f"{__version__} or newer, or call it where the store is."
+            f"{call}: expected a server that knows this call, got one of an older engram, {served.engram}, at {where}. Serve the store "
+            f"with engram {__version__} or newer, or call it where the store is."
         )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from engram._support.unsupported import BY_NUMBER, refused, refusing
 from engram.errors import PriorityError, RateLimited
 from engram.format.sizes import usual_row_bytes
-from engram.remote.protocol import COALESCED_BYTES, MAX_BATCHES, Mass, Sample, Served, State
+from engram.remote.protocol import COALESCED_BYTES, MAX_BATCHES, Mass, Sample, Served, State, Stats
 from engram.samplers._base import DeclaredSampler
 from engram.samplers.prioritized import as_priorities, rows_of
 from engram.samplers.staleness import check_version
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engram.format.schema import Schema
+    from engram.remote.connection import Connection
     from engram.saved.rows import Roles
     from engram.storages._structure import Structure
     from engram.storages.ragged import RaggedLayout
@@ -87,6 +88,56 @@ class Limits:
 
     def count_wait(self, since: int) -> None:
         """Waits are counted where the store is."""
+
+
+class ServedLimits(Limits):
+    """Limits of a store that its server follows. It refuses at once what it does not admit, so clients ask again."""
+
+    #: It may be: only the server knows.
+    limited = True
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    #: Of a fleet, which goes on without it.
+    hurried = False
+    #: The number that the last answer told, as of :class:`Written`; None: none did.
+    told: int | None = None
+
+    def state(self) -> State:
+        """Numbers of the store at this moment. Raises as :meth:`Connection.ask`."""
+        state = self._connection.ask("stats", Stats(), State, hurried=self.hurried)
+        self.tell(state.fleet[0] or (-1 if any(state.limit) else 0))
+        return state
+
+    def tell(self, number: int) -> None:
+        """What an answer says."""
+        self.told = number if self._connection.served.limited is not None else None
+
+    @property
+    def limit(self) -> tuple[float, float, int, int]:
+        return self.state().limit
+
+    def limit_counts(self) -> dict[str, float]:
+        return self.state().limit_counts
+
+    @property
+    def fleet_limit(self) -> tuple[int, int]:
+        return self.state().fleet
+
+    def size(self) -> int:
+        return self.state().size
+
+    def admits_samples(self, rows: int) -> bool:  # noqa: ARG002 - the server has said that the rows can be sampled
+        return True
+
+    def await_limit(self, samples: bool, rows: int, event: int, seconds: float) -> bool:  # noqa: ARG002
+        """Sleep until the server is to be asked again."""
+        time.sleep(min(seconds, RETRY_INTERVAL_S))
+        return True
+
+    def count_limit_wait(self, samples: bool) -> None:
+        """The server counts none of these."""
 
 
 class Memory(NamedTuple):

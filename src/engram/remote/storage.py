@@ -7,7 +7,6 @@ import itertools
 import math
 import sys
 import threading
-import time
 import warnings
 from collections import deque
 from contextlib import nullcontext
@@ -22,13 +21,12 @@ from torch import Tensor
 
 from engram._support import fork, native
 from engram._support.native import NotAdmitted
-from engram._support.version import __version__
 from engram.errors import RateLimited, RowError
 from engram.format.schema import decode
 from engram.remote import protocol, wire
 from engram.remote.connection import IN_DOUBT as DOUBTFUL
 from engram.remote.connection import Answer, Connection, Exchange, Message
-from engram.remote.served import RETRY_INTERVAL_S, Drawn, Limits, OneStore, Parts, ServedStorage, update_once
+from engram.remote.served import RETRY_INTERVAL_S, Drawn, OneStore, Parts, ServedLimits, ServedStorage, update_once
 from engram.store.ragged_rows import items_in
 from engram.store.requests import IN_DOUBT
 from engram.types import Info, Write, WritePlan
@@ -60,9 +58,14 @@ class WritesUnderWay:
     It owns what is under way, what was dropped, and the error that the next call raises.
     """
 
-    def __init__(self, full: protocol.Full, send: Callable[[pa.RecordBatch, int], object]) -> None:
-        """``send``: writes rows that go to so many lanes, and returns when they are in the store; raises ``NotAdmitted``."""
-        self._full, self._send = full, send
+    def __init__(self, full: protocol.Full, send: Callable[[pa.RecordBatch], Answer], length: int = 0) -> None:
+        """``send``: writes rows, and returns when they are in the store; raises ``NotAdmitted``.
+
+        ``length``: of lanes that nobody else writes to, so that writes are told the numbers of their rows; 0: they are not.
+        """
+        self._full, self._send, self.length = full, send, length
+        #: By lane, the row that the newest write was told, where it is known.
+        self.newest: dict[int, int] = {}
         self._rows: deque[wire.Rows] = deque()
         self._changed = threading.Condition(fork.lock())
         self._thread: threading.Thread | None = None
@@ -76,29 +79,47 @@ class WritesUnderWay:
         self.dropped = 0
         fork.registered(self)
 
-    def put(self, batch: pa.RecordBatch, lanes: frozenset[int]) -> None:
-        """Send rows, which are copied, and do not wait for the answer. Raises as :meth:`gather`."""
-        with self._changed:
-            if self._admits(batch.num_rows, batch.nbytes):
-                self._append(wire.Rows(batch.schema, lanes, wire.copied(batch)))
+    def put(self, batch: pa.RecordBatch, lanes: Sequence[int]) -> list[int] | None:
+        """Send rows, which are copied, and do not wait for the answer. Returns and raises as :meth:`gather`."""
+        return self.gather(batch.schema, [], lanes, batch)
 
-    def gather(self, schema: pa.Schema, columns: list[bytes], lanes: frozenset[int], n: int) -> None:
-        """As :meth:`put`, rows that go with others in one message. ``columns``: the bytes of each.
+    def gather(
+        self, schema: pa.Schema, columns: list[bytes], lanes: Sequence[int], whole: pa.RecordBatch | None = None
+    ) -> list[int] | None:
+        """As :meth:`put`, rows that go with others in one message. ``columns``: the bytes of each. ``lanes``: of each row.
+
+        Returns their numbers, as far as writes are told them. None: the newest row of a lane is not known, and nothing is sent.
 
         Raises:
             RateLimited: there are no credits, and ``full`` is ``"raise"``. NotAdmitted: there are none because the limits of the store
                 refuse the rows that were sent; the caller waits. What an earlier write raised.
         """
-        nbytes = sum(map(len, columns))
+        nbytes, n = sum(map(len, columns)) if whole is None else whole.nbytes, len(lanes)
         with self._changed:
             if not self._admits(n, nbytes):
-                return
-            if not (self._rows and self._rows[-1].takes(schema)):
-                self._append(wire.Rows(schema, lanes))
-            self._rows[-1].gather(columns, lanes, n, nbytes)
-            self._bytes, self.rows = self._bytes + nbytes, self.rows + n
+                return []
+            if (told := self._told(lanes)) is None:
+                return None
+            if whole is not None or not (self._rows and self._rows[-1].takes(schema)):
+                self._append(wire.Rows(schema, whole and wire.copied(whole)))
+            if whole is None:
+                self._rows[-1].gather(columns, n, nbytes)
+                self._bytes, self.rows = self._bytes + nbytes, self.rows + n
+            self._rows[-1].told += told
             if not self._rows[-1].takes(schema):
                 self._changed.notify_all()
+            return told
+
+    def _told(self, lanes: Sequence[int]) -> list[int] | None:
+        """The numbers of rows that come now, each behind the newest of its lane; none where writes are not told them."""
+        if self.length and not self.newest.keys() >= {*lanes}:
+            return None
+        told = []
+        for lane in lanes if self.length else ():
+            row = self.newest[lane] + 1
+            self.newest[lane] = row if row % self.length else row - self.length
+            told.append(self.newest[lane])
+        return told
 
     def _append(self, rows: wire.Rows) -> None:
         self._rows.append(rows)
@@ -191,7 +212,7 @@ class WritesUnderWay:
             if not some:  # it was closed
                 continue
             try:
-                self._send(wire.together(batches), len(frozenset().union(*(one.lanes for one in some))))
+                answer = self._send(wire.together(batches))
             except NotAdmitted:  # fewer rows may be admitted
                 most = 1
                 with self._changed:
@@ -208,7 +229,8 @@ class WritesUnderWay:
                         continue
                 self._done(some, error)
             else:
-                self._done(some)
+                told = [row for one in some for row in one.told]
+                self._done(some, _moved(told, answer) if told else None, are_written=True)
 
     def _split(self, some: list[wire.Rows]) -> bool:
         """Let fewer of gathered writes be sent first: whether there are several."""
@@ -218,14 +240,28 @@ class WritesUnderWay:
             self._rows.extendleft(reversed(halves))
         return len(halves) > 1 and len(some) == 1
 
-    def _done(self, some: list[wire.Rows], error: Exception | None = None) -> None:
+    def _done(self, some: list[wire.Rows], error: Exception | None = None, *, are_written: bool = False) -> None:
         with self._changed:
+            if error is not None:
+                self.newest.clear()
             for one in some[: len(self._rows)]:  # none are left of a buffer that was closed
                 self._rows.popleft()
                 self._bytes, self.rows = self._bytes - one.nbytes, self.rows - one.rows
-                self.dropped += 0 if error is None else one.rows
+                self.dropped += 0 if are_written else one.rows
             self._error, self._refused = error or self._error, False
             self._changed.notify_all()
+
+
+def _moved(told: list[int], answer: Answer) -> RowError | None:
+    """The error for rows whose writer was told other numbers; None: those are right."""
+    rows = wire.tensors_in(answer.rows, answer.columns)[0].tolist()
+    wrong = [f"{row} for one that was told {number}" for number, row in zip(told, rows, strict=True) if number != row]
+    if not wrong:
+        return None
+    return RowError(
+        f"add, extend: expected that nobody else writes to the lanes of this buffer, as own_lanes says, got row {wrong[0]}, and "
+        f"{len(wrong) - 1} more: they are in the store. Write to lanes of your own, or connect without own_lanes."
+    )
 
 
 _PRIORITIES, _EDITS = map(wire.arrow_schema, (wire.PRIORITIES, wire.EDITS))
@@ -233,56 +269,6 @@ _EDIT_BYTES = 16
 
 #: So many bytes fit into the buffers of a connection whose server does not read.
 _MAX_UNREAD_BYTES = 32 << 10
-
-
-class ServedLimits(Limits):
-    """Limits of a store that its server follows. It refuses at once what it does not admit, so clients ask again."""
-
-    #: It may be: only the server knows.
-    limited = True
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    #: Of a fleet, which goes on without it.
-    hurried = False
-    #: The number that the last answer told, as of :class:`protocol.Written`; None: none did.
-    told: int | None = None
-
-    def state(self) -> protocol.State:
-        """Numbers of the store at this moment. Raises as :meth:`Connection.ask`."""
-        state = self._connection.ask("stats", protocol.Stats(), protocol.State, hurried=self.hurried)
-        self.tell(state.fleet[0] or (-1 if any(state.limit) else 0))
-        return state
-
-    def tell(self, number: int) -> None:
-        """What an answer says."""
-        self.told = number if self._connection.served.limited is not None else None
-
-    @property
-    def limit(self) -> tuple[float, float, int, int]:
-        return self.state().limit
-
-    def limit_counts(self) -> dict[str, float]:
-        return self.state().limit_counts
-
-    @property
-    def fleet_limit(self) -> tuple[int, int]:
-        return self.state().fleet
-
-    def size(self) -> int:
-        return self.state().size
-
-    def admits_samples(self, rows: int) -> bool:  # noqa: ARG002 - the server has said that the rows can be sampled
-        return True
-
-    def await_limit(self, samples: bool, rows: int, event: int, seconds: float) -> bool:  # noqa: ARG002
-        """Sleep until the server is to be asked again."""
-        time.sleep(min(seconds, RETRY_INTERVAL_S))
-        return True
-
-    def count_limit_wait(self, samples: bool) -> None:
-        """The server counts none of these."""
 
 
 class RemoteStorage(ServedStorage):
@@ -307,7 +293,10 @@ class RemoteStorage(ServedStorage):
         self._numbers: list[int] = []
         self._rename()
         access = connection.access.reached
-        self._under_way = None if access.full is None else WritesUnderWay(access.full, self._sent)
+        length = schema.capacity // schema.lanes if access.own_lanes and self.ndim == 1 else 0
+        self._under_way = None if access.full is None else WritesUnderWay(access.full, self._sent, length)
+        #: Held by a write that is not of one row, or the first one to a lane, which waits where numbers are told.
+        self._writes = fork.lock()
         self.limits.hurried = self._learning.hurried = self._redrawing.hurried = access.hurried
         #: Bytes of priorities that were sent since all batches under way had come.
         self._unread = 0
@@ -373,9 +362,10 @@ class RemoteStorage(ServedStorage):
         return counters
 
     def _arrive(self) -> None:
-        """Wait for what was written before."""
+        """Wait for what was written before. What comes may move a lane."""
         if self._under_way is not None:
             self._under_way.settle()
+            self._under_way.newest.clear()
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
@@ -427,12 +417,9 @@ class RemoteStorage(ServedStorage):
             self._learning.forget()
 
     def draw(self, key: int, rows: int) -> Drawn:
-        with self._learning.lock:
-            try:
-                self.ask_for([key], rows)
-                return self.answer(rows)[0]()
-            finally:
-                self._learning.forget()
+        with self._learning.alone():
+            self.ask_for([key], rows)
+            return self.answer(rows)[0]()
 
     def _batches(self, answer: Answer) -> list[Callable[[], Drawn]]:
         metadata = msgspec.json.decode(answer.metadata, type=protocol.Sampled)
@@ -484,24 +471,36 @@ class RemoteStorage(ServedStorage):
         columns, lane = prepared, plan.lane
         if self.lanes > 1:
             columns = [*prepared, lane if isinstance(lane, Tensor) else torch.full((n,), lane or 0, device="cpu")]
-        lanes = frozenset(lane.tolist()) if isinstance(lane, Tensor) else frozenset((int(lane or 0),))
+        lanes = lane.tolist() if isinstance(lane, Tensor) else [int(lane or 0)] * n
         schema = self._written_of(len(prepared))
-        if self._under_way is not None:
-            self.connection.check()
-            if not self._schema.ragged and n * self._schema.row_bytes <= wire.GATHERED_BYTES // 4:
-                dense = map(Tensor.contiguous, columns)
-                self._under_way.gather(schema, [ctypes.string_at(it.data_ptr(), it.nbytes) for it in dense], lanes, n)
-            else:
-                self._under_way.put(wire.record_batch(schema, columns, n), lanes)
-            return Write(native.empty_rows(n).fill_(-1), 0)
-        batch = wire.record_batch(schema, columns, n)
-        answer = self._sent(batch, len(lanes))
-        self.limits.tell(msgspec.json.decode(answer.metadata, type=protocol.Written).limits)
-        (rows,) = wire.tensors_in(answer.rows, answer.columns)
-        return Write(rows, 0)
+        with self._writes:
+            told = self._streamed(schema, columns, lanes, n)
+            if told is not None:
+                return Write(torch.tensor(told, device="cpu") if told else native.empty_rows(n).fill_(-1), 0)
+            if self._under_way is not None:
+                self._under_way.settle()
+                if self._under_way.rows:  # the limits of the store refuse them
+                    raise NotAdmitted(n)
+            answer = self._sent(wire.record_batch(schema, columns, n))
+            self.limits.tell(msgspec.json.decode(answer.metadata, type=protocol.Written).limits)
+            (rows,) = wire.tensors_in(answer.rows, answer.columns)
+            if self._under_way is not None:
+                self._under_way.length *= self._once  # else the writer of the store says which rows are replaced
+                self._under_way.newest.update(zip(lanes, rows.tolist(), strict=True))
+            return Write(rows, 0)
+
+    def _streamed(self, schema: pa.Schema, columns: list[Tensor], lanes: list[int], n: int) -> list[int] | None:
+        """What a write that does not wait is told. None: it is to wait."""
+        if self._under_way is None:
+            return None
+        self.connection.check()
+        if self._schema.ragged or n * self._schema.row_bytes > wire.GATHERED_BYTES // 4:
+            return self._under_way.put(wire.record_batch(schema, columns, n), lanes)
+        dense = map(Tensor.contiguous, columns)
+        return self._under_way.gather(schema, [ctypes.string_at(it.data_ptr(), it.nbytes) for it in dense], lanes)
 
     def add_row(self, lane: object, data: object, ignored: Iterable[str] = ()) -> tuple[int, int] | None:  # noqa: ARG002
-        """One row that goes with others, without waiting for the answer: ``(-1, 0)``. None: it takes the long path."""
+        """One row that goes with others, without waiting for the answer: its number or -1, and 0. None: it takes the long path."""
         self.adopt_fields()
         under_way = self._under_way
         intake = self.structure.intake if under_way is not None and self.ndim == 1 else None
@@ -517,8 +516,8 @@ class RemoteStorage(ServedStorage):
         schema = self._written_of(len(raws))
         if self.lanes > 1:
             raws.append(lane.to_bytes(8, sys.byteorder))
-        under_way.gather(schema, raws, frozenset((lane,)), 1)
-        return -1, 0
+        told = under_way.gather(schema, raws, (lane,))
+        return None if told is None else (told[0] if told else -1, 0)
 
     def _written_of(self, fields: int) -> pa.Schema:
         """Of messages of rows with so many fields: those that were prepared before others were added have fewer."""
@@ -526,8 +525,9 @@ class RemoteStorage(ServedStorage):
             self._written[fields] = wire.arrow_schema(wire.written_columns(self._schema.until(fields)))
         return self._written[fields]
 
-    def _sent(self, batch: RecordBatch, lanes: int) -> Answer:
+    def _sent(self, batch: RecordBatch) -> Answer:
         """The answer to rows: one request for each lane that they go to, which may be sent again where the server can know it."""
+        lanes = 1 if self.lanes == 1 else len(batch.columns[-1].unique())
         each = [min(IN_DOUBT, lanes - first) for first in range(0, lanes, IN_DOUBT)]
         with self._writing.lock:
             while True:
@@ -544,9 +544,7 @@ class RemoteStorage(ServedStorage):
                     self._rename()
                     if self._writing.resumed != resumed:  # the first one may have been written
                         raise ConnectionError(DOUBTFUL) from error
-                except (
-                    RateLimited
-                ) as error:  # nothing of the message was written now, and its number stays the next one
+                except RateLimited as error:  # nothing was written now, and the number stays the next one
                     if (
                         lanes > 1 and self._writing.resumed != resumed
                     ):  # some of its lanes may have been, by another server
@@ -571,13 +569,8 @@ class RemoteStorage(ServedStorage):
         super().check_removal(rows)
         protocol.check_fits("remove", len(rows), _EDIT_BYTES, "Remove")
         self._arrive()
-        try:
-            self.connection.ask("can_remove", protocol.CanRemove(), dict)
-        except ValueError as error:  # a server of an older engram knows no such command
-            raise RuntimeError(
-                f"remove: the server at {self.connection.access} is of an older engram, which removes no rows over a connection. Serve the "
-                f"store with engram {__version__} or newer, or remove them where it is."
-            ) from error
+        protocol.check_level(self.served, str(self.connection.access), "remove")
+        self.connection.ask("can_remove", protocol.CanRemove(), dict)
 
     def remove(self, rows: Tensor, expected: Tensor | None) -> int:
         """Removes what the rows hold now: what is written while a message is sent again stays.
@@ -618,7 +611,11 @@ class RemoteStorage(ServedStorage):
         return update_once(self.connection.called, rows, given)
 
     def stores(self, *, home: bool) -> list[OneStore]:  # noqa: ARG002 - there is one
-        return [OneStore(self.connection.call, lambda _: nullcontext(), 0)]
+        return [OneStore(self._call, lambda _: nullcontext(), 0)]
+
+    def _call(self, name: str, given: Mapping[str, object], *row: object) -> object:
+        self._arrive()
+        return self.connection.call(name, given, *row)
 
     def empty(self, *, keep_write_count: bool) -> None:
         self._arrive()

@@ -183,9 +183,11 @@ GATHERED_BYTES = 64 << 10
 class Rows:
     """The rows of one write, or of several that were gathered."""
 
-    def __init__(self, schema: pa.Schema, lanes: frozenset[int], whole: pa.RecordBatch | None = None) -> None:
+    def __init__(self, schema: pa.Schema, whole: pa.RecordBatch | None = None) -> None:
         """``whole``: they are those of a batch, and no others are gathered."""
-        self.schema, self._whole, self.lanes = schema, whole, lanes
+        self.schema, self._whole = schema, whole
+        #: Of each row, the number that its writer was told; -1: none. Empty: none were.
+        self.told: list[int] = []
         self._raws = [bytearray() for _ in schema]
         #: Of each write.
         self.sizes: list[int] = [] if whole is None else [whole.num_rows]
@@ -193,10 +195,9 @@ class Rows:
         self.nbytes: int = 0 if whole is None else whole.nbytes
         self.open, self.is_full = whole is None, False
 
-    def gather(self, columns: list[bytes], lanes: frozenset[int], n: int, nbytes: int) -> None:
+    def gather(self, columns: list[bytes], n: int, nbytes: int) -> None:
         for raw, column in zip(self._raws, columns, strict=True):
             raw += column
-        self.lanes |= lanes
         self.sizes.append(n)
         self.rows, self.nbytes = self.rows + n, self.nbytes + nbytes
         self.is_full = self.nbytes >= GATHERED_BYTES
@@ -222,10 +223,11 @@ class Rows:
             return [self]
         found, first, half = [], 0, len(self.sizes) // 2
         for sizes in (self.sizes[:half], self.sizes[half:]):
-            part, n = Rows(self.schema, self.lanes), sum(sizes)
+            part, n = Rows(self.schema), sum(sizes)
             widths = [field.type.byte_width for field in self.schema]
             part._raws = [raw[first * it : (first + n) * it] for raw, it in zip(self._raws, widths, strict=True)]
             part.sizes, part.rows, part.nbytes, part.open = sizes, n, self.nbytes // self.rows * n, False
+            part.told = self.told[first : first + n]
             found.append(part)
             first += n
         return found

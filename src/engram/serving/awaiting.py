@@ -95,6 +95,11 @@ class Awaiting:
                 self._service = Service(self.buffer)
             return self._service
 
+    @property
+    def name(self) -> str:
+        """As of ``Service``; empty: there is no store yet."""
+        return "" if (found := self.found()) is None else found.name
+
     def do(self, command: msgspec.Struct, data: bytes = b"") -> object:  # noqa: ARG002 - no command of a store that is not there has any
         """As ``Service.do``. Raises Flight's error for a server that is gone: it takes a store, so who had one has lost it."""
         match command:

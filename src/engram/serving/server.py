@@ -44,20 +44,21 @@ _DRAIN_TIMEOUT_S = 5.0
 refusal, broken = flight.FlightUnauthenticatedError, flight.FlightServerError
 
 
-class _Token(flight.ServerMiddlewareFactory):  # type: ignore[misc]
-    """Middleware that refuses calls without the token."""
+class _Admission(flight.ServerMiddlewareFactory):  # type: ignore[misc]
+    """Middleware that refuses calls without the token, and calls that are for another store: their client looks for that one."""
 
-    def __init__(self, token: bytes) -> None:
+    def __init__(self, token: bytes, service: Service | Awaiting) -> None:
         super().__init__()
-        self._expected = b"Bearer " + token
+        self._expected, self._service = b"Bearer " + token if token else b"", service
 
-    def start_call(self, info: object, headers: dict[str, list[str | bytes]]) -> None:  # noqa: ARG002 - all calls need it
-        given = next(
-            (value for name, values in headers.items() if name.lower() == "authorization" for value in values), b""
-        )
-        raw = given.encode(errors="replace") if isinstance(given, str) else given
-        if not hmac.compare_digest(raw, self._expected):
+    def start_call(self, info: object, headers: dict[str, list[str | bytes]]) -> None:  # noqa: ARG002 - of all calls
+        given = {name.lower(): value for name, values in headers.items() for value in reversed(values)}
+        said = [given.get(name, b"") for name in ("authorization", protocol.MEANT_STORE)]
+        token, store = (it.encode(errors="replace") if isinstance(it, str) else it for it in said)
+        if self._expected and not hmac.compare_digest(token, self._expected):
             raise refusal("expected the server's token")
+        if store and store != self._service.name.encode():
+            raise away("it serves another store")
 
 
 class Server(flight.FlightServerBase):  # type: ignore[misc]
@@ -82,7 +83,7 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
         self._draining = False
         super().__init__(
             address.uri,
-            middleware={"token": _Token(token)} if token else None,
+            middleware={"admission": _Admission(token, service)},
             **({} if tls is None else {"tls_certificates": [tls]}),
             **({"verify_client": True, "root_certificates": clients} if clients else {}),
         )

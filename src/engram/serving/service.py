@@ -219,7 +219,8 @@ class Service:
         self._fields_epoch = store.core.fields_epoch
         #: Of batches, by their fields and entries.
         self._columns: dict[tuple[object, ...], list[Column]] = {}
-        self._name = _name_of(self._folder, readonly=store.readonly)
+        #: Of the store, for its clients.
+        self.name = _name_of(self._folder, readonly=store.readonly)
 
     # ---- actions -------------------------------------------------------------------------------------------------------
 
@@ -230,7 +231,7 @@ class Service:
             case protocol.Describe():
                 return self._describe(command)
             case protocol.Health():
-                return {"store": self._name}
+                return {"store": self.name}
             case protocol.Stats():
                 return self._state()
             case protocol.Gauges():
@@ -256,7 +257,7 @@ class Service:
         check_protocol(command)
         self.look_for_fields()
         recipe = json.loads((self._folder / layout.FOLDER / layout.BUFFER).read_bytes())
-        served = served_by(self._rb, self._name, encode(self._schema).decode(), recipe, why_alone(self._rb))
+        served = served_by(self._rb, self.name, encode(self._schema).decode(), recipe, why_alone(self._rb))
         limited = self.limits_number() < 0
         return msgspec.structs.replace(served, limited=limited, participant=self._number_of_client())
 
