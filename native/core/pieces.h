@@ -15,7 +15,7 @@ struct Piece {
 };
 
 /// copy_from_shared of pieces, in order. The memory is asked for what lies ahead, in the same piece or the next one: the hardware stops
-/// asking at the end of a page, and begins anew at every piece. 20 % less time for pieces of 4 kB outside the caches.
+/// asking at the end of a page, and begins again with every piece. 20 % less time for pieces of 4 kB outside the caches.
 void copy_from_shared(std::span<const Piece> pieces);
 
 /// copy_to_shared past the caches, for more bytes than these hold: no line is read before it is written over. 40 % less time. Other threads

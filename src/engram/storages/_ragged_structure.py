@@ -74,8 +74,7 @@ class Batches:
             ends = items.offsets.to(torch.int32) if items.ends is None else items.ends
             longest = (int(items.lengths.max()) if len(items) else 0) if items.longest is None else items.longest
             self._known[leader] = items.offsets, ends, longest
-        made: object = self._form(self, items, leader, *self._known[leader])
-        return made
+        return self._form(self, items, leader, *self._known[leader])
 
     def _jagged(self, items: Items, _: int, offsets: Tensor, __: Tensor, longest: int) -> object:
         from torch.nested._internal.nested_tensor import NestedTensor  # as torch.load finds it, with these keywords
