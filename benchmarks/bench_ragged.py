@@ -16,6 +16,7 @@ in the middle of a write. Files are written where ``tempfile`` puts them.
 """
 
 import itertools
+import os
 import random
 import tempfile
 import time
@@ -216,6 +217,7 @@ def _ticks(engram: Any, answers: _Answers, sizes: tuple[float, float], share: fl
                 buffer.extend(answers.rows)
             checkpoints = engram.Checkpointer(name + "/series", buffer, keep=2)
             checkpoints.save(0)
+            os.sync()  # ticks wait for their own bytes, not for those of the store
             written, paused, took = [], [], []
             for step in range(1, 1 + max(5, round(TICKS * share))):
                 buffer.extend(new)

@@ -410,6 +410,10 @@ def test_a_checkpoint_of_one_row_comes_back(ram):
     Checkpointer(ram / "saved", other).restore()
     assert contents(other) == contents(rb)
     assert other[:]["number"].tolist() == [7]
+    over = fill(make(), 500, 60)  # whose offsets are larger than where the row was saved
+    Checkpointer(ram / "saved", over).restore(resume="exact")
+    Checkpointer(ram / "more", over).save(1)
+    assert contents(restored(ram / "more")) == contents(over) == contents(rb)
 
 
 def test_evicted_rows_are_not_saved(ram):

@@ -140,7 +140,7 @@ class ItemsWriter:
                 own[rows] = column.numpy()
             self._spans[leader] = torch.from_numpy(own)
             before = own if not group.slot else self._column_of_parent(leader, len(numbers)).numpy()
-            self._saved[leader] = np.ascontiguousarray(before[:, :2]).view(np.int64).ravel()
+            self._saved[leader] = before[:, :2].copy().view(np.int64).ravel()
             self._there[leader] = before[:, 2]
             for lane, shift in enumerate(self._shifts[:, number].tolist()):
                 if shift:
