@@ -1378,9 +1378,9 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
                 ``"loss_factor"``, ``[B]``, to multiply the loss by. Default: batches have rows of all.
             compression: ``"zstd"`` compresses rows and batches on their way, which pays on a slow network: docs/serving.md says
                 below which bandwidth. Default: None.
-            own_lanes: with ``full``: nobody else writes to the lanes of this buffer. Then ``add`` and ``extend`` return the rows'
-                numbers at once; only the first write to a lane waits. A row that lies elsewhere, because another writer came between,
-                is in the store, and the next write raises ``RowError``. Default: False.
+            own_lanes: with ``full``: no other client or process writes to the lanes of this buffer. Then ``add`` and ``extend`` return
+                the rows' numbers at once; only the first write to a lane waits. A row that lies elsewhere, because another writer came
+                between, is in the store, and the next write raises ``RowError``. Default: False.
             **arguments: ``collate_fn, transform, transform_factory, batch_size, prefetch, pin_memory, generator, output``, as for the
                 constructor. With ``prefetch`` so many requests are under way, each of up to 8 small batches.
 

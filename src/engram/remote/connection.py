@@ -110,7 +110,7 @@ class Access(NamedTuple):
     compression: str | None = None
     #: Where the addresses of a fleet are listed; None: they do not change.
     members: MemberList | None = None
-    #: Whether nobody else writes to the lanes that this client writes to.
+    #: Whether no other client or process writes to the lanes that this one writes to.
     own_lanes: bool = False
 
     @property

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 CREDIT_BYTES, CREDIT_ROWS = 4 << 20, 1 << 16
 #: For how long small writes are gathered before they are encoded.
 GATHERED_S = 0.001
+#: A larger write is not gathered with others.
+_GATHERED = wire.GATHERED_BYTES // 4
 #: Blocks in one message; and writes under way while the limits of the store refuse rows.
 _MAX_TOGETHER = 4
 #: A thread that has nothing to send ends after it.
@@ -61,7 +63,7 @@ class WritesUnderWay:
     def __init__(self, full: protocol.Full, send: Callable[[pa.RecordBatch], Answer], length: int = 0) -> None:
         """``send``: writes rows, and returns when they are in the store; raises ``NotAdmitted``.
 
-        ``length``: of lanes that nobody else writes to, so that writes are told the numbers of their rows; 0: they are not.
+        ``length``: of lanes that no other client or process writes to, so that writes are told the numbers of their rows; 0: they are not.
         """
         self._full, self._send, self.length = full, send, length
         #: By lane, the row that the newest write was told, where it is known.
@@ -259,7 +261,7 @@ def _moved(told: list[int], answer: Answer) -> RowError | None:
     if not wrong:
         return None
     return RowError(
-        f"add, extend: expected that nobody else writes to the lanes of this buffer, as own_lanes says, got row {wrong[0]}, and "
+        f"add, extend: expected no other writer in the lanes of this buffer, as own_lanes says, got row {wrong[0]}, and "
         f"{len(wrong) - 1} more: they are in the store. Write to lanes of your own, or connect without own_lanes."
     )
 
@@ -417,9 +419,12 @@ class RemoteStorage(ServedStorage):
             self._learning.forget()
 
     def draw(self, key: int, rows: int) -> Drawn:
-        with self._learning.alone():
-            self.ask_for([key], rows)
-            return self.answer(rows)[0]()
+        with self._learning.lock:
+            try:
+                self.ask_for([key], rows)
+                return self.answer(rows)[0]()
+            finally:
+                self._learning.forget()
 
     def _batches(self, answer: Answer) -> list[Callable[[], Drawn]]:
         metadata = msgspec.json.decode(answer.metadata, type=protocol.Sampled)
@@ -494,7 +499,7 @@ class RemoteStorage(ServedStorage):
         if self._under_way is None:
             return None
         self.connection.check()
-        if self._schema.ragged or n * self._schema.row_bytes > wire.GATHERED_BYTES // 4:
+        if self._schema.ragged or n * self._schema.row_bytes > _GATHERED:
             return self._under_way.put(wire.record_batch(schema, columns, n), lanes)
         dense = map(Tensor.contiguous, columns)
         return self._under_way.gather(schema, [ctypes.string_at(it.data_ptr(), it.nbytes) for it in dense], lanes)
@@ -505,12 +510,7 @@ class RemoteStorage(ServedStorage):
         under_way = self._under_way
         intake = self.structure.intake if under_way is not None and self.ndim == 1 else None
         raws = None if intake is None else intake.bytes_of(data)
-        if (
-            under_way is None
-            or raws is None
-            or not isinstance(lane, int)
-            or sum(map(len, raws)) > wire.GATHERED_BYTES // 4
-        ):
+        if under_way is None or raws is None or not isinstance(lane, int) or sum(map(len, raws)) > _GATHERED:
             return None
         self.connection.check()
         schema = self._written_of(len(raws))
