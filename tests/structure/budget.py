@@ -20,7 +20,7 @@ ROOMS = {
     "inspect": 1_095,
     "members": 1_709,
     "modules beside the rooms": 284,
-    "remote": 3_557,
+    "remote": 3_556,
     "reshard": 1_046,
     "samplers": 1_940,
     "saved": 5_078,
