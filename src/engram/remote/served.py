@@ -12,7 +12,7 @@ from torch import Tensor
 from engram._support.unsupported import BY_NUMBER, refused, refusing
 from engram.errors import PriorityError, RateLimited
 from engram.format.sizes import usual_row_bytes
-from engram.remote.protocol import COALESCED_BYTES, MAX_BATCHES, Mass, Sample, Served, State, Stats
+from engram.remote.protocol import COALESCED_BYTES, MAX_BATCHES, Mass, Sample, Served, State
 from engram.samplers._base import DeclaredSampler
 from engram.samplers.prioritized import as_priorities, rows_of
 from engram.samplers.staleness import check_version
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engram.format.schema import Schema
-    from engram.remote.connection import Connection
     from engram.saved.rows import Roles
     from engram.storages._structure import Structure
     from engram.storages.ragged import RaggedLayout
@@ -96,8 +95,8 @@ class ServedLimits(Limits):
     #: It may be: only the server knows.
     limited = True
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, ask: Callable[..., State], served: Callable[[], Served]) -> None:
+        self._ask, self._served = ask, served
 
     #: Of a fleet, which goes on without it.
     hurried = False
@@ -106,13 +105,13 @@ class ServedLimits(Limits):
 
     def state(self) -> State:
         """Numbers of the store at this moment. Raises as :meth:`Connection.ask`."""
-        state = self._connection.ask("stats", Stats(), State, hurried=self.hurried)
+        state = self._ask(hurried=self.hurried)
         self.tell(state.fleet[0] or (-1 if any(state.limit) else 0))
         return state
 
     def tell(self, number: int) -> None:
         """What an answer says."""
-        self.told = number if self._connection.served.limited is not None else None
+        self.told = number if self._served().limited is not None else None
 
     @property
     def limit(self) -> tuple[float, float, int, int]:

@@ -280,7 +280,8 @@ class RemoteStorage(ServedStorage):
         super().__init__()
         served = connection.served
         self.connection = connection
-        self.limits, self._described = ServedLimits(connection), served
+        ask = partial(connection.ask, "stats", protocol.Stats(), protocol.State)
+        self.limits, self._described = ServedLimits(ask, lambda: connection.served), served
         schema = decode(served.schema.encode(), "connect")
         self.describe(schema, f"at {connection.access}", self.limits, served.participant)
         #: Of messages of rows, by how many fields these have.
