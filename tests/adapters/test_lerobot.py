@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from engram.adapters.lerobot import ReplayBuffer, random_shift
+from engram.datasets import from_numpy, to_lerobot
 from engram.errors import IncompatibleStore, NoSampleable, StoreInUse
 from tests import fresh
 from tests.adapters.lerobot_steps import KEYS, step
+from tests.datasets import lerobot_data
 
 
 def fill(buffer, numbers):
@@ -190,7 +192,7 @@ def test_what_cannot_be_stored(tmp_path):
         ReplayBuffer(30, "cpu", KEYS, storage_device="cuda:0")
 
 
-# ---- pickles -------------------------------------------------------------------------------------------------------------
+# ---- data sets -----------------------------------------------------------------------------------------------------------
 
 
 def reached(name, number):
@@ -229,6 +231,63 @@ def filled(buffer, count=14, ends=(4, 9)):
             complementary_info={"penalty": float(number % 3)},
         )
     return buffer
+
+
+def test_a_data_set_out_and_in_again(tmp_path):
+    buffer = filled(ReplayBuffer(10, "cpu", KEYS, use_drq=False))  # of which 4 to 13 are left
+    assert buffer.to_lerobot_dataset("tests/small", fps=5, root=tmp_path / "out", task_name="push") == tmp_path / "out"
+    info, episodes, columns = lerobot_data.read(tmp_path / "out")
+    assert (info["fps"], info["total_episodes"], info["total_frames"]) == (5, 3, 10)
+    assert [one["length"] for one in episodes] == [1, 5, 4]
+    assert columns["action"][:, 0].tolist() == [*range(4, 14)]
+    assert columns["next.done"].tolist() == [number in (4, 9) for number in range(4, 14)]
+    assert info["features"][IMAGE]["dtype"] == "video"
+    again = ReplayBuffer.from_lerobot_dataset(tmp_path / "out", "cpu", KEYS, use_drq=False)
+    assert (again.capacity, len(again)) == (10, 10)
+    found = transitions(again)
+    assert found.keys() == {*range(4, 14)}
+    for number, one in found.items():
+        last = number in (4, 9, 13)  # LeRobot's data sets have no next states of last steps
+        assert one["state", STATE].tolist() == [number] * 3
+        assert one["next_state", STATE].tolist() == [number + (not last)] * 3
+        for name, at in (("state", number), ("next_state", number + (not last))):
+            wanted = torch.from_numpy(reached(IMAGE, at)) / 255
+            assert one[name, IMAGE].shape == (3, 32, 48)
+            assert (one[name, IMAGE] - wanted).abs().mean() < 0.02  # of a video
+        assert one["info", "penalty"].item() == number % 3
+        assert (one["reward",].item(), one["done",].item(), one["truncated",].item()) == (
+            number / 2,
+            number in (4, 9),
+            0,
+        )
+
+
+def test_ends_of_a_data_set_without_flags(tmp_path):
+    steps = {
+        "observation": {"state": np.arange(5.0)},
+        "action": np.arange(5.0)[:, None].repeat(2, 1),
+        "next": {"reward": np.ones(5)},
+    }
+    from_numpy({**steps, "episode": [0, 0, 1, 1, 1]}, tmp_path / "rows").close()
+    to_lerobot(tmp_path / "rows", tmp_path / "out", fps=1)
+    with pytest.raises(ValueError, match=r"from_lerobot_dataset: len\(state_keys\): expected"):
+        ReplayBuffer.from_lerobot_dataset(tmp_path / "out", "cpu")
+    with pytest.raises(ValueError, match="from_lerobot_dataset: capacity: expected .*5"):
+        ReplayBuffer.from_lerobot_dataset(tmp_path / "out", "cpu", KEYS[:1], capacity=4)
+    buffer = ReplayBuffer.from_lerobot_dataset(
+        tmp_path / "out", "cpu", KEYS[:1], capacity=7, scratch_dir=tmp_path / "replay"
+    )
+    assert {number: bool(one["done",]) for number, one in transitions(buffer).items()} == {
+        0: False,
+        1: True,
+        2: False,
+        3: False,
+        4: True,
+    }
+    buffer.close()
+    assert len(ReplayBuffer(7, "cpu", KEYS[:1], scratch_dir=tmp_path / "replay")) == 5
+    with pytest.raises(NoSampleable, match="to_lerobot_dataset: expected steps, got none"):
+        ReplayBuffer(7, "cpu", KEYS).to_lerobot_dataset("tests/none", root=tmp_path / "none")
 
 
 def test_pickles_hold_the_steps_or_the_directory(tmp_path):

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, cast
+from os import PathLike
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Self, cast
 
 import numpy as np
 import torch
@@ -17,11 +19,15 @@ from engram._support.checks import check_count, check_path
 from engram._support.field_paths import nested
 from engram._support.nested import map_leaves
 from engram.adapters.scratch import Scratch
+from engram.datasets import from_lerobot, from_numpy, to_lerobot
+from engram.datasets.importing import flat_names
+from engram.errors import NoSampleable
 from engram.samplers import RandomSampler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from lerobot.datasets import LeRobotDataset
     from lerobot.rl.buffer import BatchTransition
     from torch import Tensor
 
@@ -162,6 +168,78 @@ class ReplayBuffer(Scratch):
                 ahead.append(pool.submit(self.sample, batch_size))
                 yield ahead.popleft().result()
 
+    @classmethod
+    def from_lerobot_dataset(
+        cls,
+        lerobot_dataset: StrPath | LeRobotDataset,
+        device: str = "cuda:0",
+        state_keys: Sequence[str] = (),
+        **kwargs: object,
+    ) -> Self:
+        """A buffer with the steps of a data set of LeRobot's, format v3.0, as LeRobot's own makes one.
+
+        Args:
+            lerobot_dataset: a ``LeRobotDataset``, of which ``root`` is read, or its folder.
+            state_keys: the features that are observed; at least one. Images become float32 ``[3, H, W]`` from 0 to 1.
+            device, kwargs: of the class. Default of ``capacity``: as many as steps.
+
+        Raises:
+            ValueError: no ``state_keys``, or a ``capacity`` below the steps. KeyError: a feature is missing. Others as
+                :func:`engram.datasets.from_lerobot`, which reads the files.
+        """
+        what = "from_lerobot_dataset"
+        check_count(f"{what}: len(state_keys)", len(state_keys))
+        with TemporaryDirectory() as folder:
+            root = lerobot_dataset if isinstance(lerobot_dataset, str | PathLike) else lerobot_dataset.root
+            data = from_lerobot(root, f"{folder}/rows")
+            capacity = check_count(f"{what}: capacity", kwargs.pop("capacity", None) or len(data), least=len(data))
+            buffer = cls(capacity, device, state_keys, **kwargs)  # type: ignore[arg-type] # as there
+            ends = np.diff(data["collector", "traj_ids"].numpy(), append=-1) != 0
+            rows = map(_features, map(data.__getitem__, range(len(data))))
+            row = next(rows)
+            for end in ends.tolist():
+                following = next(rows, row)
+                done = bool(row.get("next.done", end))
+                seen = ({key: one[key] for key in state_keys} for one in (row, row if done or end else following))
+                info = {key.removeprefix(f"{_INFO}."): row[key] for key in row if key.startswith(f"{_INFO}.")}
+                buffer.add(next(seen), row["action"], float(row["next.reward"]), next(seen), done, False, info or None)
+                row = following
+            data.close()
+        return buffer
+
+    def to_lerobot_dataset(
+        self, repo_id: str, fps: float = 1, root: StrPath | None = None, task_name: str = "from_replay_buffer"
+    ) -> StrPath:
+        """Write the steps as a data set of LeRobot's, an episode for each end. Returns its folder.
+
+        Args:
+            repo_id: the name of the data set, which is its folder without ``root``.
+            fps: the steps of a second.
+            root: the folder. It must not exist.
+            task_name: the text of the task.
+
+        Images ``[3, H, W]``, from 0 to 1 or of uint8, become videos. Raises: as :func:`engram.datasets.to_lerobot`, which writes the
+        files; ``NoSampleable``: there are no steps.
+        """
+        if not len(self):
+            raise NoSampleable("to_lerobot_dataset: expected steps, got none. Add some first.")
+        steps = self.rb.read_all_in_order(lane=0)
+        over = steps["done"] | steps["truncated"]
+        columns = {
+            **steps["state"],
+            "action": steps["action"],
+            "next.reward": steps["reward"],
+            "next.done": steps["done"],
+        }
+        columns |= {f"{_INFO}.{key}": value for key, value in steps.get(_INFO, {}).items()}
+        found = {
+            tuple(key.split(".")): _frames(value) if key.startswith(_IMAGE) else value for key, value in columns.items()
+        }
+        with TemporaryDirectory() as folder:
+            from_numpy({**nested(found), "episode": over.cumsum(0) - over.long()}, f"{folder}/rows").close()
+            to_lerobot(f"{folder}/rows", root or repo_id, fps=fps, task=task_name)
+        return root or repo_id
+
     def close(self) -> None:
         """Give the directory up: of a buffer that is used no more."""
         self.rb.close()
@@ -189,3 +267,18 @@ def _first(value: Tensor | float) -> Tensor:
         raise TypeError(f"add: expected tensors and numbers, got {type(value).__name__}.")
     tensor = torch.as_tensor(value).detach()
     return tensor if tensor.ndim == 0 else tensor.squeeze(0)
+
+
+def _features(row: Mapping[str, object]) -> dict[str, Tensor]:
+    """The features of a step as LeRobot's data sets have them, ``[1, …]``."""
+    found = {".".join(path): cast("Tensor", one)[None] for path, one in flat_names(row)}
+    images = {
+        key: one.permute(0, 3, 1, 2) / 255 for key, one in found.items() if key.startswith(_IMAGE) and one.ndim == 4
+    }
+    return found | images
+
+
+def _frames(images: Tensor) -> Tensor:
+    """Images ``[N, 3, H, W]`` as frames of uint8 ``[N, H, W, 3]``."""
+    frames = images.permute(0, 2, 3, 1)
+    return (frames * 255).round().to(torch.uint8) if images.is_floating_point() else frames
