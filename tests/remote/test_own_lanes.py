@@ -15,16 +15,18 @@ from tensordict import TensorDict
 import engram
 from engram import (
     LazyMemmapStorage,
+    LazyTensorStorage,
     Ragged,
     ReplayBuffer,
     RowError,
     SamplesPerInsert,
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
+    serve,
 )
 from engram._support.native import NotAdmitted
 from engram.remote import wire
-from engram.remote.storage import WritesUnderWay
+from engram.remote.under_way import WritesUnderWay
 from tests import fresh, stress
 from tests.serving.servers import serving_each, start
 from tests.serving.test_awaiting import serving
@@ -168,7 +170,7 @@ def test_numbers_hold_over_laps_whatever_becomes_of_messages(served, writes):
             numbers = remote.extend(rows(mine), lane=lane).tolist() if n else [remote.add(row(mine[0]), lane=lane)]
             assert all(number // LENGTH == lane for number in numbers)
             told += zip(mine, numbers, strict=True)
-        remote.storage._arrive()  # raises where one has moved
+        remote.storage._under_way.settle()  # raises where one has moved
         check(rb, told)
         proxy.faults = []
         proxy.let_go()
@@ -188,7 +190,7 @@ def test_several_clients_know_their_numbers_beside_each_other(served):
             for k in range(500):
                 one = 1000 * lane + k
                 found[lane].append((one, remote.add(row(one))))
-            remote.storage._arrive()
+            remote.storage._under_way.settle()
 
     threads = [threading.Thread(target=write, args=(lane,)) for lane in range(LANES)]
     for thread in threads:
@@ -214,7 +216,7 @@ def test_threads_of_one_client_may_share_a_lane(served):
             thread.start()
         for thread in threads:
             thread.join()
-        remote.storage._arrive()
+        remote.storage._under_way.settle()
     numbers = [number for _, number in told]
     assert sorted(numbers) == sorted((numbers[0] + k) % LENGTH + LENGTH for k in range(300))
     written = dict(told)
@@ -237,7 +239,7 @@ def test_another_writer_in_the_lane_is_an_error_and_no_row_is_lost(served):
         ):
             remote.add(row(3), lane=2)
         numbers = [(one, remote.add(row(one), lane=2)) for one in (4, 5)]
-        remote.storage._arrive()
+        remote.storage._under_way.settle()
         check(rb, numbers)
         assert remote.stats()["rows_dropped"] == 0
     assert rb.write_count == before + 5
@@ -251,12 +253,12 @@ def test_what_moves_a_lane_is_asked_for_again(served):
         remote.empty(empty_write_count=False)
         assert remote.add(row(4), lane=0) == 0
         told = [(one, remote.add(row(one), lane=0)) for one in (5, 6)]
-        remote.storage._arrive()
+        remote.storage._under_way.settle()
         assert told == [(5, 1), (6, 2)]
         check(rb, [(4, 0), *told])
         remote.extend(rows([7, 8]), lane=[1, 2])
         assert remote.extend(rows([9, 10, 11]), lane=[2, 1, 2]).tolist() == [17, 9, 18]
-        remote.storage._arrive()
+        remote.storage._under_way.settle()
         check(rb, [(9, 17), (10, 9), (11, 18)])
 
 
@@ -264,7 +266,7 @@ def test_rows_that_limits_refuse_have_their_numbers_later(served):
     rb, folder = served
     with ReplayBuffer.connect(f"unix:{folder}.sock", full="block", own_lanes=True) as remote:
         told = [(one, remote.add(row(one), lane=1)) for one in (1, 2)]
-        remote.storage._arrive()
+        remote.storage._under_way.settle()
         rb.limit(SamplesPerInsert(1.0, min_size=len(rb), tolerance=0.0))
         try:
             told += [(one, remote.add(row(one), lane=1)) for one in range(3, 6)]
@@ -279,16 +281,16 @@ def test_rows_that_limits_refuse_have_their_numbers_later(served):
 
 def test_rows_that_are_dropped_have_no_numbers(served, monkeypatch):
     rb, folder = served
-    monkeypatch.setattr("engram.remote.storage.CREDIT_ROWS", 2)
+    monkeypatch.setattr("engram.remote.under_way.CREDIT_ROWS", 2)
     with Proxy.before(folder) as proxy, ReplayBuffer.connect(proxy.address, full="drop", own_lanes=True) as remote:
         remote.add(row(0), lane=0)
         proxy.faults = ["hold"]
         told = [(one, remote.add(row(one), lane=0)) for one in range(1, 6)]
         proxy.go.set()
-        remote.storage._arrive()
+        remote.storage._under_way.settle()
         assert [number is None for _, number in told] == [False, False, True, True, True]
         told = [*told[:2], (6, remote.add(row(6), lane=0))]
-        remote.storage._arrive()
+        remote.storage._under_way.settle()
         check(rb, told)
         assert remote.stats()["rows_dropped"] == 3
 
@@ -301,7 +303,7 @@ def test_a_writer_that_says_which_rows_go_tells_no_numbers(tmp_path):
             for value in (3.0, 2.0):
                 remote.add(TensorDict({"a": torch.tensor(value)}, []))
             assert remote.extend(TensorDict({"a": torch.ones(2)}, [2])).tolist() == [-1, -1]
-            remote.storage._arrive()
+            remote.storage._under_way.settle()
         assert sorted(rb[:]["a"].tolist()) == [1.0, 1.0, 2.0, 3.0]
 
 
@@ -317,7 +319,7 @@ def test_a_row_that_grew_takes_a_place_between(tmp_path):
             growing.append({"b": torch.arange(4)})
             assert growing.seal() == 3
             assert remote.extend({"a": torch.tensor([4]), "b": [torch.arange(0)]}).tolist() == [4]
-            remote.storage._arrive()
+            remote.storage._under_way.settle()
         assert rb["a"].tolist() == [0, 1, 3, 2, 4]
 
 
@@ -356,7 +358,7 @@ while True:
     for _ in range(8):
         told.append((one, remote.add(row(one))))
         one += 1
-    remote.storage._arrive()
+    remote.storage._under_way.settle()
     print(json.dumps(told), flush=True)
 """
 
@@ -394,3 +396,63 @@ def test_numbers_hold_where_servers_are_killed(tmp_path):
             assert [number for _, number in told] == [lane * length + (1 + k) % length for k in range(len(told))]
             there = rb.storage.get(torch.tensor([number for _, number in told[-length:]]))
             assert there["a"].tolist() == [one for one, _ in told[-length:]]
+
+
+@pytest.mark.parametrize("by", ["extend", "remove"])
+def test_threads_of_one_buffer_are_told_the_numbers_of_their_rows(by):
+    rb = ReplayBuffer(storage=LazyTensorStorage(400_000, lanes=4)).share()
+    rb.extend({"a": torch.zeros(1, dtype=torch.int64)}, lane=0)
+    with serve(rb) as address, ReplayBuffer.connect(address, full="block", own_lanes=True) as remote:
+        told, failed, ready, stop = [], [], threading.Event(), threading.Event()
+
+        def add():
+            try:
+                for value in itertools.count():
+                    told.append((remote.add({"a": torch.tensor(value)}, lane=1), value))
+                    if value == 50:
+                        ready.set()
+                    if stop.is_set():
+                        return
+            except Exception as error:  # noqa: BLE001 - said by the test
+                failed.append(error)
+            finally:
+                ready.set()
+
+        thread = threading.Thread(target=add)
+        thread.start()
+        assert ready.wait(60)
+        for value in range(-20, 0):
+            if by == "remove":
+                remote.remove(remote.add({"a": torch.tensor(value)}, lane=2))
+            rows = remote.extend({"a": torch.tensor([value, value])}, lane=torch.tensor([3, 2]))
+            told += [(int(row), value) for row in rows]
+        stop.set()
+        thread.join(60)
+        assert not failed
+        remote.storage._under_way.settle()
+        last = {int(row): value for row, value in told}
+        held = rb[torch.tensor([*last])]["a"].tolist()
+        assert held == [*last.values()]
+
+
+def test_rows_that_a_thread_adds_while_another_one_empties_the_store():
+    rb = ReplayBuffer(storage=LazyTensorStorage(400_000)).share()
+    rb.extend({"a": torch.zeros(1, dtype=torch.int64)})
+    with serve(rb) as address, ReplayBuffer.connect(address, full="block", own_lanes=True) as remote:
+        failed, stop = [], threading.Event()
+
+        def add():
+            try:
+                while not stop.is_set():
+                    remote.add({"a": torch.tensor(1)})
+            except Exception as error:  # noqa: BLE001 - said by the test
+                failed.append(error)
+
+        thread = threading.Thread(target=add)
+        thread.start()
+        for _ in range(30):
+            remote.empty()
+        stop.set()
+        thread.join(60)
+        assert not failed
+        remote.storage._under_way.settle()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from engram import RateLimited
 from engram._support.native import NotAdmitted
 from engram.remote import wire
-from engram.remote.storage import _MAX_TOGETHER, CREDIT_BYTES, WritesUnderWay
+from engram.remote.under_way import _MAX_TOGETHER, CREDIT_BYTES, WritesUnderWay
 
 COLUMNS = [wire.Column("a", "int64", ())]
 SCHEMA = wire.arrow_schema(COLUMNS)
@@ -41,7 +41,7 @@ class Server:
 
 
 def test_credits_are_bytes_or_rows_and_a_larger_message_goes_alone(monkeypatch):
-    monkeypatch.setattr("engram.remote.storage.CREDIT_ROWS", CREDIT_BYTES // 8)
+    monkeypatch.setattr("engram.remote.under_way.CREDIT_ROWS", CREDIT_BYTES // 8)
     large, half = torch.zeros(CREDIT_BYTES // 4).long(), torch.zeros(CREDIT_BYTES // 16).long()
     rows = torch.zeros(CREDIT_BYTES // 40).long()
     for sizes, most in (([half] * 3, 2), ([large] * 2, 1), ([half, large], 1), ([rows] * 6, 5)):
@@ -83,7 +83,7 @@ def test_small_writes_go_together_in_order_and_are_copied():
 
 
 def test_credits_of_small_writes_are_rows(monkeypatch):
-    monkeypatch.setattr("engram.remote.storage.CREDIT_ROWS", 10)
+    monkeypatch.setattr("engram.remote.under_way.CREDIT_ROWS", 10)
     server = Server()
     writes = WritesUnderWay("drop", server.send)
     for number in range(12):
@@ -205,7 +205,7 @@ def test_rows_that_are_refused_for_now_are_written_before_the_end():
 
 
 def test_rows_that_no_server_takes_are_said_at_the_end(monkeypatch):
-    monkeypatch.setattr("engram.remote.storage._CLOSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("engram.remote.under_way._CLOSE_TIMEOUT_S", 0.1)
     server = Server(*[NotAdmitted(1)] * 10_000)
     server.go.set()
     writes = WritesUnderWay("block", server.send)

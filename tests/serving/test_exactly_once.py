@@ -345,7 +345,7 @@ def test_rows_of_many_lanes_that_limits_refuse_go_in_parts(served, proxy):
 
 @pytest.mark.parametrize("full", ["block", "raise", "drop"])
 def test_without_credits_a_write_waits_raises_or_is_dropped(served, proxy, full, monkeypatch):
-    monkeypatch.setattr("engram.remote.storage.CREDIT_ROWS", 4)
+    monkeypatch.setattr("engram.remote.under_way.CREDIT_ROWS", 4)
     expected = Expected(served[0])
     with ReplayBuffer.connect(proxy.address, full=full) as remote:
         proxy.held.clear()

@@ -90,7 +90,9 @@ class _Way(NamedTuple):
     def check_on_ray(self) -> None:
         """Raise ``TypeError``, ``ValueError``: what shards on Ray do not take."""
         taken = ("patience", "missing", "stratum")
-        given = sorted(name for name, value in self._asdict().items() if name not in taken and value)
+        given = sorted(
+            name for name, value in self._asdict().items() if name not in taken and value not in (None, False)
+        )
         if given:
             raise TypeError(
                 f"connect: a name in a Ray cluster takes {', '.join((*taken, *READING_ARGUMENTS))}, as Ray says how its servers are "

@@ -1,4 +1,4 @@
-"""The storage of a buffer whose rows are on a server, and its writes that are under way."""
+"""The storage of a buffer whose rows are on a server."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import ctypes
 import itertools
 import math
 import sys
-import threading
-import warnings
-from collections import deque
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, cast
 from uuid import uuid4
@@ -26,244 +23,19 @@ from engram.format.schema import decode
 from engram.remote import protocol, wire
 from engram.remote.connection import IN_DOUBT as DOUBTFUL
 from engram.remote.connection import Answer, Connection, Exchange, Message
-from engram.remote.served import RETRY_INTERVAL_S, Drawn, OneStore, Parts, ServedLimits, ServedStorage, update_once
+from engram.remote.served import Drawn, OneStore, Parts, ServedLimits, ServedStorage, update_once
+from engram.remote.under_way import GATHERED, WritesUnderWay
 from engram.store.ragged_rows import items_in
 from engram.store.requests import IN_DOUBT
 from engram.types import Info, Write, WritePlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from pyarrow import RecordBatch
 
     from engram.saved.rows import Roles
-
-
-#: What may be under way. A larger message goes alone.
-CREDIT_BYTES, CREDIT_ROWS = 4 << 20, 1 << 16
-#: For how long small writes are gathered before they are encoded.
-GATHERED_S = 0.001
-#: A larger write is not gathered with others.
-_GATHERED = wire.GATHERED_BYTES // 4
-#: Blocks in one message; and writes under way while the limits of the store refuse rows.
-_MAX_TOGETHER = 4
-#: A thread that has nothing to send ends after it.
-_IDLE_THREAD_S = 1.0
-#: For how long the end of a buffer waits for an answer.
-_CLOSE_TIMEOUT_S = 10.0
-
-
-class WritesUnderWay:
-    """Rows on their way to a server, in order. A thread sends them, those that wait together in one message, until there are none.
-
-    It owns what is under way, what was dropped, and the error that the next call raises.
-    """
-
-    def __init__(self, full: protocol.Full, send: Callable[[pa.RecordBatch], Answer], length: int = 0) -> None:
-        """``send``: writes rows, and returns when they are in the store; raises ``NotAdmitted``.
-
-        ``length``: of lanes that no other client or process writes to, so that writes are told the numbers of their rows; 0: they are not.
-        """
-        self._full, self._send, self.length = full, send, length
-        #: By lane, the row that the newest write was told, where it is known.
-        self.newest: dict[int, int] = {}
-        self._rows: deque[wire.Rows] = deque()
-        self._changed = threading.Condition(fork.lock())
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
-        self._refused = self._closed = False
-        #: Calls that wait for what is under way: nothing more is gathered then.
-        self._awaited = 0
-        #: Of all that is under way.
-        self._bytes = self.rows = 0
-        #: Rows that were not written: there were no credits for them, or the server raised.
-        self.dropped = 0
-        fork.registered(self)
-
-    def put(self, batch: pa.RecordBatch, lanes: Sequence[int]) -> list[int] | None:
-        """Send rows, which are copied, and do not wait for the answer. Returns and raises as :meth:`gather`."""
-        return self.gather(batch.schema, [], lanes, batch)
-
-    def gather(
-        self, schema: pa.Schema, columns: list[bytes], lanes: Sequence[int], whole: pa.RecordBatch | None = None
-    ) -> list[int] | None:
-        """As :meth:`put`, rows that go with others in one message. ``columns``: the bytes of each. ``lanes``: of each row.
-
-        Returns their numbers, as far as writes are told them. None: the newest row of a lane is not known, and nothing is sent.
-
-        Raises:
-            RateLimited: there are no credits, and ``full`` is ``"raise"``. NotAdmitted: there are none because the limits of the store
-                refuse the rows that were sent; the caller waits. What an earlier write raised.
-        """
-        nbytes, n = sum(map(len, columns)) if whole is None else whole.nbytes, len(lanes)
-        with self._changed:
-            if not self._admits(n, nbytes):
-                return []
-            if (told := self._told(lanes)) is None:
-                return None
-            if whole is not None or not (self._rows and self._rows[-1].takes(schema)):
-                self._append(wire.Rows(schema, whole and wire.copied(whole)))
-            if whole is None:
-                self._rows[-1].gather(columns, n, nbytes)
-                self._bytes, self.rows = self._bytes + nbytes, self.rows + n
-            self._rows[-1].told += told
-            if not self._rows[-1].takes(schema):
-                self._changed.notify_all()
-            return told
-
-    def _told(self, lanes: Sequence[int]) -> list[int] | None:
-        """The numbers of rows that come now, each behind the newest of its lane; none where writes are not told them."""
-        if self.length and not self.newest.keys() >= {*lanes}:
-            return None
-        told = []
-        for lane in lanes if self.length else ():
-            row = self.newest[lane] + 1
-            self.newest[lane] = row if row % self.length else row - self.length
-            told.append(self.newest[lane])
-        return told
-
-    def _append(self, rows: wire.Rows) -> None:
-        self._rows.append(rows)
-        self._bytes, self.rows = self._bytes + rows.nbytes, self.rows + rows.rows
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="engram-writes", daemon=True)
-            self._thread.start()
-        self._changed.notify_all()
-
-    def _admits(self, n: int, nbytes: int) -> bool:
-        """Whether there are credits for rows, which are waited for; else they are dropped."""
-        self._raise()
-        while not self._has_credits(n, nbytes):
-            if self._full == "drop":
-                self.dropped += n
-                return False
-            if self._full == "raise":
-                raise RateLimited(
-                    f"extend: expected at most {CREDIT_ROWS} rows and {CREDIT_BYTES} bytes under way, got {self.rows} and "
-                    f"{self._bytes} before these {n} of {nbytes} bytes. Write less often, or connect with full='block'."
-                )
-            if self._refused:
-                raise NotAdmitted(n)
-            self._changed.wait(_IDLE_THREAD_S)
-            self._raise()
-        return True
-
-    def wait(self) -> None:
-        """As :meth:`settle`, and leave what one of them raised to the next write."""
-        with self._changed:
-            self._await(lambda: not self._rows or self._refused)
-
-    def _await(self, until: Callable[[], bool], seconds: float | None = None) -> None:
-        self._awaited += 1
-        self._changed.notify_all()
-        self._changed.wait_for(until, seconds)
-        self._awaited -= 1
-
-    def settle(self, seconds: float | None = None) -> None:
-        """Wait for the answers to all writes; those that the limits of the store refuse stay under way. Raises what one of them raised."""
-        with self._changed:
-            self._await(lambda: not self._rows or self._refused or self._error is not None, seconds)
-            self._raise()
-
-    def close(self, *, wait: bool) -> None:
-        """Wait for answers, for seconds at most, and warn of rows that have none, and of an error that no call has raised. Repeatable."""
-        why, failed = "the server did not admit or acknowledge them", False
-        with self._changed:
-            # Those that limits refuse now, too: they may be admitted yet.
-            self._await(lambda: not self._rows or self._error is not None, _CLOSE_TIMEOUT_S if wait else 0)
-            try:
-                self._raise()
-            except Exception as error:  # noqa: BLE001 - what ends is told of it by a warning
-                why, failed = str(error), True
-            left, self._closed = self.rows, True
-            self._rows.clear()
-            self._bytes = self.rows = 0
-            self._changed.notify_all()
-        if left or failed:
-            rows = f"{left} rows" if left else "rows of an earlier write"
-            warnings.warn(f"close: {rows} are not known to be written: {why}.", RuntimeWarning, stacklevel=2)
-
-    def after_fork(self) -> None:
-        """In a child: what is under way is its parent's."""
-        self._rows.clear()
-        self._bytes = self.rows = 0
-        self._thread = None
-
-    def _has_credits(self, n: int, nbytes: int) -> bool:
-        refused = self._refused and sum(len(one.sizes) for one in self._rows) >= _MAX_TOGETHER
-        return not self._rows or (self.rows + n <= CREDIT_ROWS and self._bytes + nbytes <= CREDIT_BYTES and not refused)
-
-    def _raise(self) -> None:
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _run(self) -> None:
-        most = _MAX_TOGETHER
-        while True:
-            with self._changed:
-                if not self._changed.wait_for(lambda: self._rows or self._closed, _IDLE_THREAD_S) or self._closed:
-                    self._thread = None
-                    return
-                if len(self._rows) == 1 and self._rows[0].open and not self._awaited:
-                    self._changed.wait_for(lambda: self._awaited or self._closed or self._rows[0].is_full, GATHERED_S)
-                some = list(self._rows)[:most]
-                batches = [one.batch() for one in some]
-            most = _MAX_TOGETHER
-            if not some:  # it was closed
-                continue
-            try:
-                answer = self._send(wire.together(batches))
-            except NotAdmitted:  # fewer rows may be admitted
-                most = 1
-                with self._changed:
-                    self._split(some)
-                    self._refused = True
-                    self._changed.notify_all()
-                    self._changed.wait(RETRY_INTERVAL_S)
-            except Exception as error:  # noqa: BLE001 - the next call raises it
-                if isinstance(error, ValueError):  # more than the limits can ever admit at once
-                    with self._changed:
-                        split = self._split(some)
-                    if split or len(some) > 1:
-                        most = 1
-                        continue
-                self._done(some, error)
-            else:
-                told = [row for one in some for row in one.told]
-                self._done(some, _moved(told, answer) if told else None, are_written=True)
-
-    def _split(self, some: list[wire.Rows]) -> bool:
-        """Let fewer of gathered writes be sent first: whether there are several."""
-        halves = some[0].halves()
-        if self._rows and len(some) == 1:
-            self._rows.popleft()
-            self._rows.extendleft(reversed(halves))
-        return len(halves) > 1 and len(some) == 1
-
-    def _done(self, some: list[wire.Rows], error: Exception | None = None, *, are_written: bool = False) -> None:
-        with self._changed:
-            if error is not None:
-                self.newest.clear()
-            for one in some[: len(self._rows)]:  # none are left of a buffer that was closed
-                self._rows.popleft()
-                self._bytes, self.rows = self._bytes - one.nbytes, self.rows - one.rows
-                self.dropped += 0 if are_written else one.rows
-            self._error, self._refused = error or self._error, False
-            self._changed.notify_all()
-
-
-def _moved(told: list[int], answer: Answer) -> RowError | None:
-    """The error for rows whose writer was told other numbers; None: those are right."""
-    rows = wire.tensors_in(answer.rows, answer.columns)[0].tolist()
-    wrong = [f"{row} for one that was told {number}" for number, row in zip(told, rows, strict=True) if number != row]
-    if not wrong:
-        return None
-    return RowError(
-        f"add, extend: expected no other writer in the lanes of this buffer, as own_lanes says, got row {wrong[0]}, and "
-        f"{len(wrong) - 1} more: they are in the store. Write to lanes of your own, or connect without own_lanes."
-    )
 
 
 _PRIORITIES, _EDITS = map(wire.arrow_schema, (wire.PRIORITIES, wire.EDITS))
@@ -364,11 +136,15 @@ class RemoteStorage(ServedStorage):
             counters |= {"rows_dropped": self._under_way.dropped, "rows_under_way": self._under_way.rows}
         return counters
 
-    def _arrive(self) -> None:
-        """Wait for what was written before. What comes may move a lane."""
-        if self._under_way is not None:
-            self._under_way.settle()
-            self._under_way.newest.clear()
+    @contextmanager
+    def _arrived(self) -> Iterator[None]:
+        """Waits for what was written before. The block may move a lane: meanwhile nobody writes to be told a number."""
+        under_way = self._under_way
+        with self._writes if under_way is not None and under_way.length else nullcontext():
+            if under_way is not None:
+                under_way.forget()
+                under_way.settle()
+            yield
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
@@ -483,16 +259,19 @@ class RemoteStorage(ServedStorage):
             told = self._streamed(schema, columns, lanes, n)
             if told is not None:
                 return Write(torch.tensor(told, device="cpu") if told else native.empty_rows(n).fill_(-1), 0)
+            known = {}
             if self._under_way is not None:
+                known = self._under_way.forget()  # else other threads' rows would be numbered, and come behind these
                 self._under_way.settle()
                 if self._under_way.rows:  # the limits of the store refuse them
+                    self._under_way.newest = known
                     raise NotAdmitted(n)
             answer = self._sent(wire.record_batch(schema, columns, n))
             self.limits.tell(msgspec.json.decode(answer.metadata, type=protocol.Written).limits)
             (rows,) = wire.tensors_in(answer.rows, answer.columns)
             if self._under_way is not None:
                 self._under_way.length *= self._once  # else the writer of the store says which rows are replaced
-                self._under_way.newest.update(zip(lanes, rows.tolist(), strict=True))
+                self._under_way.newest = {**known, **dict(zip(lanes, rows.tolist(), strict=True))}
             return Write(rows, 0)
 
     def _streamed(self, schema: pa.Schema, columns: list[Tensor], lanes: list[int], n: int) -> list[int] | None:
@@ -500,7 +279,7 @@ class RemoteStorage(ServedStorage):
         if self._under_way is None:
             return None
         self.connection.check()
-        if self._schema.ragged or n * self._schema.row_bytes > _GATHERED:
+        if self._schema.ragged or n * self._schema.row_bytes > GATHERED:
             return self._under_way.put(wire.record_batch(schema, columns, n), lanes)
         dense = map(Tensor.contiguous, columns)
         return self._under_way.gather(schema, [ctypes.string_at(it.data_ptr(), it.nbytes) for it in dense], lanes)
@@ -511,7 +290,7 @@ class RemoteStorage(ServedStorage):
         under_way = self._under_way
         intake = self.structure.intake if under_way is not None and self.ndim == 1 else None
         raws = None if intake is None else intake.bytes_of(data)
-        if under_way is None or raws is None or not isinstance(lane, int) or sum(map(len, raws)) > _GATHERED:
+        if under_way is None or raws is None or not isinstance(lane, int) or sum(map(len, raws)) > GATHERED:
             return None
         self.connection.check()
         schema = self._written_of(len(raws))
@@ -569,9 +348,9 @@ class RemoteStorage(ServedStorage):
         """Raises, too: ``RuntimeError``: the server is read-only, or of an older engram. ``ValueError``: too many. ``ConnectionError``."""
         super().check_removal(rows)
         protocol.check_fits("remove", len(rows), _EDIT_BYTES, "Remove")
-        self._arrive()
-        protocol.check_level(self.served, str(self.connection.access), "remove")
-        self.connection.ask("can_remove", protocol.CanRemove(), dict)
+        with self._arrived():
+            protocol.check_level(self.served, str(self.connection.access), "remove")
+            self.connection.ask("can_remove", protocol.CanRemove(), dict)
 
     def remove(self, rows: Tensor, expected: Tensor | None) -> int:
         """Removes what the rows hold now: what is written while a message is sent again stays.
@@ -604,32 +383,32 @@ class RemoteStorage(ServedStorage):
     # ---- methods that the server calls ---------------------------------------------------------------------------------
 
     def call_each(self, name: str, given: Mapping[str, object]) -> list[tuple[Tensor, ...]]:
-        self._arrive()
-        return [cast("tuple[Tensor, ...]", self.connection.call(name, given))]
+        with self._arrived():
+            return [cast("tuple[Tensor, ...]", self.connection.call(name, given))]
 
     def update(self, rows: Tensor, given: Mapping[str, object]) -> tuple[Tensor | None, ...]:
-        self._arrive()
-        return update_once(self.connection.called, rows, given)
+        with self._arrived():
+            return update_once(self.connection.called, rows, given)
 
     def stores(self, *, home: bool) -> list[OneStore]:  # noqa: ARG002 - there is one
         return [OneStore(self._call, lambda _: nullcontext(), 0)]
 
     def _call(self, name: str, given: Mapping[str, object], *row: object) -> object:
-        self._arrive()
-        return self.connection.call(name, given, *row)
+        with self._arrived():
+            return self.connection.call(name, given, *row)
 
     def empty(self, *, keep_write_count: bool) -> None:
-        self._arrive()
-        self.connection.ask("empty", protocol.Empty(keep_write_count), dict)
+        with self._arrived():
+            self.connection.ask("empty", protocol.Empty(keep_write_count), dict)
 
     def end_trajectories(self, lanes: Tensor, roles: Roles | None, *, terminated: bool) -> Tensor:
         """What ``ReplayBuffer.end_trajectory`` does."""
-        self._arrive()
-        named = [([key] if isinstance(key, str) else list(key), role) for key, role in (roles or {}).items()]
-        rows = self.connection.ask(
-            "end_trajectory", protocol.EndTrajectory(lanes.tolist(), terminated, named), list[int]
-        )
-        return torch.tensor(rows, dtype=torch.int64, device="cpu")
+        with self._arrived():
+            named = [([key] if isinstance(key, str) else list(key), role) for key, role in (roles or {}).items()]
+            rows = self.connection.ask(
+                "end_trajectory", protocol.EndTrajectory(lanes.tolist(), terminated, named), list[int]
+            )
+            return torch.tensor(rows, dtype=torch.int64, device="cpu")
 
     def limit_part(self, limit: protocol.Limit) -> None:
         """Set limits of several stores, of which this is one."""
@@ -638,8 +417,8 @@ class RemoteStorage(ServedStorage):
     # ---- reading -------------------------------------------------------------------------------------------------------
 
     def fetch_dump(self, folder: Path, progress: Callable[[int], None]) -> None:
-        self._arrive()
-        self.connection.fetch_dump(folder, progress)
+        with self._arrived():
+            self.connection.fetch_dump(folder, progress)
 
     # ---- life ----------------------------------------------------------------------------------------------------------
 
