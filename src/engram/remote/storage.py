@@ -138,7 +138,7 @@ class RemoteStorage(ServedStorage):
 
     @contextmanager
     def _arrived(self) -> Iterator[None]:
-        """Waits for what was written before. The block may move a lane: meanwhile nobody writes to be told a number."""
+        """Waits for what was written before. The block may move a lane: meanwhile no write is told a number."""
         under_way = self._under_way
         with self._writes if under_way is not None and under_way.length else nullcontext():
             if under_way is not None:

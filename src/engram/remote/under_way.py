@@ -126,7 +126,7 @@ class WritesUnderWay:
         return True
 
     def forget(self) -> dict[int, int]:
-        """The newest rows, by lane. Nobody is told a number until they are known again."""
+        """The newest rows, by lane. No write is told a number until they are known again."""
         with self._changed:
             known, self.newest = self.newest, {}
             return known
