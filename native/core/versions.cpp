@@ -139,7 +139,7 @@ std::vector<double> Versions::weights_of(std::span<const double> of, std::span<c
 // One after another, where a row that came before is drawn again: that is the same as drawing among the others. If it takes too many
 // tries, as most rows that are likely have been drawn, the rest is drawn at once.
 bool Versions::draw(std::uint64_t key, std::uint64_t n, std::span<const double> of, std::span<const double> given,
-                        std::int64_t* rows, std::int64_t* numbers, double* versions) {
+                    std::int64_t* rows, std::int64_t* numbers, double* versions) {
   const RedoLock guard = lock();
   const std::vector<double> weights = weights_of(of, given);
   const Random random(key);

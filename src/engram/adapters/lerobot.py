@@ -189,9 +189,8 @@ class ReplayBuffer(Scratch):
         """
         what = "from_lerobot_dataset"
         check_count(f"{what}: len(state_keys)", len(state_keys))
-        with TemporaryDirectory() as folder:
-            root = lerobot_dataset if isinstance(lerobot_dataset, str | PathLike) else lerobot_dataset.root
-            data = from_lerobot(root, f"{folder}/rows")
+        root = lerobot_dataset if isinstance(lerobot_dataset, str | PathLike) else lerobot_dataset.root
+        with TemporaryDirectory() as folder, from_lerobot(root, f"{folder}/rows") as data:
             capacity = check_count(f"{what}: capacity", kwargs.pop("capacity", None) or len(data), least=len(data))
             buffer = cls(capacity, device, state_keys, **kwargs)  # type: ignore[arg-type] # as there
             ends = np.diff(data["collector", "traj_ids"].numpy(), append=-1) != 0
@@ -204,7 +203,6 @@ class ReplayBuffer(Scratch):
                 info = {key.removeprefix(f"{_INFO}."): row[key] for key in row if key.startswith(f"{_INFO}.")}
                 buffer.add(next(seen), row["action"], float(row["next.reward"]), next(seen), done, False, info or None)
                 row = following
-            data.close()
         return buffer
 
     def to_lerobot_dataset(
