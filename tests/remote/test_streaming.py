@@ -1,6 +1,7 @@
 """Writes under way, against a server that is a list."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from engram import RateLimited
 from engram._support.native import NotAdmitted
 from engram.remote import wire
 from engram.remote.under_way import _MAX_TOGETHER, CREDIT_BYTES, WritesUnderWay
+from tests.waiting import until
 
 COLUMNS = [wire.Column("a", "int64", ())]
 SCHEMA = wire.arrow_schema(COLUMNS)
@@ -202,6 +204,54 @@ def test_rows_that_are_refused_for_now_are_written_before_the_end():
     writes.put(rows_of(1, 2), [0, 0])
     writes.close(wait=True)
     assert server.rows == [1, 2]
+
+
+class OneInThree(Server):
+    """Its limits refuse two messages of three."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked_so_often = 0
+
+    def send(self, batch):
+        self.go.wait(60)
+        time.sleep(0.01)  # time in which a writer that may write does
+        self.asked_so_often += 1
+        if self.asked_so_often % 3:
+            raise NotAdmitted(1)
+        super().send(batch)
+
+
+def test_little_is_under_way_while_limits_refuse_rows():
+    server = OneInThree()
+    writes = WritesUnderWay("block", server.send)
+    for number in range(20):  # before the first refusal is known
+        gather(writes, number)
+    server.go.set()
+    until(lambda: server.asked_so_often > 1)
+    number, most = 20, 0
+    while number < 60:
+        try:
+            gather(writes, number)
+        except NotAdmitted:
+            continue
+        number, most = number + 1, max(most, writes.rows)
+    assert most <= _MAX_TOGETHER
+    writes.close(wait=True)
+    assert server.rows == [*range(60)]
+
+
+def test_the_end_waits_as_long_as_rows_are_admitted(monkeypatch):
+    monkeypatch.setattr("engram.remote.under_way._CLOSE_TIMEOUT_S", 2.0)
+    monkeypatch.setattr("engram.remote.under_way.RETRY_INTERVAL_S", 0.1)
+    server = OneInThree()
+    writes = WritesUnderWay("block", server.send)
+    for number in range(30):  # the first refusals come late; then a row is admitted every 0.2 s, for 6 s
+        writes.put(rows_of(number), [0])
+    monkeypatch.setattr("engram.remote.under_way._MAX_TOGETHER", 1)
+    server.go.set()
+    writes.close(wait=True)
+    assert server.rows == [*range(30)]
 
 
 def test_rows_that_no_server_takes_are_said_at_the_end(monkeypatch):

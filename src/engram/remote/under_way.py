@@ -26,7 +26,7 @@ GATHERED = wire.GATHERED_BYTES // 4
 _MAX_TOGETHER = 4
 #: A thread that has nothing to send ends after it.
 _IDLE_THREAD_S = 1.0
-#: For how long the end of a buffer waits for an answer.
+#: For how long the end of a buffer waits for an answer, and for the next one after it.
 _CLOSE_TIMEOUT_S = 10.0
 
 
@@ -48,7 +48,8 @@ class WritesUnderWay:
         self._changed = threading.Condition(fork.lock())
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._refused = self._closed = False
+        #: Whether limits refuse rows now, and whether they did since nothing was under way.
+        self._refused = self._throttled = self._closed = False
         #: Calls that wait for what is under way: nothing more is gathered then.
         self._awaited = 0
         #: Of all that is under way.
@@ -149,11 +150,13 @@ class WritesUnderWay:
             self._raise()
 
     def close(self, *, wait: bool) -> None:
-        """Wait for answers, for seconds at most, and warn of rows that have none, and of an error that no call has raised. Repeatable."""
-        why, failed = "the server did not admit or acknowledge them", False
+        """Wait as long as answers come, and warn of rows that have none, and of an error that no call has raised. Repeatable."""
+        why, failed, before = "the server did not admit or acknowledge them", False, -1
         with self._changed:
-            # Those that limits refuse now, too: they may be admitted yet.
-            self._await(lambda: not self._rows or self._error is not None, _CLOSE_TIMEOUT_S if wait else 0)
+            # Also for those that limits refuse now: they may be admitted yet.
+            while self.rows != before and self._rows and self._error is None:
+                before = self.rows
+                self._await(lambda: not self._rows or self._error is not None, _CLOSE_TIMEOUT_S if wait else 0)
             try:
                 self._raise()
             except Exception as error:  # noqa: BLE001 - what ends is told of it by a warning
@@ -173,8 +176,9 @@ class WritesUnderWay:
         self._thread = None
 
     def _has_credits(self, n: int, nbytes: int) -> bool:
-        refused = self._refused and sum(len(one.sizes) for one in self._rows) >= _MAX_TOGETHER
-        return not self._rows or (self.rows + n <= CREDIT_ROWS and self._bytes + nbytes <= CREDIT_BYTES and not refused)
+        if self._throttled and sum(len(one.sizes) for one in self._rows) >= _MAX_TOGETHER:
+            return False
+        return not self._rows or (self.rows + n <= CREDIT_ROWS and self._bytes + nbytes <= CREDIT_BYTES)
 
     def _raise(self) -> None:
         error, self._error = self._error, None
@@ -201,7 +205,7 @@ class WritesUnderWay:
                 most = 1
                 with self._changed:
                     self._split(some)
-                    self._refused = True
+                    self._refused = self._throttled = True
                     self._changed.notify_all()
                     self._changed.wait(RETRY_INTERVAL_S)
             except Exception as error:  # noqa: BLE001 - the next call raises it
@@ -233,6 +237,7 @@ class WritesUnderWay:
                 self._bytes, self.rows = self._bytes - one.nbytes, self.rows - one.rows
                 self.dropped += 0 if are_written else one.rows
             self._error, self._refused = error or self._error, False
+            self._throttled = self._throttled and bool(self._rows)
             self._changed.notify_all()
 
 
