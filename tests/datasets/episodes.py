@@ -53,6 +53,7 @@ def same(one, other):
 
 
 def minari_episodes(lengths, seed=0):
+    """Infos of resets are in ``pose``, and not in ``success``."""
     generator = np.random.default_rng(seed)
     return [
         EpisodeBuffer(
@@ -64,6 +65,7 @@ def minari_episodes(lengths, seed=0):
             rewards=generator.random(n),
             terminations=np.arange(n) == (n - 1 if number % 2 else n),
             truncations=np.arange(n) == (n if number % 2 else n - 1),
+            infos={"pose": {"q": generator.random((n + 1, 3))}, "success": generator.random(n) > 0.5},
         )
         for number, n in enumerate(lengths)
     ]

@@ -89,6 +89,8 @@ def test_minari_and_back_again(tmp_path):
             assert same(one.observations[name], kept.observations[name])
         for name in ("actions", "rewards", "terminations", "truncations"):
             assert same(getattr(one, name), getattr(kept, name))
+        assert same(one.infos["pose"]["q"], kept.infos["pose"]["q"])
+        assert same(one.infos["success"], kept.infos["success"])
 
 
 @pytest.mark.parametrize(("export", "back"), [(to_hdf5, from_hdf5), (to_parquet, from_parquet)])

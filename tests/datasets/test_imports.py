@@ -16,7 +16,7 @@ from engram import FinalObservations, NextFromFollowing, ReplayBuffer, SliceSamp
 from engram.datasets import from_hdf5, from_minari, from_numpy, from_parquet, from_sb3, from_torchrl, tables
 from engram.datasets import importing as blocks_module
 from engram.datasets.importing import import_source
-from engram.errors import ReadOnlyStore
+from engram.errors import DatasetError, ReadOnlyStore
 from tests.datasets.episodes import flat, minari_dataset, minari_episodes, numbers_and_returns, same, steps
 
 LENGTHS = [5, 1, 1, 17, 2, 30, 1]
@@ -226,11 +226,32 @@ def test_minari(tmp_path):
     assert same(rows["action",], np.concatenate([one.actions for one in episodes]))
     assert same(rows["next", "terminated"], np.concatenate([one.terminations for one in episodes]))
     assert rows["collector", "traj_ids"].tolist() == np.repeat(np.arange(len(LENGTHS)), LENGTHS).tolist()
+    assert same(rows["infos", "success"], np.concatenate([one.infos["success"] for one in episodes]))
+    assert same(rows["infos", "pose", "q"], np.concatenate([one.infos["pose"]["q"][:-1] for one in episodes]))
     after = {name: np.concatenate([one.observations[name][1:] for one in episodes]) for name in ("image", "state")}
+    pose = np.concatenate([one.infos["pose"]["q"][1:] for one in episodes])
     for _ in range(5):
         batch, info = rb.sample(256, return_info=True)
+        assert same(np.asarray(batch["next"]["infos"]["pose"]["q"]), pose[info["index"].numpy()])
         for name, values in after.items():
             assert same(np.asarray(batch["next"]["observation"][name]), values[info["index"].numpy()])
+
+
+def test_infos_of_minari_that_cannot_be_stored(tmp_path):
+    """They are refused, and left out where that is asked for."""
+    folder = minari_dataset(tmp_path / "in", [3, 2])
+    with h5py.File(folder / "main_data.hdf5", "r+") as file:
+        for number, n in enumerate([3, 2]):
+            file[f"episode_{number}/infos/word"] = np.array([b"word"] * n)
+        del file["episode_1/infos/success"]
+    with pytest.raises(DatasetError, match=r"'infos', 'success'.*expected 2 entries, got 0|word.*expected numbers"):
+        from_minari(folder, tmp_path / "data")
+    left_out = {("infos", "word"): None}
+    with pytest.raises(DatasetError, match=r"episode 1: \('infos', 'success'\): expected 2 entries, got 0"):
+        from_minari(folder, tmp_path / "data", rename=left_out)
+    assert not (tmp_path / "data").exists()
+    with from_minari(folder, tmp_path / "data", rename={"infos": None}) as rb:
+        assert not any(path[0] == "infos" for path in flat(rb[:]))
 
 
 @pytest.mark.parametrize("name", ["state", ("observation", "state"), ("a", "b")])

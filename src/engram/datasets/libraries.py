@@ -44,7 +44,15 @@ class _Episodes(of.Source):
         super().__init__(call, where)
         self._storage, self.rows, self.finals = dataset.storage, int(dataset.total_steps), int(dataset.total_episodes)
         self.files = sorted(path for path in Path(self._storage.data_path).rglob("*") if path.is_file())
-        self.names = of.new_names(call, [*next(self._read(0), {})], arguments.get("rename"))
+        first = next(self._read(0), {})
+        self.names = of.new_names(call, [*first], arguments.get("rename"))
+        steps = len(first.get(("rewards",), ()))
+        #: Of which there is an entry after the last step: all observations, and infos that were recorded at resets, too.
+        self._after = {
+            path
+            for path, leaf in first.items()
+            if path[0] == "observations" or (path[0] == "infos" and len(leaf) > steps)
+        }
 
     def _read(self, first: int) -> Iterator[of.Columns]:
         found = iter(self._storage.get_episodes(range(first, self.finals)))
@@ -53,20 +61,24 @@ class _Episodes(of.Source):
                 episode = next(found)
             except (OSError, LookupError, ValueError, StopIteration) as error:
                 raise self.refuse(f"episode {n} of {self.finals} is missing or damaged ({error}).") from error
-            kept = ("observations", "actions", "rewards", "terminations", "truncations")
-            columns = {path: np.asarray(leaf) for path, leaf in of.flat_names({name: episode[name] for name in kept})}
-            steps = len(columns["rewards",])
-            for path, column in columns.items():
-                if len(column) != (expected := steps + (path[0] == "observations")):
-                    raise self.refuse(f"episode {n}: {public(path)!r}: expected {expected} entries, got {len(column)}.")
-            yield columns
+            kept = ("observations", "actions", "rewards", "terminations", "truncations", "infos")
+            yield cast("of.Columns", dict(of.flat_names({name: episode[name] for name in kept})))
+
+    def _checked(self, n: int, episode: of.Columns) -> of.Columns:
+        columns, steps = {}, len(episode["rewards",])
+        for path in [old for old, new in self.names.items() if new is not None or old == ("rewards",)]:
+            expected, got = steps + (path in self._after), len(episode.get(path, ()))
+            if got != expected:
+                raise self.refuse(f"episode {n}: {public(path)!r}: expected {expected} entries, got {got}.")
+            columns[path] = np.asarray(episode[path])
+        return columns
 
     def blocks(self, row: int, episode: int) -> Iterator[of.Block]:  # noqa: ARG002 - it is known by its number
         gathered: list[of.Columns] = []
         nbytes = 0
-        for columns in self._read(episode):
-            gathered.append(columns)
-            nbytes += sum(column.nbytes for column in columns.values())
+        for n, one in enumerate(self._read(episode), episode):
+            gathered.append(self._checked(n, one))
+            nbytes += sum(column.nbytes for column in gathered[-1].values())
             if nbytes > of.BLOCK_BYTES:
                 yield self._block(gathered)
                 gathered, nbytes = [], 0
@@ -76,7 +88,7 @@ class _Episodes(of.Source):
     def _block(self, episodes: list[of.Columns]) -> of.Block:
         kept = {old: new for old, new in self.names.items() if new is not None}
         lengths = np.array([len(episode["rewards",]) for episode in episodes])
-        seen = {old: new for old, new in kept.items() if old[0] == "observations"}
+        seen = {old: new for old, new in kept.items() if old in self._after}
         finals = {new: np.stack([one[old][-1] for one in episodes]) for old, new in seen.items()}
         pieces = {new: [one[old][:n] for one, n in zip(episodes, lengths, strict=True)] for old, new in kept.items()}
         return of.Block({new: np.concatenate(some) for new, some in pieces.items()}, lengths, finals)
@@ -88,7 +100,8 @@ def from_minari(
     """Write a data set of Minari's to a store in a directory, and open it read-only.
 
     Of the T + 1 observations of an episode, T are in its rows, and the last one is in the folder ``finals`` of the directory: a
-    :class:`NextFromFollowing` reads the next observations of all steps. Dict and Tuple spaces are nested fields. Infos are left out.
+    :class:`NextFromFollowing` reads the next observations of all steps. So it is with infos that were also recorded at resets. Dict and
+    Tuple spaces and infos are nested fields.
 
     Args:
         source: the folder of a data set, or its name, such as ``"D4RL/door/human-v2"``, among those on this machine.
@@ -96,8 +109,8 @@ def from_minari(
         download: let Minari download a data set that is not on this machine.
 
     Raises:
-        DatasetError: an episode is missing or damaged, or a space holds text. FileNotFoundError: there is no such data set.
-            ConnectionError: it cannot be downloaded.
+        DatasetError: an episode is missing or damaged, or a field holds text: ``rename={"infos": None}`` leaves infos out.
+            FileNotFoundError: there is no such data set. ConnectionError: it cannot be downloaded.
         ModuleNotFoundError: Minari is missing, which ``engram-replay[minari]`` brings. Others as :func:`from_numpy`.
 
     Cost: that of Minari's own reader, episode by episode, and of a copy.
@@ -128,7 +141,7 @@ def to_minari(
     """Write the episodes of a store as a data set of Minari's.
 
     It lies in ``path/data``: with ``MINARI_DATASETS_PATH`` set to the folder around ``path``, ``minari.load_dataset`` finds it.
-    Observations, actions, rewards and end flags are written, as they are stored; other fields have no place there.
+    Observations, actions, rewards, end flags, and fields of a group ``"infos"`` are written, as they are stored; others have no place.
 
     Args:
         directory: of the store; it is only read.
@@ -174,17 +187,21 @@ def _episodes_of(store: Stored, final: str) -> Iterator[dict[str, object]]:
         columns, ends = block.columns, np.cumsum(block.lengths)
         zeros, last = np.zeros((2, ends[-1]), bool)
         last[ends - 1] = not {of.TERMINATED, of.TRUNCATED} & columns.keys()  # no flag says how episodes end
-        after = {key: store.after(block, key, final) for key in columns if key[0] == "observation"}
+        lasting = [key for key in columns if key[0] == "observation" or (key[0] == "infos" and key in block.finals)]
+        after = {key: store.after(block, key, final) for key in lasting}
         whole = {
             "rewards": columns.get(of.REWARD, zeros.astype(np.float32)),
             "terminations": columns.get(of.TERMINATED, zeros),
             "truncations": columns.get(of.TRUNCATED, last),
         }
         for number, (start, end) in enumerate(zip(ends - block.lengths, ends, strict=True)):
-            seen = {key[1:]: np.append(columns[key][start:end], one[number, None], 0) for key, one in after.items()}
-            done = {key[1:]: column[start:end] for key, column in columns.items() if key[0] == "action"}
-            steps = {name: column[start:end].reshape(-1) for name, column in whole.items()}
-            yield {"observations": _entries(seen), "actions": _entries(done), **steps}
+            part = {key: column[start:end] for key, column in columns.items()}
+            part |= {key: np.append(part[key], one[number, None], 0) for key, one in after.items()}
+            groups = {
+                name: _entries({key[1:]: column for key, column in part.items() if key[0] == group})
+                for name, group in (("observations", "observation"), ("actions", "action"), ("infos", "infos"))
+            }
+            yield {**groups, **{name: column[start:end].reshape(-1) for name, column in whole.items()}}
 
 
 def _entries(columns: of.Columns) -> of.Array | dict[str, object]:
