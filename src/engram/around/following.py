@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 import torch
 
-from engram._support.checks import check_path
+from engram._support import checks, words
 from engram._support.field_paths import FieldPath, as_paths, plain, public
 from engram._support.nested import find
 from engram._support.state import Stateful, check_keys, integer, typed
 from engram._support.tensordicts import is_tensor_collection, tensordict_type
-from engram._support.words import warn
 from engram.around.episodes import END_KEYS, numbers_by_path, usual_flags
 from engram.around.expander import MARK, Column, Expander, Expansion, Reading, TrajectoryArguments
 from engram.errors import ReadOnlyStore
@@ -156,7 +155,7 @@ class FinalObservations(Stateful):
         2
         """
         call = f"{cls.__name__}.open_or_create"
-        folder = check_path(f"{call}: directory", directory)
+        folder = checks.check_path(f"{call}: directory", directory)
         storage = LazyMemmapStorage.open_or_create(folder, max_size, 1, 1, None, unclean=unclean, io=check_io(call, io))
         return cls(keys, storage, end_keys=end_keys)
 
@@ -385,7 +384,7 @@ class FinalObservations(Stateful):
             if memory is None or not bool(((marks[rows] == before).all(1) & (memory.tickets_of(rows) >= 0)).any()):
                 return
         self._warned = True
-        warn(
+        words.warn(
             f"FinalObservations: {self.storage!r} holds fewer final observations than the buffer has episodes. The oldest are "
             "overwritten, and the last steps of these episodes are no longer drawn. Give it as many rows as there are episodes, or "
             "no storage, so that it follows the buffer."

@@ -7,8 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from engram.buffer.configuration import Settings
-from engram.buffer.read_path import ReadPath
+from engram.buffer import configuration, read_path
 from engram.buffer.wiring import Wiring
 from engram.samplers import PrioritizedSampler, SamplerWithoutReplacement, check_drawable
 from engram.storages import TensorStorage
@@ -21,7 +20,7 @@ from engram.store.row_indexes import UsageIndex
 class OnDevice:
     """A buffer as a ``DeviceReadable``: what an accelerator needs of it, and why a batch needs the host."""
 
-    def __init__(self, wiring: Wiring, settings: Settings, reading: ReadPath) -> None:
+    def __init__(self, wiring: Wiring, settings: configuration.Settings, reading: read_path.ReadPath) -> None:
         self._wiring, self._settings, self._reading = wiring, settings, reading
         self._key = Key()
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from engram import samplers, storages, writers
-from engram._support import fork
-from engram._support.checks import as_numbers, check_count
+from engram._support import checks, fork
 from engram._support.overrides import overrides, refuse_others
 from engram.around import Expander, SampleUnit
 from engram.around.sequence import Named, UnitReader
@@ -313,7 +312,7 @@ class Wiring:
             return index
         there = self.source.draws_on_device
         if isinstance(index, tuple):
-            parts = [as_numbers("index", one) for one in index]
+            parts = [checks.as_numbers("index", one) for one in index]
             index = torch.stack(parts if there else [part.to("cpu") for part in parts], -1)
         if not isinstance(index, Tensor) or index.shape[-1:] != (dims,):
             raise RuntimeError(f"expected an index [B, {dims}], or a tuple of {dims} tensors [B].")
@@ -414,7 +413,7 @@ def consuming_sampler(given: object, draws: int, call: str) -> Sampler:
     """
     sampler: Sampler = component(given, Sampler, "sampler", samplers.RandomSampler)
     what = f"{call}: consume_after_n_samples"
-    draws, source = check_count(what, draws), samplers.declared(sampler)
+    draws, source = checks.check_count(what, draws), samplers.declared(sampler)
     if source.traits.draws_uniformly:
         return samplers.ConsumingSampler(draws)
     if isinstance(source, samplers.PromptGroupSampler) and source.max_uses is None:
@@ -443,7 +442,7 @@ def _remedy(made: object, kind: type[object]) -> str:
 def checked_size(size: object, call: str) -> int | None:
     """The size of a buffer as an int; None stays None. Raises as :func:`first_storage`."""
     try:
-        return None if size is None else check_count(f"{call}: size", size, "row")
+        return None if size is None else checks.check_count(f"{call}: size", size, "row")
     except TypeError as error:
         kinds = size.__mro__ if isinstance(size, type) else type(size).__mro__
         if any(cls.__name__ == "Storage" for cls in kinds):  # torchrl's, too

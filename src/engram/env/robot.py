@@ -19,9 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engram._support import closing, words
 from engram._support.checks import check_number, check_path
-from engram._support.closing import Closes
-from engram._support.words import count, warn
 from engram.env.values import Array, Leaf
 from engram.errors import CorruptStore, IncompatibleStore, RateLimited
 from engram.format import files
@@ -330,7 +329,7 @@ class RobotEpisode:
         return path if path.exists() else None
 
 
-class RobotRecorder(Closes):
+class RobotRecorder(closing.Closes):
     """Records cameras and sensors in episodes: what :func:`record_robot` returns. Use it as a context.
 
     One process records into a directory, from one thread or several.
@@ -452,7 +451,7 @@ class RobotRecorder(Closes):
         if stream.held >= spec.rows:
             self._free()
         if stream.held >= spec.rows:
-            more = f"{count(self.waiting, 'episode')} have no videos; room_s=…" if spec.is_video else "hours=…"
+            more = f"{words.count(self.waiting, 'episode')} have no videos; room_s=…" if spec.is_video else "hours=…"
             raise RateLimited(
                 f"add: {[*row]}: expected place for a row, but all {spec.rows} are taken: {more} makes more in a new directory."
             )
@@ -566,7 +565,7 @@ class RobotRecorder(Closes):
             stream.storage.close()
         self._hold = None
         for episode, why in self.kept.items():
-            warn(f"record_robot: episode {episode} keeps its frames: {why}")
+            words.warn(f"record_robot: episode {episode} keeps its frames: {why}")
 
 
 def _make_video(target: Path, camera: Stream, episode: int, length: int, tolerance: float, died: int) -> None:

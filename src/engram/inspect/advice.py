@@ -15,8 +15,7 @@ from engram._support.field_paths import public
 from engram._support.words import count, format_share
 from engram.around import SliceSampler
 from engram.errors import RowError
-from engram.format import layout
-from engram.format.schema import Field
+from engram.format import layout, schema
 from engram.inspect.plots import Ends, Scan, Watched, check_here, effective, index_of, looked_at, values_of
 from engram.samplers import PrioritizedSampler
 from engram.samplers._base import DeclaredSampler
@@ -471,7 +470,7 @@ def _next_observations(storage: Storage, scan: Scan) -> Iterator[Finding]:
         yield Finding("next observations", share < _EQUAL, text, {"equal_frac": share, "bytes_per_row": nbytes})
 
 
-def _alike(one: Field | None, other: Field) -> bool:
+def _alike(one: schema.Field | None, other: schema.Field) -> bool:
     return one is not None and (one.dtype, one.shape) == (other.dtype, other.shape) and other.row_bytes >= 8
 
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from engram._support import fork, native
-from engram._support.native import NotAdmitted
 from engram.errors import RateLimited, RowError
 from engram.format.schema import decode
 from engram.remote import protocol, wire
@@ -184,7 +183,7 @@ class RemoteStorage(ServedStorage):
             try:
                 return self._batches(self._learning.receive())
             except RateLimited:
-                raise NotAdmitted(rows) from None
+                raise native.NotAdmitted(rows) from None
 
     def settle(self) -> None:
         with self._learning.lock:
@@ -265,7 +264,7 @@ class RemoteStorage(ServedStorage):
                 self._under_way.settle()
                 if self._under_way.rows:  # the limits of the store refuse them
                     self._under_way.newest = known
-                    raise NotAdmitted(n)
+                    raise native.NotAdmitted(n)
             answer = self._sent(wire.record_batch(schema, columns, n))
             self.limits.tell(msgspec.json.decode(answer.metadata, type=protocol.Written).limits)
             (rows,) = wire.tensors_in(answer.rows, answer.columns)
@@ -330,7 +329,7 @@ class RemoteStorage(ServedStorage):
                     ):  # some of its lanes may have been, by another server
                         self._rename()
                         raise ConnectionError(DOUBTFUL) from error
-                    raise NotAdmitted(batch.num_rows) from None
+                    raise native.NotAdmitted(batch.num_rows) from None
                 except BaseException:  # perhaps it was not written, so that the next number would come too early
                     self._writing.forget()
                     self._rename()

@@ -16,15 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engram._support import fork, native
-from engram._support.mappings import Piece
+from engram._support import fork, mappings, native
 from engram._support.memory import available_memory
 from engram._support.words import format_size, raise_as, warn
 from engram.errors import CorruptStore, IncompatibleStore, ReadOnlyStore, StoreInUse, UncleanStore
-from engram.format import files, layout
+from engram.format import files, layout, sizes
 from engram.format import files as controls
 from engram.format import schema as schemas
-from engram.format.sizes import resident_bytes
 from engram.store import lifetime, memory
 from engram.store.adding import changed_description, encoded, put_in_order
 from engram.store.device import DeviceStore
@@ -154,7 +152,7 @@ def create_store(
     guest_of: lifetime.Process | None = None,
     replace: bool = False,
     begin: Callable[[Any], None] = lambda _: None,
-    adopted: Sequence[Piece | None] | None = None,
+    adopted: Sequence[mappings.Piece | None] | None = None,
 ) -> Store:
     """A new store in a folder, its space reserved.
 
@@ -337,7 +335,7 @@ def skip_numbers(core: native.Store, given: int) -> None:
 
 
 def _adopting(
-    adopted: Sequence[Piece | None], paths: Mapping[Path, int], metas: Mapping[Path, bytes]
+    adopted: Sequence[mappings.Piece | None], paths: Mapping[Path, int], metas: Mapping[Path, bytes]
 ) -> tuple[bytes, dict[Path, int], dict[Path, bytes]]:
     """What a store notes of rows that existed before it, and the files of fields and descriptions that must be created.
 
@@ -522,7 +520,7 @@ def _use_files(store: Store, directory: Path) -> None:
     paths = [longest[f][1] if f in longest else "" for f in range(len(fields))]
     store.larger = 0 < available < 2 * store.nbytes
     store.core.use_files(paths, store.larger)
-    needed = resident_bytes(directory, capacity)
+    needed = sizes.resident_bytes(directory, capacity)
     if store.larger and available < needed:
         warn(
             f"{str(directory)!r}: tickets and priorities of {capacity:,} rows need {format_size(needed)} of memory, this process can have "

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from engram._support import native
 from engram.errors import EngramError, RowError
-from engram.store.indexes import LockedIndex
-from engram.store.memory import dlpack_specs
-from engram.store.ragged_rows import addresses_of, check_room
+from engram.store import indexes, memory, ragged_rows
 from engram.store.store import Store
 
 #: The name of the table of writers in a store.
@@ -42,7 +40,7 @@ class Written(NamedTuple):
     new: int
 
 
-class WritersIndex(LockedIndex[native.Writers]):
+class WritersIndex(indexes.LockedIndex[native.Writers]):
     """The table of writers that share lanes, as a lasting index of their store."""
 
     reset_mutex = staticmethod(native.reset_writers_mutex)
@@ -167,8 +165,8 @@ class Requests:
         """
         self._check(lane, columns, n, "append_by")
         rows, store = native.empty_rows(n), self._store
-        check_room(store.schema.ragged_groups, columns, lane, store.lane_length)
-        given = addresses_of(store.schema.ragged_groups, columns)
+        ragged_rows.check_room(store.schema.ragged_groups, columns, lane, store.lane_length)
+        given = ragged_rows.addresses_of(store.schema.ragged_groups, columns)
         try:
             new, expected = store.core.append_by(
                 self._table(), *_halves(writer), number, lane, n, given.columns, rows.data_ptr(), given.items
@@ -204,7 +202,7 @@ class Requests:
         known = [field for field in schema.fields[:count] if field.ragged is None]
         layout = self._layouts.get(count)
         if layout is None:
-            layout = self._layouts[count] = native.Layout(dlpack_specs(known))
+            layout = self._layouts[count] = native.Layout(memory.dlpack_specs(known))
         if native.HAS_EXCHANGE and not layout.fits(fixed, n):
             fields = ", ".join(f"{field.name} {[n, *field.shape]} {field.dtype}" for field in known)
             got = ", ".join(f"{list(column.shape)} {column.dtype}" for column in fixed)

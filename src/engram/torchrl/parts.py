@@ -19,10 +19,9 @@ from engram.errors import CorruptCheckpoint, CorruptStore, IncompatibleCheckpoin
 from engram.format import layout
 from engram.format import schema as schemas
 from engram.format.schema import DTYPES, MAX_DEPTH, MAX_DIMS
-from engram.saved import disk
+from engram.saved import disk, part_writer
 from engram.saved.checkpointers import LAYOUTS, METADATA, Ring, SlotsSnapshot, check_sums, fields_of, summed
 from engram.saved.folder import ENTRY, Folder, convert
-from engram.saved.part_writer import PartWriter
 from engram.saved.parts import read_state
 from engram.saved.snapshot import SavedRows, bytes_of
 from engram.store.memory import DTYPE_OF
@@ -299,7 +298,7 @@ class LayoutSnapshot(SlotsSnapshot):
             RuntimeError: rows were written since. OSError: no space, or an I/O error.
         """
         laid, ring, call = self._layout, self._ring, f"{self._who}: dumps"
-        part = PartWriter(folder, "storage", _PART_OF[laid.kind])
+        part = part_writer.PartWriter(folder, "storage", _PART_OF[laid.kind])
         sink = FolderSink(folder, call, nested=laid.kind == "nested")
         layouts.RowsWriter(fields_of(self._store, ring), ring, laid.keys, call).write(sink)
         sink.finish(ring.live * ring.width)

@@ -7,8 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engram._support.checks import check_count
-from engram._support.field_paths import WINDOW_ENDS
+from engram._support import checks, field_paths
 from engram.transforms._base import Key, Transform, as_key, entry, find, path_of, put, shallow
 
 
@@ -49,7 +48,7 @@ class Windows(NamedTuple):
 
 def checked_dim(what: str, dim: object) -> int:
     """A dimension that is counted from the last one. Raises ``ValueError``: it is not negative. ``TypeError``: no int."""
-    number = check_count(what, dim, least=-(1 << 31))
+    number = checks.check_count(what, dim, least=-(1 << 31))
     if number >= 0:
         raise ValueError(f"{what}: expected a negative number, counted from the last dimension, got {number}.")
     return number
@@ -61,7 +60,7 @@ def ends_of(data: object, key: Key | None, dims: int, name: str) -> Tensor | Non
     Raises ``ValueError``: they do not fit.
     """
     found = None if key is None else find(data, ("next", *path_of(key)))
-    ends: Tensor | None = find(data, WINDOW_ENDS)
+    ends: Tensor | None = find(data, field_paths.WINDOW_ENDS)
     ends = None if ends is None or ends.ndim != dims + 1 else ends.to(torch.bool).squeeze(-1)
     if found is None:
         return ends
@@ -113,7 +112,7 @@ class ActionChunkTransform(Transform):
         time_dim: int = -2,
         done_key: Key | None = "done",
     ) -> None:
-        self.chunk_size = check_count("ActionChunkTransform: chunk_size", chunk_size)
+        self.chunk_size = checks.check_count("ActionChunkTransform: chunk_size", chunk_size)
         self.action_key = as_key(action_key, "ActionChunkTransform: action_key")
         self.chunk_key = as_key(chunk_key, "ActionChunkTransform: chunk_key")
         self.pad_key = as_key(pad_key, "ActionChunkTransform: pad_key")

@@ -11,8 +11,7 @@ import torch
 from gymnasium import spaces
 from stable_baselines3.her.goal_selection_strategy import KEY_TO_GOAL_STRATEGY, GoalSelectionStrategy
 
-from engram._support.checks import check_count
-from engram._support.words import warn
+from engram._support import checks, words
 from engram.adapters.sb3.buffers import DONE, Column, Infos, Path, ReplayBuffer, Rows, StoreArguments
 from engram.around import FinalObservations, Hindsight
 
@@ -87,7 +86,7 @@ class HerReplayBuffer(ReplayBuffer, sb3.HerReplayBuffer):  # type: ignore[misc] 
                 "compute_reward read what it needs from the goals, or leave scratch_dir out."
             )
         self.env = env
-        self.n_sampled_goal = check_count(f"{who}: n_sampled_goal", n_sampled_goal, least=0)
+        self.n_sampled_goal = checks.check_count(f"{who}: n_sampled_goal", n_sampled_goal, least=0)
         self.her_ratio = 1 - 1 / (self.n_sampled_goal + 1)
         self.goal_selection_strategy, self.copy_info_dict = named, copy_info_dict
         if store.get("n_steps", 1) != 1 or optimize_memory_usage:
@@ -143,7 +142,7 @@ class HerReplayBuffer(ReplayBuffer, sb3.HerReplayBuffer):  # type: ignore[misc] 
     def truncate_last_trajectory(self) -> None:
         """Let episodes that are open count as truncated: their environments are reset."""
         if bool((self.rb.end_trajectory("each") >= 0).any()):
-            warn(
+            words.warn(
                 "The last trajectory in the replay buffer will be truncated.\n"
                 "If you are in the same episode as when the replay buffer was saved,\n"
                 "you should use `truncate_last_trajectory=False` to avoid that issue."

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from engram._support import fork, native
-from engram._support.native import NotAdmitted
 from engram.errors import NoSampleable, RateLimited
 from engram.remote import protocol
 from engram.remote.fleet import plans
@@ -290,7 +289,7 @@ class Draws:
             return ask()
         except NoSampleable:
             shard.updated_at = -math.inf  # it is asked what it has before others are drawn
-        except (RateLimited, NotAdmitted) as error:
+        except (RateLimited, native.NotAdmitted) as error:
             message.error = RateLimited(f"sample: {shard.storage!r} has limits, which hold for one store. {error}")
         except ConnectionError as error:
             self._members.lose(shard, error)
