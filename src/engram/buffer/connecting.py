@@ -29,8 +29,6 @@ from engram.store import Key
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from torch import Tensor
-
     from engram.buffer import prefetching, read_path, saving
     from engram.buffer.wiring import Wiring
     from engram.remote import awaited, protocol
@@ -492,15 +490,15 @@ class ConnectedRowAccess(RowAccess):
         }
         return ConditionalUpdateResult(*self._wiring.storage.update(rows, {**given, "require_newer": newer}))
 
-    def empty(self, lanes: Tensor | None, *, keep_write_count: bool) -> None:
+    def empty(self, lanes: torch.Tensor | None, *, keep_write_count: bool) -> None:
         if lanes is not None:
             raise refused("empty(lane=)", "Call it where the store is; remove(rows) and empty() can be called here.")
         super().empty(None, keep_write_count=keep_write_count)
 
-    def end_trajectories(self, lanes: Tensor, roles: Roles | None, *, terminated: bool) -> Tensor:
+    def end_trajectories(self, lanes: torch.Tensor, roles: Roles | None, *, terminated: bool) -> torch.Tensor:
         if self._prefetching is not None:
             self._prefetching.materialize()
-        return cast("Tensor", self._wiring.storage.end_trajectories(lanes, roles, terminated=terminated))
+        return cast("torch.Tensor", self._wiring.storage.end_trajectories(lanes, roles, terminated=terminated))
 
 
 class ConnectedSaving:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-from torch import Tensor
 
 from engram.buffer import configuration, read_path
 from engram.buffer.wiring import Wiring
@@ -119,7 +118,7 @@ class OnDevice:
         self._reading.draw_key(self._key)
         return self._key.value
 
-    def next_draw(self, n: int, *, keyed: bool) -> tuple[int, Tensor | None]:
+    def next_draw(self, n: int, *, keyed: bool) -> tuple[int, torch.Tensor | None]:
         """The key of the next batch, 0 if it is not ``keyed``; and its rows, if the host chooses them. Raises what ``rb.sample`` raises."""
         wiring, reading, store = self._wiring, self._reading, self.store
         assert store is not None  # it is read only then

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Literal, Protocol, TypeAlias
 
 import torch
-from torch import Tensor
 
 from engram._support import field_paths, tensordicts
 from engram._support.devices import existing_device
@@ -68,7 +67,7 @@ def moved(sample: object, target: torch.device) -> object:
 
 
 def _as_array(leaf: object, path: Path) -> object:
-    if not isinstance(leaf, Tensor):
+    if not isinstance(leaf, torch.Tensor):
         return leaf
     try:
         return leaf.numpy(force=True)

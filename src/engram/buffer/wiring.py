@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from engram import samplers, storages, writers
 from engram._support import checks, fork
@@ -285,7 +284,7 @@ class Wiring:
 
     # ---- rows as users name them -----------------------------------------------------------------------------------------
 
-    def user_index(self, rows: Tensor) -> Tensor:
+    def user_index(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows as the user sees them: on the storage's device, with ``ndim > 1`` ``[n, ndim]`` coordinates."""
         storage = self.storage
         if storage.ndim > 1:
@@ -293,12 +292,12 @@ class Wiring:
         device = storage.device  # on_device, without a call
         return rows if device is None or device.type == "cpu" else Accelerator(device).bring(rows)
 
-    def on_device(self, rows: Tensor) -> Tensor:
+    def on_device(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows where the storage is."""
         device = self.storage.device
         return rows if device is None or device.type == "cpu" else Accelerator(device).bring(rows)
 
-    def no_index(self) -> Tensor:
+    def no_index(self) -> torch.Tensor:
         """The index of no rows."""
         return torch.empty((0, self.storage.ndim), dtype=torch.int64, device="cpu")
 
@@ -314,9 +313,9 @@ class Wiring:
         if isinstance(index, tuple):
             parts = [checks.as_numbers("index", one) for one in index]
             index = torch.stack(parts if there else [part.to("cpu") for part in parts], -1)
-        if not isinstance(index, Tensor) or index.shape[-1:] != (dims,):
+        if not isinstance(index, torch.Tensor) or index.shape[-1:] != (dims,):
             raise RuntimeError(f"expected an index [B, {dims}], or a tuple of {dims} tensors [B].")
-        rows: Tensor = self.storage.rows_at(index.to(index.device if there else "cpu", torch.int64))
+        rows: torch.Tensor = self.storage.rows_at(index.to(index.device if there else "cpu", torch.int64))
         if there and not index.is_cpu:  # who takes them counts those outside
             return torch.where((rows < 0) & ~(index == -1).all(-1), -2, rows)
         outside = (rows < 0) & ~(index == -1).all(-1).to("cpu")

@@ -9,7 +9,6 @@ import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
-from torch import Tensor
 
 from engram._support import checks, closing, native, words
 from engram._support.devices import existing_device
@@ -312,7 +311,7 @@ class DeviceLoader(closing.Closes):
 
     # ---- priorities ----------------------------------------------------------------------------------------------------
 
-    def update_priority(self, index: object, priority: object, *, generation: Tensor | None = None) -> None:
+    def update_priority(self, index: object, priority: object, *, generation: torch.Tensor | None = None) -> None:
         """``rb.update_priority`` with values that may be on the device, without waiting for them.
 
         The values are copied to pinned memory after the work that computes them. They are applied in the order of the calls,

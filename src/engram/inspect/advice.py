@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from engram._support.field_paths import public
 from engram._support.words import count, format_share
@@ -98,7 +97,7 @@ def is_over_batch(sampler: object) -> bool:
     return isinstance(by, PrioritizedSampler) and by.normalize == "batch"
 
 
-def _stored_priorities(index: Priorities, rows: Tensor, size: int) -> dict[str, float]:
+def _stored_priorities(index: Priorities, rows: torch.Tensor, size: int) -> dict[str, float]:
     """Of rows that stand for all ``size``."""
     leaves = index.leaves_of(rows).numpy()
     values = values_of(leaves, index.config)
@@ -265,7 +264,7 @@ def _place(storage: Storage, extent: Extent, row: int, lane: int, width: int) ->
     return Place(count, after, begun or whole, ended)
 
 
-def _ends(storage: Storage, rows: Tensor, signals: Ends) -> Tensor | None:
+def _ends(storage: Storage, rows: torch.Tensor, signals: Ends) -> torch.Tensor | None:
     """Whether each step is the last one of a trajectory; None: a row has moved, or holds nothing."""
     tickets = storage.tickets_of(rows)
     if bool((tickets < 0).any()):

@@ -20,8 +20,6 @@ from engram.store.store import COUNTERS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from torch import Tensor
-
     from engram.saved.rows import Roles
     from engram.store import Store
 
@@ -272,7 +270,7 @@ class AwaitedStorage(ServedStorage):
             raise NoSampleable(EMPTY)
         super().extent()
 
-    def check_rows(self, rows: Tensor, call: str = "update_priority") -> None:
+    def check_rows(self, rows: torch.Tensor, call: str = "update_priority") -> None:
         if (there := self.there) is not None:
             there.check_rows(rows, call)
         elif bool((rows != -1).any()):
@@ -282,7 +280,7 @@ class AwaitedStorage(ServedStorage):
 
     def prepare(
         self, data: object, call: str, *, batched: bool, ignored: Iterable[str] = (), count: Count | None = None
-    ) -> tuple[list[Tensor], int]:
+    ) -> tuple[list[torch.Tensor], int]:
         if self.memory is None:
             dtypes = self._described.geometry.dtypes
             self._create(*_columns.rows_of_written(data, self, call, dtypes, batched=batched, count=count), call)
@@ -297,7 +295,7 @@ class AwaitedStorage(ServedStorage):
     check_removal = _of_store(ServedStorage.check_removal, Storage.check_removal)
     remove = _of_store(ServedStorage.remove, 0)
 
-    def end_trajectories(self, lanes: Tensor, roles: Roles | None, *, terminated: bool) -> Tensor:
+    def end_trajectories(self, lanes: torch.Tensor, roles: Roles | None, *, terminated: bool) -> torch.Tensor:
         if (there := self.there) is None:
             return torch.full((len(lanes),), -1, device="cpu")
         return there.end_trajectories(lanes, roles, terminated=terminated)

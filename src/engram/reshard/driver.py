@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from engram._support.copies import raw_bytes
 from engram._support.words import count, format_share
@@ -49,7 +48,7 @@ class PlacedRows(NamedTuple):
 class _NoRows:
     """The rows of shards that were never written."""
 
-    def fill(self, tensors: Sequence[Tensor]) -> None:
+    def fill(self, tensors: Sequence[torch.Tensor]) -> None:
         """There is nothing to fill."""
 
 

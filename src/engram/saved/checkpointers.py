@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from tensordict import TensorDict
-    from torch import Tensor
 
     from engram.store import Store
     from engram.types import Form, ItemsSource, RowsSource, RowsTarget, StorageLoad, Traits
@@ -138,7 +137,7 @@ def ring_of(store: Store, who: str) -> Ring:
     return Ring(slots, schema.columns, (position // width % slots or slots), full)
 
 
-def fields_of(store: Store, ring: Ring) -> dict[Key, Tensor]:
+def fields_of(store: Store, ring: Ring) -> dict[Key, torch.Tensor]:
     """The fields of a store, ``[T, W, *shape]``. Views."""
     tensors = store.tensors
     return {
@@ -242,7 +241,7 @@ class DumpedPriorities(NamedTuple):
     beta: float
     eps: float
     #: float64 ``[length]``, CPU: ``(priority + eps) ** alpha`` of each row; finite, at least 0.
-    leaves: Tensor
+    leaves: torch.Tensor
     #: The largest priority so far, not raised to ``alpha``; None before the first.
     max_priority: float | None
 
@@ -255,7 +254,7 @@ class ForeignDump(Protocol):
     @property
     def priorities(self) -> DumpedPriorities | None: ...
     @property
-    def rng_state(self) -> Tensor | None: ...
+    def rng_state(self) -> torch.Tensor | None: ...
 
     def prepare(self, storage: SavedStorage, without: Collection[str]) -> StorageLoad:
         """Check its rows, without some entries, for a storage. Raises ``CorruptCheckpoint``, ``IncompatibleCheckpoint``."""
@@ -267,7 +266,7 @@ class ForeignEnsemble(Protocol):
     @property
     def batch_size(self) -> int | None: ...
     @property
-    def rng_state(self) -> Tensor | None: ...
+    def rng_state(self) -> torch.Tensor | None: ...
     @property
     def members(self) -> Sequence[ForeignDump]: ...
 
@@ -564,7 +563,7 @@ def prepare_rows_of(
 class _HookedRows(NamedTuple):
     """Rows that hooks have made."""
 
-    columns: list[Tensor]
+    columns: list[torch.Tensor]
     length: int
 
     def fill(self, tensors: RowsTarget) -> None:

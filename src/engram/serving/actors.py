@@ -17,7 +17,6 @@ from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, cast
 import ray
 import torch
 from ray.exceptions import RayError, RayTaskError
-from torch import Tensor
 
 from engram._support import checks, nested
 from engram.buffer import ReplayBuffer
@@ -366,7 +365,7 @@ class ListBuffer:
         if self.closed:
             raise RuntimeError(f"{name}: the buffer was closed. Make another one.")
         try:
-            arguments, named = nested.map_tensors((arguments, named), Tensor.cpu)
+            arguments, named = nested.map_tensors((arguments, named), torch.Tensor.cpu)
             found = ray.get(self._actor.do.remote(name, *arguments, **named))
         except RayTaskError as error:
             raise error.cause from None

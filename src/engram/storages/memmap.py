@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Unpack
 
 import torch
-from torch import Tensor
 
 from engram._support import checks, tensordicts
 from engram._support.unsupported import Later, TracingArguments, carriers, reject_unsupported, take_compilable
@@ -278,7 +277,7 @@ class LazyMemmapStorage(own.LazyTensorStorage):
         memory = self.memory
         return self._scratch_dir if memory is None else memory.folder
 
-    def view(self, where: _base.Rows, extra: dict[str, Tensor] | None = None) -> object:
+    def view(self, where: _base.Rows, extra: dict[str, torch.Tensor] | None = None) -> object:
         view = super().view(where, extra)
         if self.structure is not None and self.structure.is_tensordict and tensordicts.is_tensor_collection(view):
             view.lock_()

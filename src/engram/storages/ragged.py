@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, cast, get_arg
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from engram._support import checks, nested, words
 from engram._support.field_paths import checked_path, public
@@ -296,7 +295,7 @@ def uneven_fields(rows: Sequence[object]) -> dict[Path, Ragged]:
         return {}
     found = {}
     for path, value in nested.flatten(rows[0]):
-        has_rows = isinstance(value, Tensor | np.ndarray) and value.ndim
+        has_rows = isinstance(value, torch.Tensor | np.ndarray) and value.ndim
         if has_rows and (declared := uneven_rows([nested.find(row, path) for row in rows])) is not None:
             found[path] = declared
     return found
@@ -304,7 +303,7 @@ def uneven_fields(rows: Sequence[object]) -> dict[Path, Ragged]:
 
 def uneven_rows(rows: Sequence[object]) -> Ragged | None:
     """What arrays are that differ in their first dimension, and in no other; None: they do not."""
-    arrays = [row for row in rows if isinstance(row, Tensor | np.ndarray) and row.ndim]
+    arrays = [row for row in rows if isinstance(row, torch.Tensor | np.ndarray) and row.ndim]
     if not rows or len(arrays) < len(rows) or len({row.shape[0] for row in arrays}) < 2:
         return None
     shapes, dtypes = {tuple(row.shape[1:]) for row in arrays}, {_dtype_name(row.dtype) for row in arrays}

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from engram._support import fork, mappings, native
 from engram._support.memory import available_memory
@@ -75,7 +74,7 @@ class ReaderStore(Store):
         """It is none of them: the number of the process stands for it."""
         return os.getpid() if self.in_use else 0
 
-    def _mapped(self, schema: schemas.Schema, control: memory.Block, *, private: bool) -> list[Tensor]:
+    def _mapped(self, schema: schemas.Schema, control: memory.Block, *, private: bool) -> list[torch.Tensor]:
         """The fields. ``private``: what is written to them is not seen elsewhere."""
         if self._segments is None:
             return memory.fields_in(
@@ -87,7 +86,7 @@ class ReaderStore(Store):
         inside = self.folder / layout.FOLDER
         return memory.segment_fields(inside, schema, self._segments, control, readonly=not private, private=private)
 
-    def map_column(self, schema: schemas.Schema, number: int) -> Tensor:
+    def map_column(self, schema: schemas.Schema, number: int) -> torch.Tensor:
         path = layout.column_path(self.folder, schema, number)
         return memory.read_field(path, schema.fields[number], schema.capacity)
 
@@ -99,13 +98,13 @@ class ReaderStore(Store):
     def has_files(self) -> bool:
         return self._segments is None
 
-    def views(self) -> list[Tensor]:
+    def views(self) -> list[torch.Tensor]:
         """As for every store, but what is written to them stays in them: the core reads other mappings of the same files."""
         with self._viewing:
             self._views = self._views or self._mapped(self.schema, self._control, private=True)
             return self._views
 
-    def hold_nothing(self, rows: Tensor) -> Tensor:
+    def hold_nothing(self, rows: torch.Tensor) -> torch.Tensor:
         left = torch.tensor([self.core.left_behind(row) for row in rows.tolist()], dtype=torch.bool, device="cpu")
         return super().hold_nothing(rows) | left
 

@@ -7,7 +7,6 @@ from typing import NamedTuple
 from uuid import UUID
 
 import torch
-from torch import Tensor
 
 from engram._support import native
 from engram.errors import EngramError, RowError
@@ -35,7 +34,7 @@ class Written(NamedTuple):
     """What became of a request that is done: its rows are in the store."""
 
     #: int64 ``[n]``: the same whenever the request is repeated.
-    rows: Tensor
+    rows: torch.Tensor
     #: How many of them this call wrote: 0 for a request that was done before.
     new: int
 
@@ -101,7 +100,7 @@ class Requests:
         self._check_lane(lane, "next_position")
         return self._store.core.next_position(lane)
 
-    def append_at(self, lane: int, position: int, columns: Sequence[Tensor], n: int) -> Written:
+    def append_at(self, lane: int, position: int, columns: Sequence[torch.Tensor], n: int) -> Written:
         """Append ``n`` rows to a lane, at a position: once.
 
         The lane must have one writer, and no other kind of append: whatever is at these positions is taken for the rows of this
@@ -143,7 +142,7 @@ class Requests:
         """Number of the writer's next request: 1 if the table does not know it."""
         return self._table().next(*_halves(writer))
 
-    def append_by(self, writer: UUID, number: int, lane: int, columns: Sequence[Tensor], n: int) -> Written:
+    def append_by(self, writer: UUID, number: int, lane: int, columns: Sequence[torch.Tensor], n: int) -> Written:
         """Append ``n`` rows to a lane that several writers may share, as a request of a writer: once.
 
         A repeated request has the rows, and the lane, of the first time. It counts as written where the store was emptied since.
@@ -194,7 +193,7 @@ class Requests:
         if not 0 <= lane < self._store.lanes:
             raise RowError(f"{call}: expected a lane in [0, {self._store.lanes}), got {lane}.")
 
-    def _check(self, lane: int, columns: Sequence[Tensor], n: int, call: str) -> None:
+    def _check(self, lane: int, columns: Sequence[torch.Tensor], n: int, call: str) -> None:
         self._check_lane(lane, call)
         schema = self._store.schema
         fixed = [column for number, column in enumerate(columns) if number not in schema.ragged]

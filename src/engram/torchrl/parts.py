@@ -30,8 +30,6 @@ from engram.torchrl import layouts
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from torch import Tensor
-
     from engram.saved.checkpointers import IndexNames, Key, SavedStorage
     from engram.saved.part_reader import PartReader
     from engram.types import StorageLoad
@@ -53,7 +51,7 @@ class FolderSink:
     def __init__(self, folder: Path, who: str, *, nested: bool) -> None:
         self._folder, self._who, self._nested = folder, who, nested
         self._described: dict[Key, layout.Described] = {}
-        self._lengths: tuple[Tensor, Tensor] = (torch.zeros(0), torch.zeros(0))
+        self._lengths: tuple[torch.Tensor, torch.Tensor] = (torch.zeros(0), torch.zeros(0))
         self.files: list[str] = []
 
     def begin(self, ring: Ring, steps: layouts.Steps, keys: layouts.Keys) -> None:
@@ -156,7 +154,7 @@ class FolderLeaves:
         self._files: dict[Key, tuple[tuple[str, ...], int]] = {}
         self._read_node(parts, ())
 
-    def read(self, key: Key, first: int, n: int) -> Tensor:
+    def read(self, key: Key, first: int, n: int) -> torch.Tensor:
         leaf, (parts, nbytes) = self.leaves[key], self._files[key]
         values = torch.empty((n, *leaf.shape), dtype=DTYPE_OF[leaf.dtype], device="cpu")
         if values.numel():

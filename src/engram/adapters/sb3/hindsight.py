@@ -18,7 +18,6 @@ from engram.around import FinalObservations, Hindsight
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from stable_baselines3.common.vec_env import VecEnv
-    from torch import Tensor
 
     from engram.types import Sampler
 
@@ -110,15 +109,15 @@ class HerReplayBuffer(ReplayBuffer, sb3.HerReplayBuffer):  # type: ignore[misc] 
             end_keys=[DONE],
         )
 
-    def _rewards(self, rows: Rows) -> Tensor:
+    def _rewards(self, rows: Rows) -> torch.Tensor:
         """Of steps with their new goals, ``[B, 1]``."""
         if self.env is None:
             raise RuntimeError(f"{type(self).__name__}: expected an environment, for rewards: buffer.set_env(env).")
-        following = cast("dict[str, dict[str, Tensor]]", rows["next"])["observation"]
+        following = cast("dict[str, dict[str, torch.Tensor]]", rows["next"])["observation"]
         reached, wanted = (following[key].numpy() for key in ("achieved_goal", "desired_goal"))
         infos: list[object] = [{} for _ in range(len(wanted))]
         if self.copy_info_dict:
-            infos = copy.deepcopy(self.infos[cast("Tensor", rows["row"])[:, 0].numpy()]).tolist()
+            infos = copy.deepcopy(self.infos[cast("torch.Tensor", rows["row"])[:, 0].numpy()]).tolist()
         found = self.env.env_method("compute_reward", reached, wanted, infos, indices=[0])[0]
         return torch.from_numpy(np.asarray(found, np.float32).reshape(-1, 1))
 

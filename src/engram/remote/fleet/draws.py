@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
-    from torch import Tensor
 
     from engram.remote.fleet.members import Members, Shard
     from engram.types import Info
@@ -354,7 +353,7 @@ class Draws:
                 found.insert(k, plans.joined([columns[k]], picked, message.count))
             info: Info = dict(zip(first.info, found[fields + 1 :], strict=True))
             if len(factors):
-                weights = cast("Tensor", info[_WEIGHT])  # a server sends nothing else
+                weights = cast("torch.Tensor", info[_WEIGHT])  # a server sends nothing else
                 info[_WEIGHT] = _weighed(weights, factors[units], first.masses[0])
             if factor is not None:
                 info["loss_factor"] = torch.full(found[fields].shape, factor, device="cpu")
@@ -392,7 +391,7 @@ class Draws:
                 shard.change()  # it may have other rows now
 
 
-def _weighed(weights: Tensor, factors: NDArray[np.float64], mass: protocol.Mass) -> Tensor:
+def _weighed(weights: torch.Tensor, factors: NDArray[np.float64], mass: protocol.Mass) -> torch.Tensor:
     """The weights of a batch. ``factors``: of its units, as :attr:`_Message.factors`."""
     if mass.over_batch:
         likely = factors[factors > 0]
