@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Self, Unpack, cast
+from typing import Any, Self, Unpack, cast
 
 import torch
+from torch import Tensor
 
 from engram._support import checks, words
 from engram._support.field_paths import FieldPath, as_paths, plain, public
@@ -19,23 +21,16 @@ from engram.around.episodes import END_KEYS, numbers_by_path, usual_flags
 from engram.around.expander import MARK, Column, Expander, Expansion, Reading, TrajectoryArguments
 from engram.errors import ReadOnlyStore
 from engram.format.layout import is_store
+from engram.format.schema import Field
 from engram.samplers import PrioritizedSampler
 from engram.storages import LazyMemmapStorage, LazyTensorStorage, TensorStorage
 from engram.storages.memmap import check_io
 from engram.store import DeviceStore, Key, Store
 from engram.store.device.row_operations import Drawing, End, Followed
+from engram.store.sampled import SampledStorage
 from engram.transforms import ExcludeTransform
 from engram.transforms._base import put
 from engram.types import Commit, Info, NativeBatch, Sampler, Traits, Write, WritePlan
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from engram.format.schema import Field
-    from engram.store.sampled import SampledStorage
-
 
 #: Rows on an accelerator for each final observation that has a place by default: memory there is taken at once.
 _ROWS_PER_FINAL = 8

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, TypeVar, cast
+from typing import NamedTuple, NoReturn, Protocol, TypeVar, cast
 
 import torch
 
@@ -14,15 +15,10 @@ from engram.remote import protocol
 from engram.remote.connection import Access, Connection, Found, Servers
 from engram.remote.served import ServedStorage
 from engram.remote.storage import RemoteStorage
+from engram.saved.rows import Roles
 from engram.storages import Count, Storage, _columns, _geometry, _structure, _types
+from engram.store import Store
 from engram.store.store import COUNTERS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    from engram.saved.rows import Roles
-    from engram.store import Store
-
 
 Method = TypeVar("Method", bound="Callable[..., object]")
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ipaddress
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeVar
+from typing import Annotated, Literal, NamedTuple, TypeVar
 from uuid import UUID
 
 import msgspec
@@ -14,10 +15,6 @@ import msgspec
 from engram import errors
 from engram._support import checks, version
 from engram.format.schema import MAX_BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 
 _MAX_TOKEN = 4096
 

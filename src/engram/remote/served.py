@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from engram._support.unsupported import BY_NUMBER, refused, refusing
 from engram.errors import PriorityError, RateLimited
+from engram.format.schema import Schema
 from engram.format.sizes import usual_row_bytes
 from engram.remote.protocol import COALESCED_BYTES, MAX_BATCHES, Mass, Sample, Served, State
 from engram.samplers import _base, prioritized, staleness
-from engram.storages import Count, LazyTensorStorage, Storage, _columns, _ragged_structure
+from engram.saved.rows import Roles
+from engram.storages import Count, LazyTensorStorage, Storage, _columns, _ragged_structure, _structure, ragged
+from engram.store import Key, Store
+from engram.store.limits import Rules
+from engram.store.sampled import SampledStorage
 from engram.types import Entry, Info, NativeBatch, Shown, Traits
 from engram.writers._base import NativeWriter
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-
-    from engram.format.schema import Schema
-    from engram.saved.rows import Roles
-    from engram.storages import _structure, ragged
-    from engram.store import Key, Store
-    from engram.store.limits import Rules
-    from engram.store.sampled import SampledStorage
 
 
 class OfServer:

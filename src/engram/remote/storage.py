@@ -6,14 +6,17 @@ import ctypes
 import itertools
 import math
 import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from pathlib import Path
+from typing import cast
 from uuid import uuid4
 
 import msgspec
 import pyarrow as pa
 import torch
+from pyarrow import RecordBatch
 from torch import Tensor
 
 from engram._support import fork, native
@@ -24,18 +27,10 @@ from engram.remote.connection import IN_DOUBT as DOUBTFUL
 from engram.remote.connection import Answer, Connection, Exchange, Message
 from engram.remote.served import Drawn, OneStore, Parts, ServedLimits, ServedStorage, update_once
 from engram.remote.under_way import GATHERED, WritesUnderWay
+from engram.saved.rows import Roles
 from engram.store.ragged_rows import items_in
 from engram.store.requests import IN_DOUBT
 from engram.types import Info, Write, WritePlan
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from pyarrow import RecordBatch
-
-    from engram.saved.rows import Roles
-
 
 _PRIORITIES, _EDITS = map(wire.arrow_schema, (wire.PRIORITIES, wire.EDITS))
 _EDIT_BYTES = 16

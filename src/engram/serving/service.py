@@ -9,18 +9,21 @@ import tempfile
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
+from uuid import UUID
 
 import msgspec
 import pyarrow as pa
 import torch
+from torch import Tensor
 
 from engram import samplers, writers
 from engram._support import field_paths, native, version
 from engram.around import Expander, SampleUnit
-from engram.buffer import ragged_batches, window_marks
+from engram.buffer import ReplayBuffer, ragged_batches, window_marks
 from engram.buffer.read_path import ReadPath
 from engram.buffer.wiring import Wiring
 from engram.errors import IncompatibleStore, NoSampleable, RowError
@@ -30,6 +33,7 @@ from engram.format.sizes import most_row_bytes, usual_row_bytes
 from engram.inspect import gauges
 from engram.inspect.advice import drawing_by, is_over_batch
 from engram.remote import protocol, wire
+from engram.samplers import PrioritizedSampler
 from engram.samplers.staleness import RuledSampler, VersionedSampler
 from engram.serving.calls import Calls
 from engram.store import DrawingPart, Masses, OutOfOrder, Requests, ThreadKey
@@ -40,16 +44,6 @@ from engram.store.ragged_rows import Items, items_in, joined
 from engram.store.requests import IN_DOUBT
 from engram.transforms import Compose
 from engram.types import Entry, WritePlan
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from uuid import UUID
-
-    from torch import Tensor
-
-    from engram.buffer import ReplayBuffer
-    from engram.samplers import PrioritizedSampler
-
 
 #: Of answers that are made, or that clients have not read. Small ones are as many as streams, and are not counted.
 ANSWER_BYTES = 2 * protocol.MAX_MESSAGE

@@ -291,11 +291,10 @@ def segments_in(folder: Path) -> list[Segment | None] | None:
     path = folder / layout.ADOPTED
     if not path.exists():
         return None
-    try:
+    wanted = f"{path}: expected where the rows lie, got something else"
+    with words.raise_as(CorruptStore, wanted, (msgspec.DecodeError, UnicodeDecodeError)):
         strict.describe(_Adopted)
         return msgspec.json.decode(files.read_small(path, schemas.MAX_BYTES), type=_Adopted).segments
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CorruptStore(f"{path}: expected where the rows lie, got something else ({error}).") from error
 
 
 @torch.inference_mode(mode=False)
