@@ -11,7 +11,6 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from engram.errors import RowError
 
@@ -41,7 +40,7 @@ def check_count(what: str, value: object, noun: str = "", *, least: int = 1, mos
 
 def _as_int(value: object) -> int | None:
     """None: it is no int. A bool is none, nor is a tensor."""
-    if isinstance(value, bool | Tensor):
+    if isinstance(value, bool | torch.Tensor):
         return None
     try:
         return operator.index(value)  # type: ignore[arg-type] # that is the question
@@ -54,7 +53,7 @@ def check_number(what: str, value: object, *, least: float = -math.inf, most: fl
 
     Raises ``TypeError``: it is none. ``ValueError``: it is not finite, below ``least`` or above ``most``.
     """
-    held = value.item() if isinstance(value, Tensor | np.ndarray) and not value.ndim else value
+    held = value.item() if isinstance(value, torch.Tensor | np.ndarray) and not value.ndim else value
     span = f"a number in [{least:g}, {most:g}]" if most < math.inf else f"a finite number of at least {least:g}"
     wanted = "a finite number" if least == -math.inf else span
     if isinstance(held, bool) or not isinstance(held, int | float | np.integer | np.floating):
@@ -109,12 +108,12 @@ def _has_large_ints(array: np.ndarray) -> bool:
     return array.dtype.kind == "O" and array.size > 0 and all(isinstance(one, int) for one in array.flat)
 
 
-def as_numbers(what: str, value: object, dtype: torch.dtype | None = None) -> Tensor:
+def as_numbers(what: str, value: object, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Numbers of any array, list or range as a tensor on the CPU, complex ones as they are; a tensor as it is. An empty list has ints.
 
     Raises ``TypeError``: they are none. ``RowError``: ints that no int64 holds. ``ValueError``: they have no common shape.
     """
-    if isinstance(value, Tensor):
+    if isinstance(value, torch.Tensor):
         return value
     try:
         array = np.asarray(value)
@@ -137,12 +136,12 @@ def as_numbers(what: str, value: object, dtype: torch.dtype | None = None) -> Te
         raise ValueError(f"{what}: expected an array or tensor of one shape, got {type(value).__name__}.") from error
 
 
-def as_ints(what: str, value: object, wanted: str = "ints") -> Tensor:
+def as_ints(what: str, value: object, wanted: str = "ints") -> torch.Tensor:
     """Ints of any array, list, range or tensor, of any shape, as int64 on the CPU. What is empty may be of any dtype.
 
     Raises ``TypeError``: they are none. ``RowError``: ints that no int64 holds. ``ValueError``: they have no common shape.
     """
-    numbers = value if isinstance(value, Tensor) else as_numbers(what, value)
+    numbers = value if isinstance(value, torch.Tensor) else as_numbers(what, value)
     if numbers.dtype.is_floating_point or numbers.dtype.is_complex or numbers.dtype is torch.bool:
         if numbers.numel():
             raise TypeError(f"{what}: expected {wanted}, got {numbers.dtype}.")

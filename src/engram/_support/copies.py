@@ -9,13 +9,12 @@ from types import ModuleType
 from typing import cast
 
 import torch
-from torch import Tensor
 
 from engram import _core
 from engram._support.checks import check_count
 
 
-def raw_bytes(tensor: Tensor) -> Tensor:
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor in memory of the processor, uint8 ``[n]``: a view of a contiguous one, else of a copy."""
     dense = tensor.detach().contiguous()
     # Not reshape: a single value is contiguous whatever its stride, and keeps that.

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 #: How the kernel marks a file without a name.
 _DELETED = " (deleted)"
@@ -58,7 +57,7 @@ def _mappings() -> list[_Mapping]:
     return found
 
 
-def shared_pieces(tensors: Iterable[Tensor]) -> list[Piece | None]:
+def shared_pieces(tensors: Iterable[torch.Tensor]) -> list[Piece | None]:
     """The file and place of each tensor; None: it lies in private memory, or has no elements."""
     mappings = _mappings()
     starts = [mapping.start for mapping in mappings]
@@ -116,7 +115,7 @@ def _files_of(process: int | str) -> Iterator[tuple[str, os.stat_result]]:
                     yield path, status
 
 
-def bytes_of(fd: int, size: int, *, readonly: bool = False, private: bool = False) -> Tensor:
+def bytes_of(fd: int, size: int, *, readonly: bool = False, private: bool = False) -> torch.Tensor:
     """The first bytes of an open file, mapped: uint8 ``[size]``. It keeps a descriptor of its own.
 
     Args:
@@ -139,7 +138,7 @@ def bytes_of(fd: int, size: int, *, readonly: bool = False, private: bool = Fals
 
 def map_piece(
     path: str, device: int, inode: int, size: int, *, readonly: bool = False, private: bool = False
-) -> Tensor:
+) -> torch.Tensor:
     """The bytes of a file, uint8 ``[size]``. As long as the tensor lives, :func:`open_files` of this process names the file.
 
     ``readonly`` and ``private``: as for :func:`bytes_of`.

@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypeGuard
 
 import torch
-from torch import Tensor
 
 from engram.errors import CorruptCheckpoint, EngramError, PriorityError
 from engram.types import Commit
@@ -24,13 +23,13 @@ from engram.types import Commit
 # ---- trees of tensors and plain values ---------------------------------------------------------------------------------
 
 
-def mapped(state: object, change: Callable[[Tensor], object], where: str = "state") -> Any:
+def mapped(state: object, change: Callable[[torch.Tensor], object], where: str = "state") -> Any:
     """The same tree in new containers, with ``change(tensor)`` in place of every tensor.
 
     Raises:
         TypeError: something that is neither a tensor nor a plain value; names the way to it.
     """
-    if isinstance(state, Tensor):
+    if isinstance(state, torch.Tensor):
         if state.layout is not torch.strided:
             raise TypeError(
                 f"{where}: expected a dense tensor, got a sparse one. Turn it into its parts in state_dict."
@@ -53,7 +52,7 @@ def mapped(state: object, change: Callable[[Tensor], object], where: str = "stat
 
 def copied(state: object, where: str = "state") -> Any:
     """The same tree with tensors of its own. Raises ``TypeError`` as :func:`mapped`."""
-    return mapped(state, lambda value: value.detach().as_subclass(Tensor).clone(), where)
+    return mapped(state, lambda value: value.detach().as_subclass(torch.Tensor).clone(), where)
 
 
 # ---- components --------------------------------------------------------------------------------------------------------
@@ -242,10 +241,10 @@ def real(state: Mapping[str, object], name: str, where: str) -> float:
 
 def tensor_in(
     state: Mapping[str, object], name: str, dtype: torch.dtype, shape: tuple[int | None, ...], where: str
-) -> Tensor:
+) -> torch.Tensor:
     """A tensor of that dtype and shape (None: any size), contiguous and on the CPU. Raises ``TypeError``, ``ValueError``."""
     value = state[name]
-    if not isinstance(value, Tensor):
+    if not isinstance(value, torch.Tensor):
         raise TypeError(f"{where}: {name}: expected a tensor, got a {type(value).__name__}.")
     if value.dtype is not dtype:
         raise TypeError(f"{where}: {name}: expected {dtype}, got {value.dtype}.")

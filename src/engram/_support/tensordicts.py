@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
-    from torch import Tensor
 
 _K = TypeVar("_K", bound=str | tuple[str, ...])
 
@@ -160,7 +159,7 @@ def wrap(source: dict[str, Any], batch_size: torch.Size, device: torch.device | 
     return td
 
 
-def children(td: Any, *, whole: bool = False) -> Mapping[str, Tensor | Any]:
+def children(td: Any, *, whole: bool = False) -> Mapping[str, torch.Tensor | Any]:
     """The entries of a TensorDict, by name. Not a copy: do not change it.
 
     A lazy stack shows those that all its TensorDicts have; if it is to be ``whole``, others raise ``KeyError``.
@@ -179,7 +178,7 @@ def children(td: Any, *, whole: bool = False) -> Mapping[str, Tensor | Any]:
     return entries
 
 
-def put(td: TensorDict, entries: Mapping[Any, Tensor]) -> None:
+def put(td: TensorDict, entries: Mapping[Any, torch.Tensor]) -> None:
     """Add entries whose shapes begin with the batch size, under strings or tuples, to an unlocked TensorDict."""
     kind = _transparent or transparent_type()
     if kind is None or type(td) is not kind:
@@ -210,7 +209,7 @@ def add_fields(data: object, fields: Mapping[_K, object]) -> None:
             else:
                 data[name] = value
     elif is_plain_tensordict(data):
-        put(data, cast("Mapping[_K, Tensor]", fields))
+        put(data, cast("Mapping[_K, torch.Tensor]", fields))
 
 
 def detached(td: TensorDict) -> TensorDict:

@@ -19,11 +19,10 @@ from engram.buffer.replay_buffer import ReplayBuffer
 from engram.errors import IncompatibleStore, RateLimited, StoreInUse
 from engram.storages import LazyMemmapStorage
 from engram.storages.ragged import Ragged
+from engram.store import opening, rings
 from engram.store.keys import StoredKeys
-from engram.store.opening import holds_store
 from engram.store.ragged import RaggedStore
 from engram.store.ragged_rows import Items
-from engram.store.rings import Spans
 from engram.store.trees import ALIGNMENT, FORM_OF, dense, tree_bytes, tree_of
 from engram.types import StrPath
 
@@ -280,7 +279,7 @@ class KeyedValues:
         """
         with self._opening:
             place = self._folder / "values"
-            if self._known is None and holds_store(place, type(self).__name__):
+            if self._known is None and opening.holds_store(place, type(self).__name__):
                 buffer: ReplayBuffer[object] = ReplayBuffer.open(place, unclean=self._unclean)
                 schema = cast("RaggedStore", buffer.storage.memory).schema
                 ring = [group.items for group in schema.ragged_groups]
@@ -391,9 +390,9 @@ def _names(store: RaggedStore, rows: Tensor, tickets: Tensor) -> Tensor:
     return store.read(rows, expected=tickets, which=(_FIELDS.index("key"),))[0][0]
 
 
-def _spans(store: RaggedStore, rows: Tensor, tickets: Tensor) -> Spans:
+def _spans(store: RaggedStore, rows: Tensor, tickets: Tensor) -> rings.Spans:
     """Where the bytes of rows lie, while no other process writes."""
-    return Spans.of(store.read_spans(rows, tickets)[0][0])
+    return rings.Spans.of(store.read_spans(rows, tickets)[0][0])
 
 
 def _checked_keys(call: str, keys: Sequence[str]) -> list[str]:

@@ -13,13 +13,11 @@ import h5py
 import numpy as np
 import torch
 
-from engram._support.checks import check_count, check_path
-from engram._support.field_paths import nested
-from engram._support.unsupported import needs
+from engram._support import checks, field_paths, unsupported
 from engram.adapters.scratch import Scratch, leaves
 from engram.samplers import PrioritizedSampler, RandomSampler
 
-with needs("engram.adapters.tianshou", "tianshou"):
+with unsupported.needs("engram.adapters.tianshou", "tianshou"):
     from tianshou import data
     from tianshou.data.utils.converter import to_hdf5
 
@@ -85,9 +83,9 @@ class VectorReplayBuffer(Scratch, data.VectorReplayBuffer):  # type: ignore[misc
         **kwargs: object,
     ) -> None:
         who = type(self).__name__
-        check_count(f"{who}: buffer_num", buffer_num)
-        super().__init__(check_count(f"{who}: total_size", total_size), buffer_num, **kwargs)
-        self.scratch_dir = None if scratch_dir is None else check_path(f"{who}: scratch_dir", scratch_dir)
+        checks.check_count(f"{who}: buffer_num", buffer_num)
+        super().__init__(checks.check_count(f"{who}: total_size", total_size), buffer_num, **kwargs)
+        self.scratch_dir = None if scratch_dir is None else checks.check_path(f"{who}: scratch_dir", scratch_dir)
         self.exclude = frozenset(exclude)
         self._open()
 
@@ -114,7 +112,7 @@ class VectorReplayBuffer(Scratch, data.VectorReplayBuffer):  # type: ignore[misc
             self._fill_holes()
         for column in self._stored.values():
             column.flags.writeable = False
-        self._meta = data.Batch(nested(self._stored))
+        self._meta = data.Batch(field_paths.nested(self._stored))
         self._set_batch_for_children()
 
     def _fill_holes(self) -> None:
@@ -172,7 +170,7 @@ class VectorReplayBuffer(Scratch, data.VectorReplayBuffer):  # type: ignore[misc
         """
         ids = np.arange(self.buffer_num) if buffer_ids is None else np.asarray(buffer_ids)
         rows = self._rows_of(batch, len(ids))
-        self.rb.extend(nested(rows), lane=ids)
+        self.rb.extend(field_paths.nested(rows), lane=ids)
         if rows.keys() != self._stored.keys():
             self._attach()
         said = []

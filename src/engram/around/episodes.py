@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 
-from engram._support import fork, native, progress
-from engram._support.checks import check_choice
+from engram._support import checks, fork, native, progress
 from engram._support.field_paths import FieldPath, as_path, as_paths, plain, public
 from engram.format.schema import DTYPES, Field
 from engram.saved.rows import of_the_step
@@ -94,7 +93,7 @@ def stored_ends(fields: Sequence[Field], known: Container[FieldPath]) -> list[Fi
 
 def checked_end_when(end_when: str | None, who: str) -> str | None:
     """``"any"``, ``"all"`` or None. Raises ``ValueError``: another value."""
-    check_choice(f"{who}: end_when", end_when, (None, "any", "all"))
+    checks.check_choice(f"{who}: end_when", end_when, (None, "any", "all"))
     return end_when
 
 

@@ -13,12 +13,9 @@ import torch
 from torch import Tensor
 
 from engram import samplers
-from engram._support import fork
+from engram._support import checks, fork, retries, words
 from engram._support import native as _native
-from engram._support.checks import check_count
 from engram._support.field_paths import FieldPath, public
-from engram._support.retries import TRIES_WITHOUT_PAUSE
-from engram._support.words import warn_of_mixed
 from engram.around.episodes import END_KEYS, NAMED, TrajectoryKeys, step_type_bytes
 from engram.around.windows import LAST_STEPS, WindowSampler
 from engram.errors import NoSampleable, RowError
@@ -238,7 +235,7 @@ class Expansion:
         """Columns and tickets of some rows, the places to draw again, and whether all of those wait for a next step."""
         rows, tickets = as_rows(draw.rows, "sample"), None if draw.tickets is None else as_rows(draw.tickets, "sample")
         if self.table.mixed():
-            warn_of_mixed(self._who)
+            words.warn_of_mixed(self._who)
         try:
             tensors, moved = self.native.read(self.memory.core, self.table, rows, tickets)
         except IndexError as error:
@@ -282,7 +279,7 @@ class Expansion:
         tensors, moved, _ = self.read(draw)
         tickets = draw.tickets
         assert tickets is not None  # windows have them
-        for _ in range(TRIES_WITHOUT_PAUSE):
+        for _ in range(retries.TRIES_WITHOUT_PAUSE):
             if not moved:
                 break
             places = torch.tensor(moved, device="cpu")
@@ -727,7 +724,7 @@ class Expander(SamplerAround):
 
 def check_steps(what: str, value: object) -> int:
     """A number of steps. Raises ``TypeError``, ``ValueError``: it is none, below 1, or larger than the native core takes."""
-    steps = check_count(what, value)
+    steps = checks.check_count(what, value)
     if steps >= 1 << 31:
         raise ValueError(f"{what}: expected less than 2 ** 31, got {steps}.")
     return steps

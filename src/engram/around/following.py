@@ -4,39 +4,33 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Self, Unpack, cast
+from typing import Any, Self, Unpack, cast
 
 import torch
+from torch import Tensor
 
-from engram._support.checks import check_path
+from engram._support import checks, words
 from engram._support.field_paths import FieldPath, as_paths, plain, public
 from engram._support.nested import find
 from engram._support.state import Stateful, check_keys, integer, typed
 from engram._support.tensordicts import is_tensor_collection, tensordict_type
-from engram._support.words import warn
 from engram.around.episodes import END_KEYS, numbers_by_path, usual_flags
 from engram.around.expander import MARK, Column, Expander, Expansion, Reading, TrajectoryArguments
 from engram.errors import ReadOnlyStore
 from engram.format.layout import is_store
+from engram.format.schema import Field
 from engram.samplers import PrioritizedSampler
 from engram.storages import LazyMemmapStorage, LazyTensorStorage, TensorStorage
 from engram.storages.memmap import check_io
 from engram.store import DeviceStore, Key, Store
 from engram.store.device.row_operations import Drawing, End, Followed
+from engram.store.sampled import SampledStorage
 from engram.transforms import ExcludeTransform
 from engram.transforms._base import put
 from engram.types import Commit, Info, NativeBatch, Sampler, Traits, Write, WritePlan
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from engram.format.schema import Field
-    from engram.store.sampled import SampledStorage
-
 
 #: Rows on an accelerator for each final observation that has a place by default: memory there is taken at once.
 _ROWS_PER_FINAL = 8
@@ -156,7 +150,7 @@ class FinalObservations(Stateful):
         2
         """
         call = f"{cls.__name__}.open_or_create"
-        folder = check_path(f"{call}: directory", directory)
+        folder = checks.check_path(f"{call}: directory", directory)
         storage = LazyMemmapStorage.open_or_create(folder, max_size, 1, 1, None, unclean=unclean, io=check_io(call, io))
         return cls(keys, storage, end_keys=end_keys)
 
@@ -385,7 +379,7 @@ class FinalObservations(Stateful):
             if memory is None or not bool(((marks[rows] == before).all(1) & (memory.tickets_of(rows) >= 0)).any()):
                 return
         self._warned = True
-        warn(
+        words.warn(
             f"FinalObservations: {self.storage!r} holds fewer final observations than the buffer has episodes. The oldest are "
             "overwritten, and the last steps of these episodes are no longer drawn. Give it as many rows as there are episodes, or "
             "no storage, so that it follows the buffer."

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Unpack
 
 import torch
-from torch import Tensor
 
 from engram._support.checks import check_choice, check_count, check_number
 from engram._support.field_paths import WINDOW_ENDS, FieldPath, as_path, as_paths, public
@@ -121,7 +120,7 @@ class CatFrames(KeyedTransform):
             put(made, out_key, self._join(self._frames(data, key, windows), dims))
         return made
 
-    def _frames(self, data: object, key: Key, windows: Windows) -> Tensor:
+    def _frames(self, data: object, key: Key, windows: Windows) -> torch.Tensor:
         """``[*batch, T, N, *shape]``, padded."""
         value = torch.as_tensor(entry(data, key, "CatFrames"))
         frames, beyond = windows.read(value, "CatFrames"), windows.beyond
@@ -136,7 +135,7 @@ class CatFrames(KeyedTransform):
             frames = frames.masked_fill((beyond > 0).reshape(shape), self.padding_value)
         return frames
 
-    def _join(self, frames: Tensor, dims: int) -> Tensor:
+    def _join(self, frames: torch.Tensor, dims: int) -> torch.Tensor:
         if frames.ndim - dims - 1 < -self.dim:
             raise ValueError(f"CatFrames: dim: expected one of shape {list(frames.shape[dims + 1 :])}, got {self.dim}.")
         at = frames.ndim + self.dim - 1

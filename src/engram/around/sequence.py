@@ -10,11 +10,10 @@ from typing import ClassVar, Literal, NamedTuple, Protocol, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from engram._support import native
+from engram._support import native, words
 from engram._support.checks import as_ints, check_choice, check_count, check_number, check_type
 from engram._support.field_paths import FieldPath, as_path, public
 from engram._support.retries import Retries
-from engram._support.words import warn_of_mixed
 from engram.around.episodes import END_KEYS, Boundaries, Episodes, TrajectoryKeys, numbers_by_path
 from engram.around.windows import with_starts
 from engram.errors import RowError
@@ -326,7 +325,7 @@ class WindowTable:
         rows, expected = as_rows(rows, "sample"), None if tickets is None else as_rows(tickets, "sample")
         learned = self._learned if told else 0
         if self._table.mixed():
-            warn_of_mixed(self._who)
+            words.warn_of_mixed(self._who)
         try:
             said, columns, moved, steps = self._table.around(
                 self.memory.core, layout, rows, expected, self._spec, self._shifted, learned, numbered

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     import torch
-    from torch import Tensor
 
     Key = str | tuple[str, ...]
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
         batch_size: torch.Size
 
         def __init__(self, data: TensorDictBase) -> None: ...
-        def __getattr__(self, name: str) -> Tensor: ...
+        def __getattr__(self, name: str) -> torch.Tensor: ...
         def __getitem__(self, index: slice) -> Self: ...
 else:
     _Steps = TensorClass["nocast"]
@@ -67,11 +66,11 @@ class Trajectory(_Steps):
         return int(self.batch_size[0])
 
     @property
-    def total_reward(self) -> Tensor:
+    def total_reward(self) -> torch.Tensor:
         """The sum of the rewards, of no dimension. Raises ``AttributeError``: there are none."""
         return self.reward.sum()
 
-    def get(self, key: Key, default: Tensor | None = None) -> Tensor | None:
+    def get(self, key: Key, default: torch.Tensor | None = None) -> torch.Tensor | None:
         """The entry of a key, or else of ``("next", key)``, or else ``default``.
 
         >>> import torch
@@ -83,7 +82,7 @@ class Trajectory(_Steps):
         value = self.data.get(key, None)
         if value is None and isinstance(key, str):
             value = self.data.get(("next", key), None)
-        return default if value is None else cast("Tensor", value)
+        return default if value is None else cast("torch.Tensor", value)
 
     def keys(self, *args: object, **kwargs: object) -> Iterable[Key]:
         """Those of the TensorDict, whose arguments it takes.

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NoReturn, 
 import torch
 from torch import Tensor
 
-from engram._support import fork
+from engram._support import fork, words
 from engram._support import native as _native
 from engram._support.field_paths import WINDOW_ENDS, FieldPath, as_path, plain, public
 from engram._support.retries import Retries
-from engram._support.words import warn_of_mixed
 from engram.around.episodes import StaticTable, TrajectoryKeys, fragments_table, numbers_by_path
 from engram.around.settings import Setting, WindowSettings, WindowSpec
 from engram.errors import EMPTY, NoSampleable
@@ -251,7 +250,7 @@ class WindowSampler(NativeSampler):
         if bound is None or bound.memory is not store or bound.schema is not store.schema:
             bound = self._bound_to(storage, length)
         if bound.id_key is None and bound.table.mixed():  # type: ignore[union-attr] # fragments have an id
-            warn_of_mixed(type(self).__name__)
+            words.warn_of_mixed(type(self).__name__)
         marks, batched = bound.ways[shown, numbered]
         layout = _NO_FIELDS if shown == "apart" else bound.layout
         arguments = (store.core, layout, key.address, count, spec, batched, marks.wanted)

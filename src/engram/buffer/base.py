@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Generic, Self, TypeVar, cast
 
 import torch
 
-from engram._support.closing import Closes
-from engram._support.tensordicts import is_tensor_collection
+from engram._support import closing, tensordicts
 from engram._support.words import count, format_number, format_share, format_size
 from engram.around import finals_of
 from engram.around.query import Query
@@ -25,8 +24,7 @@ if TYPE_CHECKING:
 
     from rich.tree import Tree
 
-    from engram.buffer.configuration import Settings
-    from engram.buffer.prefetching import Prefetching
+    from engram.buffer import configuration, prefetching
     from engram.storages import Storage
     from engram.transforms import Compose
 
@@ -45,12 +43,12 @@ class Shows(Generic[B]):
 _shows: Shows[BufferBase] = Shows()
 
 
-class BufferBase(Closes):
+class BufferBase(closing.Closes):
     """Base of buffers and of ensembles: their generator, and batches ahead."""
 
     _wiring: Wiring
-    _settings: Settings
-    _prefetching: Prefetching | None
+    _settings: configuration.Settings
+    _prefetching: prefetching.Prefetching | None
 
     transform: Compose = _shows(lambda self: self._wiring.transform, "Transforms of batches: a :class:`Compose`.")
     _transform = transform
@@ -181,7 +179,7 @@ class Iterates(BufferBase, Generic[B]):
         batch = next(settings.iterator, None)
         if batch is None:
             settings.iterator = None
-        elif is_tensor_collection(batch):
+        elif tensordicts.is_tensor_collection(batch):
             batch = batch.clear_device_()
         return batch
 
@@ -190,7 +188,7 @@ class Shown:
     """A buffer as text, in a terminal with rich, and in a notebook; and what is found in it."""
 
     _wiring: Wiring
-    _settings: Settings
+    _settings: configuration.Settings
     query = cast("Query", property(Query, doc=Query.__doc__))
 
     def __repr__(self) -> str:
@@ -238,7 +236,7 @@ class _Rows:
 class Display:
     """Describes a buffer as it is at this moment."""
 
-    def __init__(self, wiring: Wiring, settings: Settings) -> None:
+    def __init__(self, wiring: Wiring, settings: configuration.Settings) -> None:
         self._wiring = wiring
         self._settings = settings
 

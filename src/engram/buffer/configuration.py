@@ -8,10 +8,9 @@ from types import new_class
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, SupportsIndex, TypeAlias, TypedDict, TypeVar
 
 from engram import samplers
-from engram._support import fork
+from engram._support import fork, words
 from engram._support.checks import check_callable, check_choice, check_count
 from engram._support.unsupported import Later, carriers
-from engram._support.words import warn
 from engram.around import Expander, SampleUnit
 from engram.buffer.output import FORMS, Output
 from engram.buffer.wiring import Wiring, component, consuming_sampler, first_storage
@@ -310,7 +309,7 @@ class Settings:
             )
         if drawing and not self._warned and self.batch_size not in (None, batch_size):
             self._warned = True
-            warn(f"sample: batch_size={batch_size} is used instead of the buffer's batch_size={self.batch_size}.")
+            words.warn(f"sample: batch_size={batch_size} is used instead of the buffer's batch_size={self.batch_size}.")
         return batch_size
 
     def __getstate__(self) -> dict[str, object]:

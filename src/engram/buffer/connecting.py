@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack, c
 import numpy as np
 import torch
 
-from engram._support import fork
+from engram._support import field_paths, fork, native
 from engram._support.checks import as_ints, check_choice, check_path, check_type
-from engram._support.field_paths import checked_path
-from engram._support.native import NotAdmitted
 from engram._support.progress import OnProgress, Work
 from engram._support.unsupported import BY_NUMBER, meant, refused, refusing
 from engram.buffer.configuration import READING_ARGUMENTS, ConnectArguments, Settings
@@ -31,16 +29,11 @@ from engram.store import Key
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from torch import Tensor
-
-    from engram.buffer.prefetching import Prefetching
-    from engram.buffer.read_path import ReadPath
-    from engram.buffer.saving import Saving
+    from engram.buffer import prefetching, read_path, saving
     from engram.buffer.wiring import Wiring
-    from engram.remote.awaited import Described
+    from engram.remote import awaited, protocol
     from engram.remote.connection import Access
     from engram.remote.fleet.members import Missing
-    from engram.remote.protocol import Full
     from engram.remote.served import Drawn, ServedStorage
     from engram.remote.shards import Shard, ShardSavers
     from engram.saved.rows import Roles
@@ -60,7 +53,7 @@ class _Way(NamedTuple):
     tls_cert: Given = None
     tls_key: Given = None
     patience: float = 60.0
-    full: Full | None = None
+    full: protocol.Full | None = None
     missing: Missing = "skip"
     stratum: int | None = None
     compression: str | None = None
@@ -68,9 +61,8 @@ class _Way(NamedTuple):
 
     def access(self, address: object, call: str) -> Access:
         """Raises ``TypeError``: no path or address. ``ValueError``: no address; a certificate without its key, or a key alone."""
+        from engram.remote import member_list, protocol
         from engram.remote.connection import Access
-        from engram.remote.member_list import listed
-        from engram.remote.protocol import addresses_of
 
         own = self.tls_cert, self.tls_key
         if own.count(None) == 1:
@@ -81,8 +73,8 @@ class _Way(NamedTuple):
         roots = [given] if given is None or isinstance(given, str | os.PathLike) else [*given]
         token = None if self.token is None else os.fspath(self.token)
         named, pair = (tuple(os.fspath(path) for path in group if path is not None) for group in (roots, own))
-        members = listed(address)
-        at = tuple(addresses_of(address, call)) if members is None else members.addresses()
+        members = member_list.listed(address)
+        at = tuple(protocol.addresses_of(address, call)) if members is None else members.addresses()
         certificate = cast("tuple[str, str] | None", pair or None)
         how = self.compression, members, self.own_lanes
         return Access(at, token, named, float(self.patience), self.full, False, certificate, *how)
@@ -246,7 +238,7 @@ def attached(shards: Shards, own: Mapping[str, object]) -> Facade:
     return _made(shards, first_described(shards.each), own)
 
 
-def _made(shards: Shards, described: Described, own: Mapping[str, object]) -> Facade:
+def _made(shards: Shards, described: awaited.Described, own: Mapping[str, object]) -> Facade:
     import ray
 
     from engram.remote.served import RemoteSampler, RemoteWriter
@@ -277,7 +269,7 @@ def _made(shards: Shards, described: Described, own: Mapping[str, object]) -> Fa
     return rb
 
 
-def _storage_of(shards: Shards, described: Described) -> ServedStorage:
+def _storage_of(shards: Shards, described: awaited.Described) -> ServedStorage:
     """The rows, over connections, as soon as there are some."""
     from engram.remote.awaited import AwaitedStorage, OneStore
     from engram.remote.fleet.members import SKIP_S
@@ -330,7 +322,7 @@ class RequestsUnderWay:
     An epoch is asked for one message at a time, as its end is not known.
     """
 
-    def __init__(self, wiring: Wiring, settings: Settings, reading: ReadPath) -> None:
+    def __init__(self, wiring: Wiring, settings: Settings, reading: read_path.ReadPath) -> None:
         self._wiring, self._reading, self._depth = wiring, reading, settings.prefetch
         assert settings.batch_size is not None  # the settings checked it
         self._rows = settings.batch_size
@@ -364,7 +356,7 @@ class RequestsUnderWay:
                 while len(self._asked) < depth and not (has_epochs and self._ready):
                     try:
                         self._ask()
-                    except NotAdmitted:
+                    except native.NotAdmitted:
                         if not self._asked and not self._ready:
                             raise
                         break  # those that were asked for come first
@@ -387,7 +379,7 @@ class RequestsUnderWay:
         while self._asked and not self._ready:
             try:
                 batches = self._wiring.storage.answer(self._rows)
-            except (NoSampleable, NotAdmitted) as error:
+            except (NoSampleable, native.NotAdmitted) as error:
                 refused = error
                 again += self._asked.popleft()
                 continue
@@ -464,7 +456,7 @@ class ConnectedRowAccess(RowAccess):
         raise refused(call, "Edit them where the store is.")
 
     def index_keys(self, field: object) -> None:
-        self._wiring.storage.call_each("index_keys", {"field": checked_path(field, "index_keys: field")})
+        self._wiring.storage.call_each("index_keys", {"field": field_paths.checked_path(field, "index_keys: field")})
 
     def rows_of(self, keys: object) -> KeyedRows:
         """Of several stores that have a key, the first: the numbers of their writes say nothing of each other."""
@@ -498,15 +490,15 @@ class ConnectedRowAccess(RowAccess):
         }
         return ConditionalUpdateResult(*self._wiring.storage.update(rows, {**given, "require_newer": newer}))
 
-    def empty(self, lanes: Tensor | None, *, keep_write_count: bool) -> None:
+    def empty(self, lanes: torch.Tensor | None, *, keep_write_count: bool) -> None:
         if lanes is not None:
             raise refused("empty(lane=)", "Call it where the store is; remove(rows) and empty() can be called here.")
         super().empty(None, keep_write_count=keep_write_count)
 
-    def end_trajectories(self, lanes: Tensor, roles: Roles | None, *, terminated: bool) -> Tensor:
+    def end_trajectories(self, lanes: torch.Tensor, roles: Roles | None, *, terminated: bool) -> torch.Tensor:
         if self._prefetching is not None:
             self._prefetching.materialize()
-        return cast("Tensor", self._wiring.storage.end_trajectories(lanes, roles, terminated=terminated))
+        return cast("torch.Tensor", self._wiring.storage.end_trajectories(lanes, roles, terminated=terminated))
 
 
 class ConnectedSaving:
@@ -528,4 +520,8 @@ class ConnectedSaving:
 
 
 #: In place of what accesses rows, saves, and prefetches.
-CONNECTED = (ConnectedRowAccess, cast("type[Saving]", ConnectedSaving), cast("type[Prefetching]", RequestsUnderWay))
+CONNECTED = (
+    ConnectedRowAccess,
+    cast("type[saving.Saving]", ConnectedSaving),
+    cast("type[prefetching.Prefetching]", RequestsUnderWay),
+)

@@ -14,18 +14,15 @@ import torch
 from torch import Tensor
 
 from engram import storages
-from engram._support import fork, native
+from engram._support import fork, native, unsupported, words
 from engram._support.checks import as_ints
 from engram._support.copies import raw_bytes
 from engram._support.field_paths import FieldPath, checked_path
 from engram._support.nested import find, flatten, has_entries
 from engram._support.tensordicts import tensordict_type
-from engram._support.unsupported import refused
-from engram._support.words import raise_as
 from engram.errors import RowError
 from engram.format.schema import Field
-from engram.storages._columns import rows_of_selection
-from engram.storages._structure import Structure
+from engram.storages import _columns, _structure
 from engram.storages._types import as_tensor, cast
 from engram.store import DTYPE_NAMES, DTYPE_OF
 from engram.store import add_field as add_to_store
@@ -128,7 +125,7 @@ class FieldUpdates:
     def __init__(self, wiring: Wiring) -> None:
         storage = wiring.storage
         if storage.traits.is_remote:
-            raise refused(CALL, "Edit them where the store is.")
+            raise unsupported.refused(CALL, "Edit them where the store is.")
         if not isinstance(storage, storages.TensorStorage):
             raise RuntimeError(f"{CALL}: expected a tensor storage, a {type(storage).__name__} has no fields.")
         if not (wiring.of_writer.tracks_tickets or wiring.of_sampler.prioritized):
@@ -437,7 +434,7 @@ def add_field(self: _Stored, key: str | tuple[str, ...], example: object, *, fil
     nested = example
     for part in reversed(path):
         nested = {part: nested}
-    fields = Structure.of(nested, batched=False, call=_CALL).fields
+    fields = _structure.Structure.of(nested, batched=False, call=_CALL).fields
     if len(fields) != 1 or fields[0].key != path:
         raise TypeError(f"{_CALL}: example: expected a tensor, an array or a number, got {type(example).__name__}.")
     _add(storage, fields[0], _row(fields[0], fill))
@@ -479,7 +476,7 @@ def _row(field: Field, fill: object) -> bytes:
 
 
 def _add(storage: storages.TensorStorage, field: Field, fill: bytes) -> None:
-    with raise_as(ValueError, _CALL):
+    with words.raise_as(ValueError, _CALL):
         add_to_store(storage.store, field, fill)
 
 
@@ -508,7 +505,7 @@ def add_entries(storage: Storage, where: Rows, data: object, call: str, ignored:
             return
         new.append(field)
     if new:
-        rows = data if where.shape is None else rows_of_selection(data, where.shape, call, structure)
+        rows = data if where.shape is None else _columns.rows_of_selection(data, where.shape, call, structure)
         structure.grown(schema).flatten(rows, len(where.rows), call, ignored)
         for field in new:
             _add(storage, field, bytes(field.row_bytes))

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 from engram import samplers, storages
-from engram._support.checks import check_count
+from engram._support import checks, words
 from engram._support.state import real
-from engram._support.words import warn
 from engram.buffer.recipe import kind_of
 from engram.buffer.saving import OwnLoad, Saving
 from engram.buffer.services import Facade
@@ -24,9 +23,7 @@ from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.reshard.driver import reshard
 from engram.reshard.plan import Policy, Target, checked_incomplete
 from engram.reshard.plan import open_shards as open_saved
-from engram.saved import attempts, disk, parts
-from engram.saved.checkpoints import Checkpoint
-from engram.saved.series import Lease, Mirror, open_shards
+from engram.saved import attempts, checkpoints, disk, parts, series
 from engram.types import Form, Sampler
 from engram.writers._base import FollowingWriter
 
@@ -95,7 +92,7 @@ class FollowOptions(NamedTuple):
     sampler: Sampler | Callable[[], Sampler] | None
     arguments: Mapping[str, object]
 
-    def made(self, checkpoint: Checkpoint) -> Facade:
+    def made(self, checkpoint: checkpoints.Checkpoint) -> Facade:
         """An empty buffer of the kind that was saved, or was asked for."""
         with parts.open_storage(checkpoint, 0) as reader:
             found = parts.read_parts(checkpoint, 0, without=(parts.STORAGE, "prefetch"))
@@ -122,7 +119,7 @@ def _again(given: T | Callable[[], T], kind: type[object]) -> T:
     return copy.deepcopy(given)  # type: ignore[return-value] # it is no callable
 
 
-def _storage_of(checkpoint: Checkpoint) -> storages.Storage:
+def _storage_of(checkpoint: checkpoints.Checkpoint) -> storages.Storage:
     """A storage in RAM that holds all shards."""
     geometries = []
     for rank in range(checkpoint.manifest.world):
@@ -170,7 +167,7 @@ class Following(NotFollowing):
     ) -> None:
         self._root, self._options, self._every, self._ranks = root, options, every, shard
         self._temporary = tempfile.TemporaryDirectory(prefix="engram-follow-") if cache is None else None
-        self._mirror = Mirror(root, cache or Path(self._temporary.name) / "copies", shard)  # type: ignore[union-attr]
+        self._mirror = series.Mirror(root, cache or Path(self._temporary.name) / "copies", shard)  # type: ignore[union-attr]
         self._name: attempts.Name | None = None
         self._born = 0.0
         self._damaged: dict[str, None] = {}
@@ -280,7 +277,9 @@ class Following(NotFollowing):
             failed = error
             if not self._stop and str(error) != self._warned:
                 self._warned = str(error)
-                warn(f"follow: {self._root}: the rows stay those of {self._name}: {type(error).__name__}: {error}")
+                words.warn(
+                    f"follow: {self._root}: the rows stay those of {self._name}: {type(error).__name__}: {error}"
+                )
         with self._changed:
             self._looked, self._failed = number, failed
             self._changed.notify_all()
@@ -309,14 +308,14 @@ class Following(NotFollowing):
                         break
                     self._damaged[str(name)] = None
                     self._mirror.forget(str(name))
-                    warn(f"follow: {name} is passed over: {error}")
+                    words.warn(f"follow: {name} is passed over: {error}")
             if not gone:
                 return None
         return None
 
     def _taken(self, name: attempts.Name) -> Taken:
         """A checkpoint, copied and loaded. Raises ``CorruptCheckpoint``: it is damaged, or was removed meanwhile."""
-        with Lease(self._root, str(name)) as lease:
+        with series.Lease(self._root, str(name)) as lease:
             disk.look_again(self._root)
             born = time.monotonic() - _age(self._root, self._root / str(name))
 
@@ -331,7 +330,7 @@ class Following(NotFollowing):
             return Taken(self._loaded(folder), name, born)
 
     def _loaded(self, folder: Path) -> Facade:
-        with open_shards(folder, self._ranks) as checkpoint, contextlib.ExitStack() as stack:
+        with series.open_shards(folder, self._ranks) as checkpoint, contextlib.ExitStack() as stack:
             rb = self._options.made(checkpoint)
             saving: Saving = vars(rb)["_saving"]
             if checkpoint.manifest.world == 1 and _fits(rb.form, checkpoint):
@@ -349,7 +348,7 @@ class Following(NotFollowing):
         return rb
 
 
-def _fits(form: Form, checkpoint: Checkpoint) -> bool:
+def _fits(form: Form, checkpoint: checkpoints.Checkpoint) -> bool:
     """Whether the shard is of a storage like this."""
     with parts.open_storage(checkpoint, 0) as reader:
         it = reader.geometry
@@ -462,7 +461,7 @@ def follow_buffer(
     if not (every > 0 and timeout > 0):
         raise ValueError(f"follow: expected every and timeout above 0 s, got {every!r} and {timeout!r}.")
     given = [shard] if isinstance(shard, int) else shard
-    ranks = None if given is None else [check_count("follow: shard", rank, "rank", least=0) for rank in given]
+    ranks = None if given is None else [checks.check_count("follow: shard", rank, "rank", least=0) for rank in given]
     if "writer" in arguments:
         raise TypeError("follow: writer: expected none: the buffer is read-only.")
     options = FollowOptions(cls, storage, sampler, arguments)

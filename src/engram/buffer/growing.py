@@ -9,11 +9,9 @@ from uuid import UUID, uuid4
 import torch
 from torch import Tensor
 
+from engram._support import native, tensordicts, words
 from engram._support.field_paths import checked_path, public
-from engram._support.native import NotAdmitted
 from engram._support.nested import flatten
-from engram._support.tensordicts import add_fields
-from engram._support.words import count
 from engram.buffer.lanes import Lanes
 from engram.buffer.wiring import Wiring
 from engram.format.schema import name_of
@@ -233,7 +231,7 @@ class GrowingRows:
             row = storage.ragged.without_items()
             row |= paths_of(data, fields, row, "open_row") | paths_of(late, {}, row, "open_row: late")
             nested: dict[str, object] = {}
-            add_fields(nested, row)
+            tensordicts.add_fields(nested, row)
             storage.prepare(nested, "open_row", batched=False)
         rows = rows or OpenRowIndex.of_store(storage.store, slots)
         intake, whole = storage.written().intake, merged(data, fields)
@@ -283,7 +281,7 @@ class GrowingRows:
         intake = self._wiring.storage.written().intake if lane is not None and self.has(slot) else None
         try:
             sealed = None if intake is None else slot.seal_of(intake, lane, data)  # type: ignore[arg-type] # there is one
-        except NotAdmitted:
+        except native.NotAdmitted:
             return None
         return None if sealed is None else self._noted(*sealed)
 
@@ -328,7 +326,7 @@ class GrowingRows:
     ) -> int:
         try:
             return self._noted(*slot.seal(lane, columns, items))
-        except NotAdmitted as refused:
+        except native.NotAdmitted as refused:
             if timeout < 0:
                 raise
             again = (slot, lane, columns, items, -1.0)
@@ -385,8 +383,8 @@ class GrowingRows:
         if before + n > most:
             leader = schema.fields[schema.ragged_groups[slot.rows.groups[number]].leader].key
             raise RuntimeError(
-                f"{call}: {public(leader)!r}: expected at most {count(most, 'item')} a row, its max_length, got {before} and {n} more. "
-                "Seal the row, or make the storage with a larger max_length."
+                f"{call}: {public(leader)!r}: expected at most {words.count(most, 'item')} a row, its max_length, got {before} and {n} "
+                "more. Seal the row, or make the storage with a larger max_length."
             )
 
 

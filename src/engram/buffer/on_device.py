@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-from torch import Tensor
 
-from engram.buffer.configuration import Settings
-from engram.buffer.read_path import ReadPath
+from engram.buffer import configuration, read_path
 from engram.buffer.wiring import Wiring
 from engram.samplers import PrioritizedSampler, SamplerWithoutReplacement, check_drawable
 from engram.storages import TensorStorage
@@ -21,7 +19,7 @@ from engram.store.row_indexes import UsageIndex
 class OnDevice:
     """A buffer as a ``DeviceReadable``: what an accelerator needs of it, and why a batch needs the host."""
 
-    def __init__(self, wiring: Wiring, settings: Settings, reading: ReadPath) -> None:
+    def __init__(self, wiring: Wiring, settings: configuration.Settings, reading: read_path.ReadPath) -> None:
         self._wiring, self._settings, self._reading = wiring, settings, reading
         self._key = Key()
 
@@ -120,7 +118,7 @@ class OnDevice:
         self._reading.draw_key(self._key)
         return self._key.value
 
-    def next_draw(self, n: int, *, keyed: bool) -> tuple[int, Tensor | None]:
+    def next_draw(self, n: int, *, keyed: bool) -> tuple[int, torch.Tensor | None]:
         """The key of the next batch, 0 if it is not ``keyed``; and its rows, if the host chooses them. Raises what ``rb.sample`` raises."""
         wiring, reading, store = self._wiring, self._reading, self.store
         assert store is not None  # it is read only then

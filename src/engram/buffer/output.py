@@ -6,12 +6,10 @@ from collections.abc import Callable
 from typing import Literal, Protocol, TypeAlias
 
 import torch
-from torch import Tensor
 
+from engram._support import field_paths, tensordicts
 from engram._support.devices import existing_device
-from engram._support.field_paths import public
 from engram._support.nested import Path, batch_of, can_be_attribute, map_leaves, map_tensors, map_with_paths
-from engram._support.tensordicts import is_non_tensor, is_tensor_collection
 
 Output: TypeAlias = Literal["torch", "numpy", "namedtuple"]
 FORMS = ("torch", "numpy", "namedtuple")
@@ -45,7 +43,7 @@ class View:
         return map_with_paths(data, self._opened, path, entries=self._entries)
 
     def _opened(self, leaf: object, path: Path) -> object:
-        if is_tensor_collection(leaf) and not is_non_tensor(leaf):
+        if tensordicts.is_tensor_collection(leaf) and not tensordicts.is_non_tensor(leaf):
             return self._viewed(dict(leaf.items()), path)
         return self._leaf(leaf, path)
 
@@ -69,14 +67,14 @@ def moved(sample: object, target: torch.device) -> object:
 
 
 def _as_array(leaf: object, path: Path) -> object:
-    if not isinstance(leaf, Tensor):
+    if not isinstance(leaf, torch.Tensor):
         return leaf
     try:
         return leaf.numpy(force=True)
     except TypeError as error:
         raise TypeError(
-            f"sample: output='numpy': field {public(path)!r}: NumPy has no {leaf.dtype}. Store the field as torch.float32 (dtypes= of "
-            "the storage), or cast it with DTypeCastTransform."
+            f"sample: output='numpy': field {field_paths.public(path)!r}: NumPy has no {leaf.dtype}. Store the field as torch.float32 "
+            "(dtypes= of the storage), or cast it with DTypeCastTransform."
         ) from error
 
 
@@ -87,7 +85,7 @@ def _as_tuple(entries: dict[str, object], path: Path) -> object:
     for name in entries:
         if not can_be_attribute(name):
             raise ValueError(
-                f"sample: output='namedtuple': field {public((*path, name))!r}: expected a name that can be an attribute, got {name!r}. "
-                "Store it under another one, or rename it with RenameTransform."
+                f"sample: output='namedtuple': field {field_paths.public((*path, name))!r}: expected a name that can be an attribute, got "
+                f"{name!r}. Store it under another one, or rename it with RenameTransform."
             )
     return batch_of(tuple(entries), entries.values())

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from engram._support.native import NotAdmitted
-from engram._support.nested import map_leaves
+from engram._support import native, nested
 from engram._support.state import Change, Loads, check_keys, copied, integer, typed
 from engram._support.tensordicts import children, is_plain_tensordict, tensordict_type
 from engram.buffer.prefetch import Prefetcher
@@ -20,8 +19,7 @@ from engram.store.limits import LimitWait
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-    from engram.buffer.configuration import Settings
-    from engram.buffer.read_path import ReadPath
+    from engram.buffer import configuration, read_path
     from engram.buffer.wiring import Wiring
     from engram.types import Commit
 
@@ -41,7 +39,7 @@ class SavedBatches(NamedTuple):
 class Prefetching(Prefetcher):
     """Draws and reads the batches of a buffer before they are asked for."""
 
-    def __init__(self, wiring: Wiring, settings: Settings, reading: ReadPath) -> None:
+    def __init__(self, wiring: Wiring, settings: configuration.Settings, reading: read_path.ReadPath) -> None:
         super().__init__(settings.prefetch)
         self._wiring = wiring
         self._settings = settings
@@ -88,7 +86,7 @@ class Prefetching(Prefetcher):
             written = 0 if store is None else store.core.write_count
             try:
                 made: Made = self.next(deadline)
-            except NotAdmitted:
+            except native.NotAdmitted:
                 if store is not None:
                     waited = gate.wait(store, batch_size, deadline, samples=True, counted=waited)
             except NoSampleable:
@@ -264,7 +262,7 @@ def _by_value(data: object) -> Any:
             return _ByValue(leaf)
         return Copied(leaf.detach().clone()) if isinstance(leaf, Tensor) else leaf
 
-    return map_leaves(data, copied)
+    return nested.map_leaves(data, copied)
 
 
 def _from_value(data: object) -> Any:
@@ -275,4 +273,4 @@ def _from_value(data: object) -> Any:
             return leaf.restored()
         return leaf.tensor if isinstance(leaf, Copied) else leaf
 
-    return map_leaves(data, restored)
+    return nested.map_leaves(data, restored)

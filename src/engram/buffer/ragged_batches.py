@@ -13,12 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engram._support.checks import check_count
-from engram._support.field_paths import checked_path
+from engram._support import checks, field_paths
 from engram._support.retries import Retries
 from engram.around import Expander
-from engram.buffer.field_updates import AfterUpdates
-from engram.buffer.output import Source, View
+from engram.buffer import field_updates, output
 from engram.buffer.wiring import Wiring
 from engram.errors import NoSampleable
 from engram.remote.protocol import Sample
@@ -60,9 +58,9 @@ class BatchForm(NamedTuple):
         name, field, most = "sample: max_tokens", None, max_tokens
         if isinstance(most, Mapping) and len(most) == 1:
             ((key, most),) = most.items()
-            field = checked_path(key, name)
+            field = field_paths.checked_path(key, name)
         laid_out = None if layout is None else RaggedLayout.checked(layout, "sample")
-        return cls(laid_out, 0 if most is None else check_count(name, most, "token"), field)
+        return cls(laid_out, 0 if most is None else checks.check_count(name, most, "token"), field)
 
     def asked(self, wiring: Wiring, rows: int) -> Sample:
         """The command to a server, which draws so many rows at most."""
@@ -78,9 +76,9 @@ class BatchForm(NamedTuple):
         layout = RaggedLayout("padded", multiple=command.multiple) if command.multiple else RaggedLayout("packed")
         return cls(layout, command.max_tokens, tuple(command.tokens_of) or None)
 
-    def of(self, source: Source, wiring: Wiring, *, ahead: bool) -> Source:
+    def of(self, source: output.Source, wiring: Wiring, *, ahead: bool) -> output.Source:
         """The source of batches, for one call of this form. ``ahead``: it prefetches. Raises ``ValueError``: there are none such."""
-        if isinstance(source, View | AfterUpdates):
+        if isinstance(source, output.View | field_updates.AfterUpdates):
             around = copy(source)
             around.source = self.of(source.source, wiring, ahead=ahead)
             return around

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from engram import around, samplers, storages, writers
-from engram._support.checks import check_choice, check_path
-from engram._support.words import raise_as
-from engram.buffer.configuration import Settings
-from engram.buffer.services import Facade
+from engram._support import checks, words
+from engram.buffer import configuration, services
 from engram.buffer.wiring import Wiring
 from engram.errors import CorruptStore, EngramError, IncompatibleStore
 from engram.format import files, layout
@@ -46,7 +44,7 @@ def register(cls: B) -> B:
 class Recipe:
     """Notes the components and settings of a buffer in the directory of its store."""
 
-    def __init__(self, wiring: Wiring, settings: Settings) -> None:
+    def __init__(self, wiring: Wiring, settings: configuration.Settings) -> None:
         self._wiring = wiring
         self._settings = settings
         #: Whether the directory says what the buffer is now; True, too, where there is no directory.
@@ -131,7 +129,7 @@ def open_buffer(
     Raises: as ``ReplayBuffer.open``.
     """
     _check_unclean("open", unclean)
-    path, io = check_path("open: directory", directory), storages.memmap.check_io("open", io)
+    path, io = checks.check_path("open: directory", directory), storages.memmap.check_io("open", io)
     noted = _read(path)
     storage = storages.LazyMemmapStorage.open(
         path, unclean=unclean, dtypes=_noted_dtypes(noted), readonly=readonly, io=io
@@ -202,7 +200,7 @@ def open_or_create(
         raise TypeError(
             f"{call}: storage: expected none, the rows lie in the directory; got {type(given['storage']).__name__}."
         )
-    path, io = check_path(f"{call}: directory", directory), storages.memmap.check_io(call, io)
+    path, io = checks.check_path(f"{call}: directory", directory), storages.memmap.check_io(call, io)
     size, lanes, ndim, dtypes, grouped = store
     ragged = cast("RaggedArguments", {name: given[name] for name in RaggedArguments.__annotations__ if name in given})
     given = {name: value for name, value in given.items() if name not in ragged}
@@ -224,7 +222,7 @@ def open_or_create(
 
 
 def _check_unclean(call: str, unclean: object) -> None:
-    check_choice(f"{call}: unclean", unclean, ("refuse", "accept"))
+    checks.check_choice(f"{call}: unclean", unclean, ("refuse", "accept"))
 
 
 def _announce_repair(storage: storages.LazyMemmapStorage) -> None:
@@ -250,7 +248,7 @@ def _read(directory: StrPath) -> dict[str, object]:
     path = _path(directory)
     if not path.exists():
         return {}
-    with raise_as(CorruptStore, f"{path}: not readable as JSON"):
+    with words.raise_as(CorruptStore, f"{path}: not readable as JSON"):
         entries = json.loads(files.read_small(path, 1 << 20))
     if not isinstance(entries, dict):
         raise CorruptStore(f"{path}: expected an object.")
@@ -296,9 +294,9 @@ def _noted_dtypes(noted: dict[str, object]) -> storages.Dtypes:
         raise CorruptStore(f"open: the recorded {error}") from error
 
 
-def kind_of(noted: dict[str, object], call: str) -> type[Facade]:
+def kind_of(noted: dict[str, object], call: str) -> type[services.Facade]:
     """The buffer class that was noted. Raises ``TypeError``: it is not known."""
-    kind: type[Facade] | None = _BUFFERS.get(str(noted.get("buffer", "ReplayBuffer")))
+    kind: type[services.Facade] | None = _BUFFERS.get(str(noted.get("buffer", "ReplayBuffer")))
     if kind is None:
         raise TypeError(f"{call}: the store was used by an unknown buffer class {noted.get('buffer')!r}.")
     return kind
@@ -314,6 +312,6 @@ def noted_unit(noted: dict[str, object]) -> around.SampleUnit | None:
 def noted_settings(noted: dict[str, object]) -> dict[str, Any]:
     """The arguments of the constructor that were noted, besides the components. Raises ``CorruptStore``: they are none."""
     settings: dict[str, Any] = {name: noted[name] for name in ("batch_size", "prefetch", "output") if name in noted}
-    with raise_as(CorruptStore, "open", (TypeError, ValueError)):
-        Settings("what was recorded", **{"batch_size": None, "prefetch": None, **settings})
+    with words.raise_as(CorruptStore, "open", (TypeError, ValueError)):
+        configuration.Settings("what was recorded", **{"batch_size": None, "prefetch": None, **settings})
     return settings

@@ -9,27 +9,20 @@ import torch
 from torch import Tensor
 
 from engram import inspect, storages, writers
-from engram._support import fork
+from engram._support import fork, unsupported
 from engram._support.closing import end
 from engram._support.overrides import overrides
-from engram._support.unsupported import reject_unsupported
 from engram.buffer import configuration as conf
-from engram.buffer import row_access
+from engram.buffer import connecting, following, growing, on_device, read_path, row_access, window_marks
 from engram.buffer.base import Display, Iterates, Shown, Shows
-from engram.buffer.connecting import CONNECTED, connect_buffer
 from engram.buffer.field_updates import ConditionalUpdateResult, add_field, submit_update_if_present
-from engram.buffer.following import NotFollowing, follow_buffer
-from engram.buffer.growing import Grows
 from engram.buffer.lanes import Lane, Lanes, Layout
-from engram.buffer.on_device import OnDevice
 from engram.buffer.output import Output, Source, View, moved, target_of
 from engram.buffer.prefetching import Prefetching
 from engram.buffer.ragged_batches import BatchForm, LayoutOfCall, SampleArguments, Tokens
-from engram.buffer.read_path import ReadPath
 from engram.buffer.recipe import Recipe, open_buffer, open_or_create, register
 from engram.buffer.saving import Saving
 from engram.buffer.services import Service, as_remote, client, clients, deployed, service_in
-from engram.buffer.window_marks import of_batch
 from engram.buffer.wiring import component
 from engram.buffer.write_path import Appender, WritePath, rows_of
 from engram.env import Examples, Infos, Notes, Target, record
@@ -52,7 +45,7 @@ E = TypeVar("E")
 shows: Shows[ReplayBuffer[Any]] = Shows()
 
 
-class ReplayBuffer(Shown, Grows, Iterates[Batch]):
+class ReplayBuffer(Shown, growing.Grows, Iterates[Batch]):
     """Rows in, batches out.
 
     Args:
@@ -107,14 +100,14 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
     _default_writer: Callable[[], object] = writers.RoundRobinWriter
     #: Entry that brings a row's priority along, for TensorDict buffers.
     _priority_key: str | None = None
-    _read_path = ReadPath
+    _read_path = read_path.ReadPath
     _write_path = WritePath
     _row_access = row_access.RowAccess
     #: Whether it always has priorities.
     _prioritized = False
     #: Whether :meth:`close` was called.
     closed = False
-    _following = NotFollowing()
+    _following = following.NotFollowing()
     _service: Service = Service()
 
     def __init__(
@@ -140,7 +133,7 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
         service = service_in(rest) if rest else None
         more = {name: rest.pop(name) for name in conf.OF_COMPONENTS if name in rest}
         if rest:
-            reject_unsupported(call, rest, conf.NOT_YET, type(self))
+            unsupported.reject_unsupported(call, rest, conf.NOT_YET, type(self))
         made_of = storage, size, sampler, writer, collate_fn, transform, transform_factory
         read = batch_size, prefetch, pin_memory, generator, output
         configuration = conf.Configuration(call, self._default_writer, self._priority_key, *made_of, *read, **more)
@@ -172,7 +165,9 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
         wiring = self._wiring
         self._recipe, self._lanes = Recipe(wiring, settings), Lanes(wiring, lane)
         reading = self._read_path(wiring)
-        rows, saving, ahead = CONNECTED if wiring.storage.traits.is_remote else (self._row_access, Saving, Prefetching)
+        rows, saving, ahead = (
+            connecting.CONNECTED if wiring.storage.traits.is_remote else (self._row_access, Saving, Prefetching)
+        )
         self._prefetching = ahead(wiring, settings, reading) if settings.prefetch else None
         source = reading if self._prefetching is None else self._prefetching
         self._reading: Source = source if settings.output == "torch" else View(settings.output, source)
@@ -612,7 +607,7 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
         sample = reading.sample(batch_size, return_info, timeout)
         return sample if target is None else moved(sample, target)
 
-    def device_readable(self) -> OnDevice:
+    def device_readable(self) -> on_device.OnDevice:
         """What ``DeviceLoader`` and ``DeviceReplay`` need of the buffer: for them alone.
 
         >>> from engram import LazyTensorStorage, ReplayBuffer
@@ -620,7 +615,7 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
         >>> rb.device_readable().refusal  # why a GPU cannot read batches by itself
         'a transform'
         """
-        return OnDevice(self._wiring, self._settings, self._read_path(self._wiring))
+        return on_device.OnDevice(self._wiring, self._settings, self._read_path(self._wiring))
 
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Whether drawing a batch would find data now, and the limits of the store would admit it. Of ragged rows without a batch size:
@@ -1051,7 +1046,7 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
         replays = self._rows.replays
         if replays.made and replays.update(index, priority, generation):
             return
-        rows, priority, generation = of_batch(self._wiring, index, priority, generation)
+        rows, priority, generation = window_marks.of_batch(self._wiring, index, priority, generation)
         self._bound_sampler().update_priority(rows, priority, generation=generation)
         self._recipe.note_priorities()
 
@@ -1288,7 +1283,9 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
         """
         given = {name: value for name, value in arguments.items() if name in conf.OPEN_ARGUMENTS}
         left = {name: value for name, value in arguments.items() if name not in given}
-        reject_unsupported("open", left, conf.NOT_YET, [*conf.OPEN_ARGUMENTS, "directory", "unclean", "readonly", "io"])
+        unsupported.reject_unsupported(
+            "open", left, conf.NOT_YET, [*conf.OPEN_ARGUMENTS, "directory", "unclean", "readonly", "io"]
+        )
         asked = cls.__name__ if cls._prioritized else None
         return cast("ReplayBuffer", open_buffer(directory, unclean, io, given, readonly=readonly, prioritized=asked))
 
@@ -1346,7 +1343,7 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
         store = size, lanes, ndim, dtypes, group_small_fields
         return open_or_create(cls, directory, store, unclean, io, arguments, tensordicts=tensordicts)
 
-    follow = classmethod(follow_buffer)
+    follow = classmethod(following.follow_buffer)
 
     refresh = shows(lambda self: self._following.refresh, "Of a buffer of :meth:`follow`: take a newer checkpoint now.")
     followed = shows(lambda self: self._following.followed, "The checkpoint that :meth:`follow` holds, or None.")
@@ -1408,7 +1405,7 @@ class ReplayBuffer(Shown, Grows, Iterates[Batch]):
         ...     print(len(there), there.sample()["obs"].shape)
         15 torch.Size([4, 3])
         """
-        return cast("ReplayBuffer[Batch]", connect_buffer(cls, address, arguments))
+        return cast("ReplayBuffer[Batch]", connecting.connect_buffer(cls, address, arguments))
 
     @classmethod
     def open_arguments(cls, record: dict[str, object]) -> dict[str, Any]:  # noqa: ARG003 - subclasses read it

@@ -17,24 +17,20 @@ from engram._support.checks import check_choice, check_count, check_path
 from engram._support.progress import OnProgress, Work
 from engram._support.state import Loads, check_keys, integer, prepare_load, read_from, saved, tensor_in, typed
 from engram._support.words import raise_as, warn
-from engram.buffer import other_sampler
+from engram.buffer import other_sampler, read_path
 from engram.buffer.configuration import Settings
 from engram.buffer.lanes import Lanes
 from engram.buffer.prefetching import Prefetching, prepare_batches
-from engram.buffer.read_path import ReadPath
 from engram.buffer.recipe import Recipe
 from engram.buffer.wiring import Wiring
 from engram.errors import IncompatibleCheckpoint
 from engram.format import layout
+from engram.reshard import driver, plan
 from engram.reshard.driver import Reshard, format_counts, seed_of
-from engram.reshard.driver import convert as converted_for
-from engram.reshard.plan import open_shard
 from engram.samplers._base import DeclaredSampler
-from engram.saved import checkpointers, disk
+from engram.saved import checkpointers, disk, part_reader
 from engram.saved import parts as saved_parts
-from engram.saved.checkpointers import ForeignDump, IndexNames
 from engram.saved.checkpoints import Checkpoint, finish_dump, replacing, standing
-from engram.saved.part_reader import PartReader
 from engram.saved.snapshot import Snapshot, StoragePreparation, StorageSnapshot
 from engram.storages import Storage, announcing
 from engram.store import priorities
@@ -66,7 +62,7 @@ class Saving:
         wiring: Wiring,
         settings: Settings,
         lanes: Lanes,
-        reading: ReadPath,
+        reading: read_path.ReadPath,
         prefetching: Prefetching | None,
         recipe: Recipe,
     ) -> None:
@@ -328,7 +324,7 @@ class Saving:
             self._prefetching.materialize()
         return other_sampler.converted(states, found, self._kinds(), self._wiring, self._settings.batch_size, where)
 
-    def prepare_foreign(self, dump: ForeignDump) -> PreparedLoad:
+    def prepare_foreign(self, dump: checkpointers.ForeignDump) -> PreparedLoad:
         """Check a dump of another library's. What it does not say stays as it is here."""
         synthesised = ("index", "index_generation") if self._reading.shows_rows else ()
         rows = dump.prepare(self._wiring.storage, (*self._settings.ignored, *synthesised))
@@ -351,10 +347,10 @@ class Saving:
         state["_prefetch_state"] = None
         return self._prepare(state, rows, default_rng=False)
 
-    def _prepare_conversion(self, reader: PartReader, states: dict[str, State]) -> StorageLoad:
+    def _prepare_conversion(self, reader: part_reader.PartReader, states: dict[str, State]) -> StorageLoad:
         """Check what is to be converted for the storage. Changes the states of the other parts."""
         storage, sampler = self._wiring.storage, states["sampler"]
-        shard = open_shard(reader, held=True)
+        shard = plan.open_shard(reader, held=True)
         own = [
             name for name, kind in self._own_indexes() if kind == priorities.PriorityIndex.kind and "leaves" in sampler
         ]
@@ -362,7 +358,7 @@ class Saving:
             here: State = self._wiring.source.state_dict()
             shard.head["priorities"][name] = priorities.with_parameters(sampler, here["alpha"], here["eps"])
         schema = storage.schema_here(shard.head["schema"], str(reader.folder))
-        converted = converted_for(shard, schema, storage.ndim, self.form.ranking)
+        converted = driver.convert(shard, schema, storage.ndim, self.form.ranking)
         dropped = [f"{format_counts(it)} as {reason}" for reason, it in converted.dropped.items() if it["steps"]]
         if dropped:
             warn(
@@ -454,7 +450,9 @@ class Saving:
 class DumpPreparation:
     """A dump of a buffer, prepared before writers wait for it."""
 
-    def __init__(self, storage: Storage, own: Callable[[], IndexNames], parts: Callable[[], saved_parts.Parts]) -> None:
+    def __init__(
+        self, storage: Storage, own: Callable[[], checkpointers.IndexNames], parts: Callable[[], saved_parts.Parts]
+    ) -> None:
         self._storage, self._own, self._parts = storage, own, parts
         self._prepared: StoragePreparation | None = None
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
 
-from engram._support.checks import check_count
-from engram._support.unsupported import needs
+from engram._support import checks, unsupported
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -87,7 +86,7 @@ def client(self: B) -> B:
 
 def clients(self: B, num_clients: int) -> list[B]:
     """So many clients, in a list. Raises ``TypeError``, ``ValueError``: no number from 1 on."""
-    return [client(self) for _ in range(check_count("clients", num_clients))]
+    return [client(self) for _ in range(checks.check_count("clients", num_clients))]
 
 
 def as_remote(cls: type[object], remote_config: Given | None = None) -> Any:
@@ -139,5 +138,5 @@ def deployed(
 
 def imported_ray(call: str, *also: str) -> Any:
     """The module of Ray, and other modules with it. Raises ``ModuleNotFoundError``: one is not installed."""
-    with needs(call, "ray"):
+    with unsupported.needs(call, "ray"):
         return [importlib.import_module(name) for name in (*also, "ray")][-1]

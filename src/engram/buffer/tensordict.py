@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from engram import samplers, storages, writers
+from engram._support import field_paths, nested, words
 from engram._support.devices import existing_device
-from engram._support.field_paths import checked_path
-from engram._support.nested import is_number
 from engram._support.tensordicts import (
     children,
     is_lazy_stack,
@@ -21,13 +20,10 @@ from engram._support.tensordicts import (
     tensordict_type,
 )
 from engram._support.unsupported import Later, meant, reject_unsupported
-from engram._support.words import warn
 from engram.around import Hindsight, HindsightStrategy, Sequence
-from engram.buffer.read_path import ReadPath
+from engram.buffer import read_path, row_access, window_marks
 from engram.buffer.recipe import draws_by_priority, register
 from engram.buffer.replay_buffer import ReplayBuffer, shows
-from engram.buffer.row_access import RowAccess
-from engram.buffer.window_marks import attach
 from engram.buffer.wiring import checked_size, component
 from engram.buffer.write_path import HELD_BACK, WritePath, rows_of
 from engram.store.limits import WAIT_S, checked_timeout
@@ -56,7 +52,7 @@ __all__ = [
 ]
 
 
-class TensorDictReadPath(ReadPath):
+class TensorDictReadPath(read_path.ReadPath):
     """Batches say which rows they hold."""
 
     shows_rows = True
@@ -72,7 +68,7 @@ class TensorDictReadPath(ReadPath):
         if type(data) is tensordict_type() and data.batch_size == batch and not data.is_locked:
             put(data, entries)
         else:
-            attach(data, batch, entries)
+            window_marks.attach(data, batch, entries)
         return data
 
 
@@ -143,11 +139,11 @@ class TensorDictWritePath(WritePath):
         return self._wiring.bound_sampler()
 
 
-class TensorDictRowAccess(RowAccess):
+class TensorDictRowAccess(row_access.RowAccess):
     """Row access of buffers whose rows are replaced by TensorDicts."""
 
     def storable(self, data: Any, call: str) -> Any:
-        return data if is_number(data) else _to_store(data, call)
+        return data if nested.is_number(data) else _to_store(data, call)
 
 
 @register
@@ -289,7 +285,7 @@ class TensorDictReplayBuffer(ReplayBuffer["TensorDictBase"]):
         (torch.Size([4]), ['index', 'obs'])
         """
         if include_info is not None:
-            warn("sample: include_info is deprecated: samples always carry their index.")
+            words.warn("sample: include_info is deprecated: samples always carry their index.")
         return super().sample(batch_size, return_info, **how)
 
     def update_tensordict_priority(self, data: Any) -> None:
@@ -549,7 +545,7 @@ class HERReplayBuffer(TensorDictReplayBuffer):
                     f"{name}: reward_fn: expected a function of the relabelled rows, got None. Pass it, or to open a store again "
                     "sampler=Hindsight(RandomSampler(), reward_fn)."
                 )
-            end = checked_path(end_key, f"{name}: end_key")
+            end = field_paths.checked_path(end_key, f"{name}: end_key")
             sampler = Hindsight(
                 sampler,
                 reward_fn,

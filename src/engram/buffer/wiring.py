@@ -7,11 +7,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from engram import samplers, storages, writers
-from engram._support import fork
-from engram._support.checks import as_numbers, check_count
+from engram._support import checks, fork
 from engram._support.overrides import overrides, refuse_others
 from engram.around import Expander, SampleUnit
 from engram.around.sequence import Named, UnitReader
@@ -286,7 +284,7 @@ class Wiring:
 
     # ---- rows as users name them -----------------------------------------------------------------------------------------
 
-    def user_index(self, rows: Tensor) -> Tensor:
+    def user_index(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows as the user sees them: on the storage's device, with ``ndim > 1`` ``[n, ndim]`` coordinates."""
         storage = self.storage
         if storage.ndim > 1:
@@ -294,12 +292,12 @@ class Wiring:
         device = storage.device  # on_device, without a call
         return rows if device is None or device.type == "cpu" else Accelerator(device).bring(rows)
 
-    def on_device(self, rows: Tensor) -> Tensor:
+    def on_device(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows where the storage is."""
         device = self.storage.device
         return rows if device is None or device.type == "cpu" else Accelerator(device).bring(rows)
 
-    def no_index(self) -> Tensor:
+    def no_index(self) -> torch.Tensor:
         """The index of no rows."""
         return torch.empty((0, self.storage.ndim), dtype=torch.int64, device="cpu")
 
@@ -313,11 +311,11 @@ class Wiring:
             return index
         there = self.source.draws_on_device
         if isinstance(index, tuple):
-            parts = [as_numbers("index", one) for one in index]
+            parts = [checks.as_numbers("index", one) for one in index]
             index = torch.stack(parts if there else [part.to("cpu") for part in parts], -1)
-        if not isinstance(index, Tensor) or index.shape[-1:] != (dims,):
+        if not isinstance(index, torch.Tensor) or index.shape[-1:] != (dims,):
             raise RuntimeError(f"expected an index [B, {dims}], or a tuple of {dims} tensors [B].")
-        rows: Tensor = self.storage.rows_at(index.to(index.device if there else "cpu", torch.int64))
+        rows: torch.Tensor = self.storage.rows_at(index.to(index.device if there else "cpu", torch.int64))
         if there and not index.is_cpu:  # who takes them counts those outside
             return torch.where((rows < 0) & ~(index == -1).all(-1), -2, rows)
         outside = (rows < 0) & ~(index == -1).all(-1).to("cpu")
@@ -414,7 +412,7 @@ def consuming_sampler(given: object, draws: int, call: str) -> Sampler:
     """
     sampler: Sampler = component(given, Sampler, "sampler", samplers.RandomSampler)
     what = f"{call}: consume_after_n_samples"
-    draws, source = check_count(what, draws), samplers.declared(sampler)
+    draws, source = checks.check_count(what, draws), samplers.declared(sampler)
     if source.traits.draws_uniformly:
         return samplers.ConsumingSampler(draws)
     if isinstance(source, samplers.PromptGroupSampler) and source.max_uses is None:
@@ -443,7 +441,7 @@ def _remedy(made: object, kind: type[object]) -> str:
 def checked_size(size: object, call: str) -> int | None:
     """The size of a buffer as an int; None stays None. Raises as :func:`first_storage`."""
     try:
-        return None if size is None else check_count(f"{call}: size", size, "row")
+        return None if size is None else checks.check_count(f"{call}: size", size, "row")
     except TypeError as error:
         kinds = size.__mro__ if isinstance(size, type) else type(size).__mro__
         if any(cls.__name__ == "Storage" for cls in kinds):  # torchrl's, too

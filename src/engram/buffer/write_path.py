@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 
 from engram import storages
-from engram._support import fork, nested
-from engram._support.checks import as_numbers
-from engram._support.native import NotAdmitted
+from engram._support import checks, fork, native, nested
 from engram._support.overrides import doing, overrides
 from engram._support.tensordicts import is_tensor_collection
 from engram.buffer.configuration import Settings
@@ -150,7 +148,7 @@ class WritePath:
                     row = int(rows)
                     return None if row < 0 else row
             write = (self._write if wiring.hooked else self.write_here)(data, lane, "add", batched=False)
-        except NotAdmitted as refused:
+        except native.NotAdmitted as refused:
             if timeout is None:
                 raise
             return wiring.gate.written(partial(self.write_row, data, lane), storage.memory, refused, timeout)
@@ -206,7 +204,7 @@ class WritePath:
                 if rows is not None:
                     return rows
             write = (self._write if wiring.hooked else self.write_here)(data, lane, "extend", batched=True)
-        except NotAdmitted as refused:
+        except native.NotAdmitted as refused:
             if timeout is None:
                 raise
             return wiring.gate.written(partial(self.write_rows, data, lane), storage.memory, refused, timeout)
@@ -443,7 +441,7 @@ def _written(wiring: Wiring, index: object) -> Write:
     """What a writer of the user's says that it wrote: None, an int, rows, or coordinates with ``ndim > 1``."""
     if isinstance(index, tuple) or (isinstance(index, Tensor) and index.ndim > 1):
         index = wiring.rows_named(index)
-    rows = as_numbers("index", -1 if index is None else index).to("cpu", torch.int64).reshape(-1)
+    rows = checks.as_numbers("index", -1 if index is None else index).to("cpu", torch.int64).reshape(-1)
     return Write(rows, 0, wiring.storage.tickets_of(rows.clamp(min=0)).where(rows >= 0, -1))
 
 
@@ -470,7 +468,7 @@ def _set(
         )
 
     def own(cursor: object, data: object) -> None:
-        named, begin = as_numbers("set: cursor", cursor), sum(len(it.rows) for it in made) // width
+        named, begin = checks.as_numbers("set: cursor", cursor), sum(len(it.rows) for it in made) // width
         end = begin + named.numel()
         whole = end - begin == len(rows)
         if named.reshape(-1).tolist() != rows[begin:end].tolist() or not (whole or plan.rows is None):

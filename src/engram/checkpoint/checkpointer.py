@@ -13,10 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal, TypeAlias, Unpack, overload
 
-from engram._support.checks import check_callable, check_choice, check_count
+from engram._support import checks, unsupported, words
 from engram._support.progress import OnProgress, Work
-from engram._support.unsupported import reject_unsupported
-from engram._support.words import warn
 from engram.checkpoint import reports
 from engram.checkpoint.ranks import Ranks
 from engram.checkpoint.reports import Entry, RestoreReport, SaveReport
@@ -25,10 +23,7 @@ from engram.checkpoint.restore import Restore
 from engram.checkpoint.save import Checkpointable, Job, SaveAttempt, SaveHandle, Savers
 from engram.checkpoint.watchdog import Watchdog
 from engram.format.layout import is_store
-from engram.saved import attempts
-from engram.saved.checkpoints import Checkpoint, is_checkpoint
-from engram.saved.disk import start_thread
-from engram.saved.documents import UNREADABLE, Problem
+from engram.saved import attempts, checkpoints, disk, documents
 from engram.saved.rows import Roles
 from engram.saved.series import MAX_PINS, PINS, Series
 
@@ -68,7 +63,7 @@ def _warn_of_others(root: Path) -> None:
 
     there = distributed.is_available() and distributed.is_initialized()
     if there and (world := distributed.get_world_size()) > 1:
-        warn(
+        words.warn(
             f"Checkpointer: torch.distributed has {world} ranks, and ranks= was not given: this process saves for itself, and takes "
             f"{root} from any other that does. Give ranks=Ranks.from_torch(), or a folder of its own to each."
         )
@@ -76,7 +71,7 @@ def _warn_of_others(root: Path) -> None:
 
 def _check_free(root: Path) -> None:
     """Raises ``FileExistsError``: something of engram's lies there that is no series of checkpoints."""
-    found = "a dump. Take another" if is_checkpoint(root) else ""
+    found = "a dump. Take another" if checkpoints.is_checkpoint(root) else ""
     if is_store(root):
         found = f"that of a store. Take another, such as {root}-checkpoints"
     if found:
@@ -152,7 +147,7 @@ class Checkpointer:
     ) -> None:
         known = reports.AdvancedOptions.__annotations__
         unknown = {name: value for name, value in advanced.items() if name not in known}
-        reject_unsupported("Checkpointer", unknown, {}, reports.Options._fields)
+        unsupported.reject_unsupported("Checkpointer", unknown, {}, reports.Options._fields)
         options = reports.Options(every_steps, every_minutes, keep, on_failure, prefetch, roles, timeout, **advanced)
         options.check()
         try:
@@ -289,7 +284,7 @@ class Checkpointer:
                 attempt.run()
             else:
                 # Not a daemon: the interpreter ends when the save has, which has a deadline.
-                start_thread(threading.Thread(target=attempt.run, name="engram-save", daemon=False))
+                disk.start_thread(threading.Thread(target=attempt.run, name="engram-save", daemon=False))
         except BaseException as error:
             attempt.fail(error)
             raise
@@ -359,7 +354,7 @@ class Checkpointer:
         except Exception as error:
             if self._job.options.on_failure == "raise":
                 raise
-            warn(f"poll: there is no new checkpoint: {type(error).__name__}: {error}")
+            words.warn(f"poll: there is no new checkpoint: {type(error).__name__}: {error}")
 
     def request(self) -> None:
         """Request a checkpoint: all ranks save at the next agreement in :meth:`poll`. May be called in any thread of any rank.
@@ -634,7 +629,7 @@ class Checkpointer:
 
     def verify(
         self, name: str, level: Literal["meta", "read", "full"] = "full", *, progress: OnProgress | None = None
-    ) -> builtins.list[Problem]:
+    ) -> builtins.list[documents.Problem]:
         """What is wrong with a checkpoint; nothing, if it is empty.
 
         Args:
@@ -654,7 +649,7 @@ class Checkpointer:
         >>> checkpoints.verify(name)
         []
         """
-        check_choice("verify: level", level, ("meta", "read", "full"))
+        checks.check_choice("verify: level", level, ("meta", "read", "full"))
         if name not in map(str, attempts.names(self.root)):
             raise FileNotFoundError(
                 f"verify: {self.root}: expected one of {[str(n) for n in attempts.names(self.root)]}, got {name!r}."
@@ -662,7 +657,10 @@ class Checkpointer:
         wrong = Series(self.root).look(name)
         if wrong is not None:
             return [wrong]
-        with Checkpoint(self.root / name) as checkpoint, Work("checking", checkpoint.nbytes, progress) as work:
+        with (
+            checkpoints.Checkpoint(self.root / name) as checkpoint,
+            Work("checking", checkpoint.nbytes, progress) as work,
+        ):
             checkpoint.progress = work
             return [*checkpoint.problems(level)]
 
@@ -726,9 +724,9 @@ class StatefulReplay:
     def __init__(
         self, checkpointer: Checkpointer, job: Job, step: CurrentStep, keep: int, restore: reports.RestoreArguments
     ) -> None:
-        check_callable("stateful: step", step, "a function that returns the step", "Pass lambda: step.")
+        checks.check_callable("stateful: step", step, "a function that returns the step", "Pass lambda: step.")
         self._checkpointer, self._job, self._step = checkpointer, job, step
-        self._keep = check_count("stateful: keep", keep, most=MAX_PINS)
+        self._keep = checks.check_count("stateful: keep", keep, most=MAX_PINS)
         self._restore = restore
         self._handle: SaveHandle | None = None
         self._saved_step = -1
@@ -835,8 +833,8 @@ class StatefulReplay:
             return
         try:
             self._job.series.pin(step, self._keep)
-        except (OSError, *UNREADABLE) as error:
-            warn(
+        except (OSError, *documents.UNREADABLE) as error:
+            words.warn(
                 f"stateful: the checkpoint of step {step} stays no longer than others: {str(error).removesuffix('.')}. If "
                 f"{PINS} is damaged, remove it, and load no state that was saved before."
             )

@@ -17,10 +17,7 @@ from engram._support.words import count, format_size, warn
 from engram.errors import CorruptCheckpoint
 from engram.reshard.driver import Lost, format_reshard, reshard_lines
 from engram.reshard.plan import checked_incomplete
-from engram.saved import attempts, disk, documents
-from engram.saved.checkpoints import Checkpoint
-from engram.saved.description import KINDS
-from engram.saved.rows import Roles, check_roles
+from engram.saved import attempts, checkpoints, description, disk, documents, rows
 from engram.saved.series import Series
 
 
@@ -62,7 +59,7 @@ class Options(NamedTuple):
     keep: int
     on_failure: str
     prefetch: Literal["save", "drop"]
-    roles: Roles | None
+    roles: rows.Roles | None
     timeout: float
     full_every: int | None = None
     paranoid: bool = False
@@ -80,7 +77,7 @@ class Options(NamedTuple):
             value = self._asdict()[name]
             if value is not None or name in ("keep", "poll_every"):
                 check_count(f"Checkpointer: {name}", value)
-        check_roles(self.roles)
+        rows.check_roles(self.roles)
 
 
 class SaveRequest(NamedTuple):
@@ -251,7 +248,7 @@ class Entry(NamedTuple):
 def episodes_of(totals: documents.Totals) -> dict[str, dict[str, int]]:
     """Episodes and steps by kind; without the kinds that there are none of."""
     counts = msgspec.to_builtins(totals)
-    return {kind: counts[kind] for kind in KINDS if counts[kind]["episodes"]}
+    return {kind: counts[kind] for kind in description.KINDS if counts[kind]["episodes"]}
 
 
 def note_restore(root: Path, report: RestoreReport, rank: int) -> None:
@@ -402,13 +399,13 @@ class Wanted(NamedTuple):
         return path, passed_over
 
 
-def lost_with(checkpoint: Checkpoint, root: Path) -> Lost:
+def lost_with(checkpoint: checkpoints.Checkpoint, root: Path) -> Lost:
     """What the last whole checkpoint of this job has of ranks whose shards are missing."""
     missing, manifest = checkpoint.missing, checkpoint.manifest
     path = Series(root).latest(at_most=manifest.step)[0] if missing else None
     if path is None:
         return Lost(missing)
-    with Checkpoint(path) as before:
+    with checkpoints.Checkpoint(path) as before:
         if before.manifest.world != manifest.world + len(missing):
             return Lost(missing)
         totals = documents.added(before.shard(rank).totals for rank in missing)

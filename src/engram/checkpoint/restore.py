@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import cast
 
 from engram._support.progress import Work
-from engram._support.words import warn
+from engram._support.words import raise_as, warn
 from engram.checkpoint.reports import LatestStep, RestoreOptions, RestoreReport, Wanted, lost_with
 from engram.checkpoint.save import Job, Parent
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint, RankFailed
@@ -164,14 +164,13 @@ class _Load:
     def _opened(self) -> tuple[Checkpoint, bytes]:
         """The checkpoint; whether this rank can get back its shard, whether it holds rows, and what it has room for."""
         path, options = self._path, self._options
-        try:
+        # Rank 0 has looked at it: no damage that an older one would be better than.
+        with raise_as(RankFailed, f"expected {path.name} as rank 0 sees it", CorruptCheckpoint):
             if attempts.is_partial(path):
                 checkpoint = attempts.open_partial(path)
             else:  # to verify is to read all again
                 checkpoint = Checkpoint(path) if options.verify == "full" else self._series.open(path)
             self._stack.enter_context(checkpoint)
-        except CorruptCheckpoint as error:  # rank 0 has looked at it: no damage that an older one would be better than
-            raise RankFailed(f"expected {path.name} as rank 0 sees it, got {error}") from error
         checkpoint.progress = self._work
         if options.verify == "full" and self._ranks.rank == 0:
             self._work.total += checkpoint.nbytes

@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     from engram.checkpoint.reports import Options, RestoreOptions, RestoreReport, Wanted
     from engram.format.schema import PartField
     from engram.reshard.driver import Reshard
+    from engram.saved import part_reader, part_writer
     from engram.saved.checkpoints import Checkpoint
-    from engram.saved.part_reader import PartReader
-    from engram.saved.part_writer import PartInfo
     from engram.types import BufferLoad, Form
 
 #: Seconds after which a rank tries to decide without rank 0, which may be dead, or without all votes, of which one may be against.
@@ -295,11 +294,11 @@ class Job:
 
     def write_parts(
         self, folder: Path, snapshot: Snapshot, parent: Parent | None, progress: OnProgress | None
-    ) -> tuple[SavedRows, list[PartInfo]]:
+    ) -> tuple[SavedRows, list[part_writer.PartInfo]]:
         """Write its parts, but for the vote."""
         options = self.options
         with contextlib.ExitStack() as stack, disk.batched_fsync():
-            reader: PartReader | None = None
+            reader: part_reader.PartReader | None = None
             if parent is not None:
                 checkpoint = stack.enter_context(self.series.open(parent.path))
                 reader = stack.enter_context(checkpoint.part(self.ranks.rank, parts.STORAGE))

@@ -23,8 +23,7 @@ from typing import Literal, NamedTuple
 from engram._support.memory import available_memory, missing_share
 from engram._support.version import __version__
 from engram._support.words import format_size
-from engram.format import files, layout
-from engram.format.sizes import resident_bytes
+from engram.format import files, layout, sizes
 from engram.saved.inspection import describe, read_store
 
 Status = Literal["ok", "note", "BAD"]
@@ -307,7 +306,7 @@ def disk_speed(directory: Path, seconds: float = 2.0) -> list[Finding]:
     schema = read_store(directory)[0] if layout.is_store(directory) else None
     lanes = describe(directory)["lanes"] if schema is not None else {}
     nbytes = 0 if schema is None else schema.nbytes
-    needed = 0 if schema is None else resident_bytes(directory, schema.capacity)
+    needed = 0 if schema is None else sizes.resident_bytes(directory, schema.capacity)
     with contextlib.ExitStack() as stack:
         if schema is not None and (most := lanes["most_rows"]):
             starts = range(0, schema.capacity, schema.capacity // schema.lanes)

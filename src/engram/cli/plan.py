@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from engram._support.memory import available_memory, missing_share
-from engram._support.words import count, format_share, format_size
+from engram._support.words import count, format_share, format_size, raise_as
 from engram.cli.show import Misuse, Refusal, echo, field_of, plain, table, told
 from engram.format import files, layout, schema
 from engram.format.sizes import DevicePlan, ShownField, priority_bytes
@@ -197,10 +197,8 @@ def _of_ours(path: Path) -> Iterator[schema.Field]:
 
 
 def _of_json(path: Path) -> Iterator[schema.Field]:
-    try:
+    with raise_as(Misuse, f"{path}: expected JSON, got something else", (ValueError, RecursionError)):
         described = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise Misuse(f"{path}: expected JSON, got something else: {error}.") from error
     if not isinstance(described, dict):
         raise Misuse(f'{path}: expected an object such as {{"obs": "uint8[4,84,84]"}}, got another value.')
     if described.get("format") == schema.FORMAT:
@@ -228,15 +226,13 @@ def _nested(described: Mapping[str, object], above: tuple[str, ...], where: str)
 def _of_arrays(path: Path, *, batch: bool) -> Iterator[schema.Field]:
     import numpy as np
 
-    try:
+    with raise_as(Misuse, f"{path}: expected arrays of numbers, got something else", (ValueError, EOFError)):
         loaded = np.load(path, allow_pickle=False)
         if isinstance(loaded, np.ndarray):
             arrays = {layout.SINGLE: loaded}
         else:
             with loaded:
                 arrays = dict(loaded)
-    except (ValueError, EOFError) as error:
-        raise Misuse(f"{path}: expected arrays of numbers, got something else: {error}") from error
     for name, array in arrays.items():
         if batch and not array.ndim:
             raise Misuse(f"{path}: {name}: --batch expects a first dimension of rows, got a scalar.")

@@ -17,11 +17,10 @@ from engram.format import layout
 from engram.reshard.driver import Reshard, disagreements, reshard_report
 from engram.reshard.driver import reshard as run
 from engram.reshard.plan import Policy, Target, checked_incomplete, open_shards
-from engram.saved import attempts, disk, parts
+from engram.saved import attempts, disk, parts, series
 from engram.saved.checkpoints import Checkpoint, is_checkpoint
 from engram.saved.documents import rank_folder
 from engram.saved.parts import check_blocks, read_state, write_part
-from engram.saved.series import Series
 from engram.storages import LazyMemmapStorage
 from engram.storages.announcing import temporary
 from engram.types import Ranking
@@ -111,7 +110,7 @@ def _ranking(checkpoint: Checkpoint) -> Ranking | Literal["newest"] | None:
 def _found(source: Path) -> Path:
     if is_checkpoint(source):
         return source
-    path = Series(source).latest()[0] if layout.is_series(source) else None
+    path = series.Series(source).latest()[0] if layout.is_series(source) else None
     if path is None:
         raise FileNotFoundError(f"{source}: expected a checkpoint that is whole, or a folder of them, found none.")
     return path
@@ -174,7 +173,7 @@ def _write(checkpoint: Checkpoint, made: Reshard, root: Path) -> str:
         with contextlib.suppress(OSError):
             disk.remove(attempt)
         raise
-    Series(root).set_latest(attempt.name, epoch)
+    series.Series(root).set_latest(attempt.name, epoch)
     return attempt.name
 
 

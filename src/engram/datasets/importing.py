@@ -22,10 +22,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from engram._support.checks import check_path
+from engram._support import checks, unsupported
 from engram._support.field_paths import FieldPath, as_paths, checked_path, nested, public
 from engram._support.progress import OnProgress, Work
-from engram._support.unsupported import needs
 from engram._support.words import count
 from engram.around import FinalObservations, NextFromFollowing
 from engram.around.expander import MARK
@@ -225,7 +224,7 @@ def new_names(call: str, found: list[FieldPath], rename: object, usual: Usual = 
 
 def required(module: str, extra: str, call: str) -> ModuleType:
     """A module of an extra. Raises ``ModuleNotFoundError``: it is not installed."""
-    with needs(call, extra):
+    with unsupported.needs(call, extra):
         return importlib.import_module(module)
 
 
@@ -289,7 +288,7 @@ def import_source(source: Source, directory: StrPath, arguments: ImportArguments
         IncompatibleStore: the directory holds another import. FileExistsError: it holds something else.
         StoreInUse: another process imports into it.
     """
-    folder = check_path(f"{source.call}: directory", directory)
+    folder = checks.check_path(f"{source.call}: directory", directory)
     if source.rows < 1:
         raise source.refuse("expected at least one row, got none.")
     note = Note.read(folder, source)

@@ -344,7 +344,8 @@ class _LeRobot(ParquetRows):
         check_choice(f"{call}: video", video, ("decode", "reference"))
         self._refers, self._folder = video == "reference", path
         table = of.required("pyarrow.parquet", "datasets", call).read_table
-        try:
+        damage = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+        with raise_as(self.refuse, f"meta/: expected whole files of format {_VERSION}", damage):
             info, sides = json.loads((path / _INFO).read_bytes()), ("from", "to")
             if info["codebase_version"] != _VERSION:
                 raise LookupError(f"codebase_version is {info['codebase_version']!r}")
@@ -359,8 +360,6 @@ class _LeRobot(ParquetRows):
             listed: list[dict[str, float]] = table(path / _EPISODES, columns=wanted).to_pylist()
             tasks = table(path / _TASKS).sort_by("task_index").to_pydict()
             totals = [info["total_episodes"], info["total_frames"]]
-        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-            raise self.refuse(f"meta/: expected whole files of format {_VERSION}: {error}.") from error
         self._listed = sorted(listed, key=lambda one: one["episode_index"])
         files = {kind: dict.fromkeys(_file(path, kind, one) for one in self._listed) for kind in kinds}
         super().__init__(call, path, [*files.pop("data")], arguments)

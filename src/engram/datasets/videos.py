@@ -11,9 +11,7 @@ import msgspec
 import numpy as np
 import torch
 
-from engram._support import fork
-from engram._support.checks import check_path
-from engram._support.field_paths import FieldPath
+from engram._support import checks, field_paths, fork
 from engram.datasets import importing as of
 from engram.errors import DatasetError
 from engram.transforms._base import Transform, entry, find, put, shallow
@@ -50,7 +48,7 @@ class Videos(msgspec.Struct):
     #: How far a frame may lie from its time, in seconds.
     half: float
     #: The fields with cameras, and ``[H, W, 3]`` of their frames.
-    shapes: list[tuple[FieldPath, tuple[int, int, int]]]
+    shapes: list[tuple[field_paths.FieldPath, tuple[int, int, int]]]
 
 
 class _Video:
@@ -114,14 +112,14 @@ class VideoFrames(Transform):
     writes = False
 
     def __init__(self, directory: StrPath, root: StrPath | None = None) -> None:
-        folder = check_path("VideoFrames: directory", directory)
+        folder = checks.check_path("VideoFrames: directory", directory)
         noted = msgspec.json.decode((folder / of.NOTE).read_bytes(), type=of.Note).about.get("videos")
         if noted is None:
             raise DatasetError(f"VideoFrames: {folder}: expected an import with video='reference', got one without.")
         self._videos = msgspec.convert(noted, Videos)
         #: ``[H, W, 3]`` of each camera.
         self.shapes = dict(self._videos.shapes)
-        self._arguments = folder, check_path("VideoFrames: root", self._videos.root if root is None else root)
+        self._arguments = folder, checks.check_path("VideoFrames: root", self._videos.root if root is None else root)
         self.decoded = self.delivered = 0
         self._lock = fork.lock()
         fork.registered(self).after_fork()
@@ -169,7 +167,7 @@ class VideoFrames(Transform):
             self.decoded, self.delivered = self.decoded + decoded, self.delivered + len(frames)
         return frames
 
-    def column(self, path: FieldPath, refs: of.Array) -> Frames:
+    def column(self, path: field_paths.FieldPath, refs: of.Array) -> Frames:
         """The frames of a camera in rows ``[n, 2]``, in order of time."""
         frames = (self.frames(number, [time])[0] for number, time in refs.tolist())
         return Frames((len(refs), *self.shapes[path]), frames)

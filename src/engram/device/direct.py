@@ -11,11 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast, ru
 import torch
 from torch import Tensor
 
-from engram._support import fork, native
-from engram._support.checks import check_choice, check_count
-from engram._support.closing import Closes
+from engram._support import checks, closing, fork, native, nested
 from engram._support.devices import existing_device
-from engram._support.nested import is_tensordict
 from engram._support.words import warn
 from engram.device.pinning import Block, Blocks
 from engram.errors import NoSampleable, PriorityError, WriterStalled
@@ -443,7 +440,7 @@ _CAPTURED: set[DirectReader] = set()
 Place: TypeAlias = "torch.device | str | int"
 
 
-class DeviceReplay(Closes):
+class DeviceReplay(closing.Closes):
     """Draws batches of a buffer on a GPU, which reads the rows in host memory by itself and sends priorities back.
 
     No call waits for the device, so all may be captured in a CUDA graph, together with the loss and the optimizer step: each replay then
@@ -480,8 +477,8 @@ class DeviceReplay(Closes):
     def __init__(
         self, rb: object, device: Place, batch_size: int | None = None, *, graphs: int = 4, transport: str = "direct"
     ) -> None:
-        check_choice("DeviceReplay: transport", transport, ("direct", "resident"))
-        graphs = check_count("DeviceReplay: graphs", graphs)
+        checks.check_choice("DeviceReplay: transport", transport, ("direct", "resident"))
+        graphs = checks.check_count("DeviceReplay: graphs", graphs)
         on = existing_device(device, "DeviceReplay: device")
         if on.type in ("cpu", "meta"):
             raise RuntimeError(f"DeviceReplay: device: expected a CUDA device, got {on}. Use rb.sample() there.")
@@ -490,7 +487,7 @@ class DeviceReplay(Closes):
         found = batch_size if batch_size is not None else cast("Any", rb).batch_size
         if found is None:
             raise RuntimeError("DeviceReplay: expected a batch size: DeviceReplay(rb, device, batch_size=…).")
-        self.rb, self.batch_size = rb, check_count("DeviceReplay: batch_size", found)
+        self.rb, self.batch_size = rb, checks.check_count("DeviceReplay: batch_size", found)
         self._rows, self._accelerator = rb.device_readable(), Accelerator(on)
         store = self._rows.store
         try:
@@ -607,7 +604,7 @@ class DeviceReplay(Closes):
         ...         replay.update_tensordict_priority(batch)
         """
         key, call = cast("Any", self.rb).priority_key, "DeviceReplay.update_tensordict_priority"
-        if not is_tensordict(data):
+        if not nested.is_tensordict(data):
             raise TypeError(f"{call}: expected a TensorDict, got {type(data).__name__}.")
         found = [data.get(name, None) for name in ("index", key, "index_generation")]
         if None in [value if value is None else 0 for value in found]:

@@ -9,14 +9,10 @@ import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
-from torch import Tensor
 
-from engram._support import native
-from engram._support.checks import check_choice, check_count
-from engram._support.closing import Closes
+from engram._support import checks, closing, native, words
 from engram._support.devices import existing_device
 from engram._support.nested import map_tensors, tensors
-from engram._support.words import warn
 from engram.device.direct import Changed, DirectReader, NotDirect, Place, Queued, Readable
 from engram.device.pinning import Blocks, Drawn, Sent
 from engram.samplers import declared
@@ -44,7 +40,7 @@ class _Update(NamedTuple):
     generation: object
 
 
-class DeviceLoader(Closes):
+class DeviceLoader(closing.Closes):
     """Iterates over the batches of a buffer on ``device``: the same batches in the same order as ``iter(rb)``.
 
     A CUDA device reads the rows of a store in RAM or in shared memory by itself, where nothing of a batch needs the host:
@@ -93,7 +89,7 @@ class DeviceLoader(Closes):
     def __init__(
         self, rb: Any, device: Place, depth: int = 2, *, return_info: bool = False, transport: str | None = None
     ) -> None:
-        self.depth = check_count("DeviceLoader: depth", depth, "batch")
+        self.depth = checks.check_count("DeviceLoader: depth", depth, "batch")
         self.device = existing_device(device, "DeviceLoader: device")
         try:
             batch_size = rb.batch_size
@@ -215,7 +211,7 @@ class DeviceLoader(Closes):
                 ) from error
             self._refused, fresh = (state, str(error)), None
             if rows.refusal is None and not rows.on_disk and self.device.type == "cuda":
-                warn(
+                words.warn(
                     f"DeviceLoader: {self.device} cannot read the rows by itself: {error}. The host copies them (transport='block')."
                 )
         else:
@@ -315,7 +311,7 @@ class DeviceLoader(Closes):
 
     # ---- priorities ----------------------------------------------------------------------------------------------------
 
-    def update_priority(self, index: object, priority: object, *, generation: Tensor | None = None) -> None:
+    def update_priority(self, index: object, priority: object, *, generation: torch.Tensor | None = None) -> None:
         """``rb.update_priority`` with values that may be on the device, without waiting for them.
 
         The values are copied to pinned memory after the work that computes them. They are applied in the order of the calls,
@@ -460,7 +456,7 @@ class DeviceLoader(Closes):
 
 def _checked(transport: str | None, device: torch.device) -> str | None:
     """The way that the user asks for. Raises ``ValueError``: it does not exist, or does not lead to that device."""
-    check_choice("DeviceLoader: transport", transport, (None, "block", "direct", "resident"))
+    checks.check_choice("DeviceLoader: transport", transport, (None, "block", "direct", "resident"))
     if transport is not None and device.type in ("cpu", "meta"):
         raise ValueError(
             f"DeviceLoader: transport: expected an accelerator for {transport!r}, got device='{device}', where batches are handed on "

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engram._support import native
+from engram._support import native, words
 from engram._support.nested import is_tensordict, map_parts, map_tensors, map_with_paths, parts_of, tensors
 from engram._support.tensordicts import children, is_plain_tensordict, tensordict_type
-from engram._support.words import warn
 from engram.store.blocks import ALIGNMENT
 from engram.store.device.accelerator import Accelerator, HostMemory
 
@@ -72,7 +71,7 @@ def pinning_for(pin_memory: object, call: str) -> Pinning | None:
         return None
     memory = host_memory()
     if memory is None:
-        warn(f"{call}: pin_memory=True, but there is no accelerator: batches are in ordinary memory.")
+        words.warn(f"{call}: pin_memory=True, but there is no accelerator: batches are in ordinary memory.")
     return Pinning(memory)
 
 

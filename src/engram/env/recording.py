@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from engram._support import native
 from engram._support.field_paths import FieldPath, checked_path, public
@@ -84,10 +83,10 @@ class Recordable(Protocol):
     def add(self, data: object, *, lane: int) -> object:
         """Write one row to a lane."""
 
-    def extend(self, data: object, *, lane: NDArray[np.int64]) -> Tensor:
+    def extend(self, data: object, *, lane: NDArray[np.int64]) -> torch.Tensor:
         """Write rows, one to each of these lanes."""
 
-    def end_trajectory(self, lane: NDArray[np.int64], *, roles: Roles) -> Tensor:
+    def end_trajectory(self, lane: NDArray[np.int64], *, roles: Roles) -> torch.Tensor:
         """Make the newest step of each of these lanes an end."""
 
 
@@ -96,7 +95,7 @@ class Target(NamedTuple):
 
     buffer: Recordable
     #: int64 ``[n]``, one for each environment.
-    lanes: Tensor
+    lanes: torch.Tensor
     #: Under which fields are stored.
     names: Names | None
     #: Rows are TensorDicts; else dicts.
@@ -379,7 +378,7 @@ def stored_paths(names: Names | None, extras: Iterable[FieldPath]) -> list[Field
     return stored
 
 
-def _check(storage: Storage, lanes: Tensor, count: int) -> None:
+def _check(storage: Storage, lanes: torch.Tensor, count: int) -> None:
     """Raise unless a storage and its lanes can take the steps of so many environments. The default storage takes them as tensors."""
     if isinstance(storage, DefaultStorage) and count == 1:
         storage.become_tensors()

@@ -17,11 +17,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from engram._support import closing, words
 from engram._support.checks import check_number, check_path
-from engram._support.closing import Closes
-from engram._support.words import count, warn
 from engram.env.values import Array, Leaf
 from engram.errors import CorruptStore, IncompatibleStore, RateLimited
 from engram.format import files
@@ -184,7 +182,7 @@ class Stream:
             self.storage.write(WritePlan(lane=0), prepared, n)
         self.written, self.open, self.last = self.written + 1, self.open + 1, timestamp
 
-    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The rows that are there, in the order in which they were written, the episode of each, and how many were before it."""
         extent = self.storage.extent()
         begin = extent.seam[0] if extent.filled[0] == extent.capacity else 0
@@ -194,7 +192,7 @@ class Stream:
         there[gone] = False
         return rows[there], episodes[there], there.nonzero()[:, 0]
 
-    def of_episode(self, episode: int, length: int) -> Tensor:
+    def of_episode(self, episode: int, length: int) -> torch.Tensor:
         """The rows of an episode, which had ``length``. Raises ``RuntimeError``: some are gone."""
         rows, episodes, _ = self.rows()
         found = rows[episodes == episode]
@@ -203,7 +201,7 @@ class Stream:
             raise RuntimeError(f"{what}: the others were lost.")
         return found
 
-    def read(self, rows: Tensor, name: str, episode: int | Tensor) -> Array:
+    def read(self, rows: torch.Tensor, name: str, episode: int | torch.Tensor) -> Array:
         """A feature of some rows of an episode, ``[T, *shape]``. Raises ``RuntimeError``: they were written over."""
         which = [self._numbers[_EPISODE], self._numbers[name]]
         (episodes, found), gone = self.storage.store.read(rows.contiguous(), which=which)
@@ -211,7 +209,7 @@ class Stream:
             raise RuntimeError(f"read: {name!r}: expected the rows of episode {episode}, but some were overwritten.")
         return found.numpy()
 
-    def frames(self, rows: Tensor, episode: int) -> Iterator[NDArray[np.uint8]]:
+    def frames(self, rows: torch.Tensor, episode: int) -> Iterator[NDArray[np.uint8]]:
         """The frames of a camera, some at a time in memory."""
         (name,) = self.spec.features
         for begin in range(0, len(rows), _FRAMES):
@@ -310,7 +308,7 @@ class RobotEpisode:
 
         return video.decode(path)
 
-    def _rows(self, stream: Stream) -> Tensor:
+    def _rows(self, stream: Stream) -> torch.Tensor:
         return stream.of_episode(self.number, self._lengths[stream])
 
     def video(self, name: str) -> Path | None:
@@ -330,7 +328,7 @@ class RobotEpisode:
         return path if path.exists() else None
 
 
-class RobotRecorder(Closes):
+class RobotRecorder(closing.Closes):
     """Records cameras and sensors in episodes: what :func:`record_robot` returns. Use it as a context.
 
     One process records into a directory, from one thread or several.
@@ -452,7 +450,7 @@ class RobotRecorder(Closes):
         if stream.held >= spec.rows:
             self._free()
         if stream.held >= spec.rows:
-            more = f"{count(self.waiting, 'episode')} have no videos; room_s=…" if spec.is_video else "hours=…"
+            more = f"{words.count(self.waiting, 'episode')} have no videos; room_s=…" if spec.is_video else "hours=…"
             raise RateLimited(
                 f"add: {[*row]}: expected place for a row, but all {spec.rows} are taken: {more} makes more in a new directory."
             )
@@ -566,7 +564,7 @@ class RobotRecorder(Closes):
             stream.storage.close()
         self._hold = None
         for episode, why in self.kept.items():
-            warn(f"record_robot: episode {episode} keeps its frames: {why}")
+            words.warn(f"record_robot: episode {episode} keeps its frames: {why}")
 
 
 def _make_video(target: Path, camera: Stream, episode: int, length: int, tolerance: float, died: int) -> None:

@@ -9,14 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from engram._support.field_paths import public
 from engram._support.words import count, format_share
 from engram.around import SliceSampler
 from engram.errors import RowError
-from engram.format import layout
-from engram.format.schema import Field
+from engram.format import layout, schema
 from engram.inspect.plots import Ends, Scan, Watched, check_here, effective, index_of, looked_at, values_of
 from engram.samplers import PrioritizedSampler
 from engram.samplers._base import DeclaredSampler
@@ -99,7 +97,7 @@ def is_over_batch(sampler: object) -> bool:
     return isinstance(by, PrioritizedSampler) and by.normalize == "batch"
 
 
-def _stored_priorities(index: Priorities, rows: Tensor, size: int) -> dict[str, float]:
+def _stored_priorities(index: Priorities, rows: torch.Tensor, size: int) -> dict[str, float]:
     """Of rows that stand for all ``size``."""
     leaves = index.leaves_of(rows).numpy()
     values = values_of(leaves, index.config)
@@ -266,7 +264,7 @@ def _place(storage: Storage, extent: Extent, row: int, lane: int, width: int) ->
     return Place(count, after, begun or whole, ended)
 
 
-def _ends(storage: Storage, rows: Tensor, signals: Ends) -> Tensor | None:
+def _ends(storage: Storage, rows: torch.Tensor, signals: Ends) -> torch.Tensor | None:
     """Whether each step is the last one of a trajectory; None: a row has moved, or holds nothing."""
     tickets = storage.tickets_of(rows)
     if bool((tickets < 0).any()):
@@ -471,7 +469,7 @@ def _next_observations(storage: Storage, scan: Scan) -> Iterator[Finding]:
         yield Finding("next observations", share < _EQUAL, text, {"equal_frac": share, "bytes_per_row": nbytes})
 
 
-def _alike(one: Field | None, other: Field) -> bool:
+def _alike(one: schema.Field | None, other: schema.Field) -> bool:
     return one is not None and (one.dtype, one.shape) == (other.dtype, other.shape) and other.row_bytes >= 8
 
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from numpy.typing import NDArray
-    from torch import Tensor
 
     from engram.format.schema import Field
     from engram.storages import Storage
@@ -112,7 +111,7 @@ def index_of(sampler: object, kind: str) -> str | None:
     return next((name for name, found in indexes if found == kind), None)
 
 
-def looked_at(storage: Storage, extent: Extent, most: int) -> tuple[Tensor, Tensor]:
+def looked_at(storage: Storage, extent: Extent, most: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Live rows at even distances in row order, ``most`` at most, and their tickets. Those that hold nothing are left out."""
     ranks = torch.arange(min(extent.size, most), device="cpu")
     rows = extent.rows(ranks * extent.size // len(ranks))
@@ -155,7 +154,7 @@ class Scan:
         live = (tickets >= 0) & self.extent.contains(which)
         return np.where(live.numpy(), self._ages(tickets), np.nan)
 
-    def _ages(self, tickets: Tensor) -> Ints:
+    def _ages(self, tickets: torch.Tensor) -> Ints:
         return (self._storage.next_number() - 1 - tickets).clamp(min=0).numpy()
 
     @property
@@ -241,7 +240,7 @@ class Scan:
             )
         return next((key for key in rewards if key == ("next", "reward")), rewards[0])
 
-    def _of_track(self, rows: Tensor, reward: FieldPath, signals: Ends, whole: bool) -> Trajectories:
+    def _of_track(self, rows: torch.Tensor, reward: FieldPath, signals: Ends, whole: bool) -> Trajectories:
         """Of rows of one track, oldest first. ``whole``: the first one is the first that the track ever had."""
         tickets = self._storage.tickets_of(rows)
         lost = (tickets < 0).numpy()

@@ -13,12 +13,9 @@ from engram._support.devices import foreseen
 from engram._support.memory import missing_share
 from engram._support.words import count, format_share, format_size
 from engram.around import Expander
-from engram.format import layout
-from engram.format.schema import Field
+from engram.format import layout, schema
 from engram.format.sizes import DevicePlan, ShownField
-from engram.storages._structure import Structure
-from engram.storages._types import NO_DTYPES, Dtypes, checked_dtypes
-from engram.storages.announcing import advice
+from engram.storages import _structure, _types, announcing
 
 __all__ = ["DevicePlan", "StoragePlan", "plan"]
 
@@ -39,14 +36,14 @@ class StoragePlan(NamedTuple):
     """
 
     capacity: int
-    fields: tuple[Field, ...]
+    fields: tuple[schema.Field, ...]
     row_bytes: int
     """Bytes of one row."""
     nbytes: int
     """Bytes of all rows, and of the items of ragged ones."""
     overhead: int
     """Bytes beside the rows: a ticket and a lap per row, and the control block of a store with one lane."""
-    dtypes: Dtypes = NO_DTYPES
+    dtypes: _types.Dtypes = _types.NO_DTYPES
     """Those that were given, by the fields' paths."""
     ready_bytes: int = 0
     """With a sampler that stacks frames or reads next observations from other rows: bytes of a row that held them ready. Else 0."""
@@ -113,9 +110,9 @@ class StoragePlan(NamedTuple):
             lines.append(self._in_memory())
         if self.on_device is not None:
             lines.append(str(self.on_device))
-        return "\n".join([*lines, *advice(self.fields, self.dtypes)])
+        return "\n".join([*lines, *announcing.advice(self.fields, self.dtypes)])
 
-    def _line(self, field: Field) -> str:
+    def _line(self, field: schema.Field) -> str:
         it = ShownField.of(field, self.capacity)
         where = _RAGGED if it.is_ragged else f"{'/'.join(field.key)}.memmap"
         shape = f"rows {it.shape}" if it.is_ragged else f"shape {[self.capacity, *field.shape]}"
@@ -199,8 +196,8 @@ def plan(
     memory = 0 if memory is None else check_count("plan: memory", memory)
     together = check_count("plan: group_small_fields", group_small_fields, "bytes", least=0)
     batch_size = check_count("plan: batch_size", batch_size)
-    checked = NO_DTYPES if dtypes is None else checked_dtypes(dtypes, "plan")
-    structure = Structure.of(example, batched=False, call="plan", dtypes=checked)
+    checked = _types.NO_DTYPES if dtypes is None else _types.checked_dtypes(dtypes, "plan")
+    structure = _structure.Structure.of(example, batched=False, call="plan", dtypes=checked)
     fields, ready, finals = structure.fields, 0, 0
     if sampler is not None:
         sampler = check_type("plan: sampler", sampler, Expander, "an expander, such as a FrameStack")

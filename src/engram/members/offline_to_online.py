@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar, cast
 
 import torch
-from torch import Tensor
 
 from engram._support.checks import check_callable, check_count, check_number
 from engram._support.tensordicts import is_tensor_collection
@@ -145,7 +144,7 @@ class OfflineToOnlineReplayBuffer(Generic[Batch]):
         """
         return cast("object", self.online_buffer.add(data))
 
-    def extend(self, data: object) -> Tensor:
+    def extend(self, data: object) -> torch.Tensor:
         """Write rows to the online buffer, as :meth:`ReplayBuffer.extend`.
 
         >>> import torch

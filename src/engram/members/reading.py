@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from engram._support.checks import check_type
-from engram._support.field_paths import WINDOW_ENDS
+from engram._support import checks, field_paths
 from engram._support.tensordicts import add_fields, is_tensor_collection, put, wrap
-from engram.buffer.read_path import ReadPath
-from engram.buffer.window_marks import attach
+from engram.buffer import read_path, window_marks
 from engram.errors import NoSampleable
 from engram.format.sizes import without_rings
 from engram.members.components import SamplerEnsemble, naming
@@ -48,7 +46,7 @@ class Drawn(NamedTuple):
     info: dict[Entry, Tensor]
 
 
-class _MemberReadPath(ReadPath):
+class _MemberReadPath(read_path.ReadPath):
     """Draws batches of a member as it would itself, and leaves them as they were read."""
 
     def drawn(self, key: int, rows: int, timeout: float) -> Drawn:
@@ -88,7 +86,7 @@ class Member:
     def __init__(self, number: int, buffer: ReplayBuffer) -> None:
         self.number, self.buffer = number, buffer
         self.wiring: Wiring = buffer._wiring  # noqa: SLF001 - of the facade
-        self._raw, self._reading = _MemberReadPath(self.wiring), ReadPath(self.wiring)
+        self._raw, self._reading = _MemberReadPath(self.wiring), read_path.ReadPath(self.wiring)
 
     @property
     def saving(self) -> Saving:
@@ -296,7 +294,7 @@ class _Parts(NamedTuple):
 _Raw: TypeAlias = "tuple[_Parts, Tensor, dict[Entry, Tensor]]"
 
 
-class EnsembleReadPath(ReadPath):
+class EnsembleReadPath(read_path.ReadPath):
     """Draws batches of several members. It keeps which of them were found to have the same fields."""
 
     def __init__(self, wiring: Wiring, members: Sequence[Member]) -> None:
@@ -377,7 +375,7 @@ class EnsembleReadPath(ReadPath):
         if wiring.transform.reads:
             shape = tuple(_lead(info[_INDEX], self._members))
             data = self.transformed(data, parts[0].member.wiring, shape, info)
-        info.pop(WINDOW_ENDS, None)
+        info.pop(field_paths.WINDOW_ENDS, None)
         if is_tensor_collection(data):
             data = self._attached(data, {key: value for key, value in info.items() if key not in computed}, rows)
         sample = (data, self.info(rows, info)) if return_info else data
@@ -418,7 +416,7 @@ class EnsembleReadPath(ReadPath):
         lead, named = self._named(info, ids)
         if "index" in data.keys():  # noqa: SIM118 - TensorDicts compare values with "in"
             data = data.exclude("index")
-        attach(data, tuple(lead), {_INDEX: info.pop(_INDEX), _IDS: named, **info})
+        window_marks.attach(data, tuple(lead), {_INDEX: info.pop(_INDEX), _IDS: named, **info})
         return data
 
     def _named(self, info: dict[Entry, Tensor], ids: Tensor) -> tuple[torch.Size, Tensor]:
@@ -473,7 +471,7 @@ def collated(chunks: Sequence[object], members: Sequence[Member]) -> object:
 
 def _stack(leaves: list[Tensor]) -> Tensor:
     for leaf in leaves:
-        check_type("sample: parts", leaf, Tensor, "tensors", "Pass collate_fn= to the ensemble.")
+        checks.check_type("sample: parts", leaf, Tensor, "tensors", "Pass collate_fn= to the ensemble.")
     return torch.stack(leaves)
 
 

@@ -8,11 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypedDi
 
 import torch
 
+from engram._support import closing, overrides, tensordicts, unsupported
 from engram._support.checks import check_callable, check_type
-from engram._support.closing import end
-from engram._support.overrides import refuse_others
-from engram._support.tensordicts import is_tensor_collection
-from engram._support.unsupported import reject_unsupported
 from engram.buffer.base import BufferBase, Shows
 from engram.buffer.configuration import NOT_YET, Settings, returns_itself
 from engram.buffer.field_updates import ConditionalUpdateResult, submit_update_if_present
@@ -70,7 +67,7 @@ def check_components(call: str, given: object, kind: type[Components], members: 
     given = check_type(call, given, kind, f"a {kind.__name__}, one for each member")
     if len(given) != members:
         raise ValueError(f"{call}: expected a {kind.__name__} of {members}, one for each member, got {len(given)}.")
-    refuse_others(given, **_OF_MEMBERS)
+    overrides.refuse_others(given, **_OF_MEMBERS)
     return given
 
 
@@ -177,7 +174,7 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
     ) -> None:
         who = type(self).__name__
         unknown = {name: value for name, value in others.items() if name not in _EnsembleOptions.__annotations__}
-        reject_unsupported(who, unknown, NOT_YET, type(self))
+        unsupported.reject_unsupported(who, unknown, NOT_YET, type(self))
         components = storages, samplers, writers
         if rbs:
             if any(one is not None for one in (*components, others.get("collate_fns"))):
@@ -309,7 +306,7 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
         torch.Size([1, 4])
         """
         batch = self.sample()
-        return batch.clear_device_() if is_tensor_collection(batch) else batch
+        return batch.clear_device_() if tensordicts.is_tensor_collection(batch) else batch
 
     # ---- writing -------------------------------------------------------------------------------------------------------
 
@@ -366,7 +363,7 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
         """
         if self._routing.dim is not None:
             raise RuntimeError("add: expected an ensemble with routing_key, got routing_dim. Use extend().")
-        if not is_tensor_collection(data):
+        if not tensordicts.is_tensor_collection(data):
             raise TypeError(f"add: expected a TensorDict, got {type(data).__name__}.")
         if data.batch_size:
             raise ValueError(f"add: expected one row, got batch size {list(data.batch_size)}. Did you mean extend()?")
@@ -849,7 +846,7 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
             self._prefetching.close()
         self._wiring.gate.close(None)
         members = self._rbs
-        end(self, "the ensemble was closed. Make another one of buffers that are open.")
+        closing.end(self, "the ensemble was closed. Make another one of buffers that are open.")
         for rb in members:
             rb.close()
 
@@ -902,7 +899,7 @@ def _made(
     samplers = check_type(f"{who}: samplers", components[1], SamplerEnsemble, "members, or a SamplerEnsemble")
     writers = check_type(f"{who}: writers", components[2], WriterEnsemble, "members, or a WriterEnsemble")
     for one in components:
-        refuse_others(one, **_OF_MEMBERS)
+        overrides.refuse_others(one, **_OF_MEMBERS)
     n = len(storages)
     transforms = storages.transforms or (None,) * n
     collates = (None,) * n if collate_fns is None else tuple(collate_fns)

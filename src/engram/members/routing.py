@@ -13,17 +13,13 @@ from engram._support.checks import as_numbers, check_count
 from engram._support.field_paths import FieldPath, as_path, checked_path, public
 from engram._support.nested import find, has_entries, map_leaves
 from engram._support.tensordicts import is_tensor_collection, is_tensorclass, tensordict_type
-from engram.around.episodes import END_KEYS
-from engram.around.windows import WindowSampler
+from engram.around import episodes, windows
+from engram.buffer import row_access, tensordict, window_marks
 from engram.buffer.field_updates import CALL, ConditionalUpdateResult, FieldUpdates
-from engram.buffer.row_access import REMOVE, checked_removal, newest_rows
-from engram.buffer.tensordict import TensorDictReplayBuffer, priorities_in
-from engram.buffer.window_marks import by_window
 from engram.errors import RowError
 from engram.members.components import WriterEnsemble, check_ids, naming, routed
 from engram.remote.fleet import plans
-from engram.samplers._base import refuse_batch
-from engram.samplers.prioritized import rows_of
+from engram.samplers import _base, prioritized
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -204,19 +200,19 @@ class RoutedWrites:
         call = "update_priority"
         info = cast("dict[Entry, Tensor]", index)
         if priority is None:
-            refuse_batch(index, priority)
+            _base.refuse_batch(index, priority)
         if (is_tensor_collection(index) or isinstance(index, dict)) and "buffer_ids" not in info and "index" in info:
             generation = info.get("index_generation", None) if generation is None else generation
             ids, named = routed(info["index"], len(self._members), call)
             both = torch.cat([ids.reshape(-1, 1), named.reshape(ids.numel(), -1)], 1)
-            both, priority, generation = by_window(info, both, priority, generation)
+            both, priority, generation = window_marks.by_window(info, both, priority, generation)
             index = {"buffer_ids": both[:, 0], "index": both[:, 1:].squeeze(1)}
         shape, shares = self._shares(index, call)
         given, n = as_numbers(f"{call}: priority", priority), shape.numel()
         if given.numel() not in (1, n):
             raise RuntimeError(f"{call}: expected a priority for each of {n} rows, got {list(given.shape)}.")
         values = given.reshape(-1).expand(n)
-        numbers = None if generation is None else rows_of(generation, f"{call}: generation")
+        numbers = None if generation is None else prioritized.rows_of(generation, f"{call}: generation")
         if numbers is not None and numbers.numel() != n:
             raise RuntimeError(f"{call}: generation: expected one per row, {n}, got {numbers.numel()}.")
         for share in shares:
@@ -232,15 +228,17 @@ class RoutedWrites:
         """What ``ReplayBufferEnsemble.update_tensordict_priority`` does."""
         taking = [member for member in self._members if member.wiring.of_sampler.takes_priorities]
         if taking:
-            buffers = (member.buffer for member in taking if isinstance(member.buffer, TensorDictReplayBuffer))
+            buffers = (
+                member.buffer for member in taking if isinstance(member.buffer, tensordict.TensorDictReplayBuffer)
+            )
             key = next((buffer.priority_key for buffer in buffers), "td_error")
-            index, priority, generation = priorities_in(data, key, "TensorDictReplayBuffer")
+            index, priority, generation = tensordict.priorities_in(data, key, "TensorDictReplayBuffer")
             errors = taking[0].wiring.source.reduced(priority.reshape(data.numel(), -1))
             self.update_priority(index, errors, generation)
 
     def remove(self, index: object, generation: object) -> int:
         """What ``ReplayBufferEnsemble.remove`` does."""
-        call = REMOVE
+        call = row_access.REMOVE
         shape, shares = self._shares(index, call)
         numbers = None if generation is None else as_numbers(f"{call}: generation", generation).reshape(-1)
         if numbers is not None and len(numbers) != shape.numel():
@@ -248,7 +246,7 @@ class RoutedWrites:
         for share in shares:
             share.member.check_editable(call)
             with share.member.checking():
-                checked_removal(share.member.wiring, share.rows, share.of(numbers))
+                row_access.checked_removal(share.member.wiring, share.rows, share.of(numbers))
         return sum(share.member.buffer.remove(share.rows, generation=share.of(numbers)) for share in shares)
 
     def mark_update(self, index: object) -> None:
@@ -272,7 +270,7 @@ def _check_written(share: plans.Share[Member, Tensor], call: str) -> None:
     with share.member.checking():
         if not wiring.storage.initialized:
             raise RuntimeError(f"{call}: expected rows that were written; nothing was ever written.")
-        named = rows_of(wiring.rows_named(share.rows), call)
+        named = prioritized.rows_of(wiring.rows_named(share.rows), call)
         outside = named[(named < -1) | (named >= wiring.storage.max_size)]
         if len(outside):
             raise RowError(f"{call}: expected rows in [-1, {wiring.storage.max_size}), got {int(outside[0])}.")
@@ -336,13 +334,13 @@ def _patch_of(member: Member, keys: Keys) -> tuple[Tensor, Tensor, dict[FieldPat
         raise RuntimeError(f"{who}: expected a tensor storage with ndim=1 and one lane, got {storage!r}.")
     if not (wiring.of_writer.appends and wiring.of_writer.tracks_tickets):
         raise RuntimeError(f"{who}: expected a round-robin writer with track_generations=True, got {wiring.writer!r}.")
-    if not isinstance(sampler, WindowSampler):
+    if not isinstance(sampler, windows.WindowSampler):
         raise RuntimeError(f"{who}: expected a SliceSampler that reads {public(keys.end)!r}, got {sampler!r}.")
     if keys.end not in _ends_of(sampler):
         raise RuntimeError(
             f"{who}: expected a SliceSampler that reads {public(keys.end)!r}, got {sampler!r}. Give it end_key={public(keys.end)!r}."
         )
-    row = newest_rows(storage, torch.zeros(1, dtype=torch.int64, device="cpu"))
+    row = row_access.newest_rows(storage, torch.zeros(1, dtype=torch.int64, device="cpu"))
     if row < 0:
         return None
     fields = [field.key for field in storage.written().fields]
@@ -359,9 +357,9 @@ def _patch_of(member: Member, keys: Keys) -> tuple[Tensor, Tensor, dict[FieldPat
     return row, storage.writes_of(row, storage.tickets_of(row)), entries
 
 
-def _ends_of(sampler: WindowSampler) -> tuple[FieldPath, ...]:
+def _ends_of(sampler: windows.WindowSampler) -> tuple[FieldPath, ...]:
     """The end flags that a sampler was told to read, or reads by default."""
     rules = sampler.rules
     if rules is None:  # boundaries that are no fields
         return ()
-    return (*END_KEYS, *(key[1:] for key in END_KEYS)) if rules.end_keys is None else rules.end_keys
+    return (*episodes.END_KEYS, *(key[1:] for key in episodes.END_KEYS)) if rules.end_keys is None else rules.end_keys

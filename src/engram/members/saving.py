@@ -16,10 +16,9 @@ from engram.buffer.wiring import Wiring
 from engram.errors import IncompatibleCheckpoint
 from engram.members.components import naming
 from engram.members.reading import Member
-from engram.saved import disk
+from engram.saved import disk, part_reader
 from engram.saved.checkpointers import ForeignEnsemble, foreign_format, foreign_state
 from engram.saved.checkpoints import Checkpoint, replacing, standing
-from engram.saved.part_reader import PartReader
 from engram.saved.parts import check_kind, read_state, write_part
 from engram.types import Commit, StrPath
 
@@ -145,7 +144,7 @@ class EnsembleSaving:
             self._prepare_foreign(foreign.read_ensemble(folder, ndims, max_bytes=most_bytes())).commit()
             return
         with ExitStack() as opened:
-            reader = opened.enter_context(PartReader.open(folder))
+            reader = opened.enter_context(part_reader.PartReader.open(folder))
             check_kind(reader, _PART, self._kind)
             state = read_state(reader)
             with read_from(str(folder)):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, TypeVar, cast
+from typing import NamedTuple, NoReturn, Protocol, TypeVar, cast
 
 import torch
 
@@ -14,22 +15,10 @@ from engram.remote import protocol
 from engram.remote.connection import Access, Connection, Found, Servers
 from engram.remote.served import ServedStorage
 from engram.remote.storage import RemoteStorage
-from engram.storages import Count, Storage
-from engram.storages._columns import rows_of_written
-from engram.storages._geometry import Geometry
-from engram.storages._structure import Structure
-from engram.storages._types import as_tensor
+from engram.saved.rows import Roles
+from engram.storages import Count, Storage, _columns, _geometry, _structure, _types
+from engram.store import Store
 from engram.store.store import COUNTERS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    from torch import Tensor
-
-    from engram.remote.protocol import Served
-    from engram.saved.rows import Roles
-    from engram.store import Store
-
 
 Method = TypeVar("Method", bound="Callable[..., object]")
 
@@ -40,9 +29,9 @@ class Described(NamedTuple):
     #: Of clients' buffers.
     kind: type
     #: Without a schema as long as nothing was written.
-    served: Served
+    served: protocol.Served
     #: Of the storage.
-    geometry: Geometry
+    geometry: _geometry.Geometry
     #: Where it is, as Ray numbers its nodes.
     node: str
     #: Of clients' buffers, besides the components.
@@ -120,9 +109,11 @@ class OneStore:
         return f"RemoteStorage({self._shard})"
 
 
-def awaited_at(stores: Stores, served: Served) -> AwaitedStorage:
+def awaited_at(stores: Stores, served: protocol.Served) -> AwaitedStorage:
     """The storage of stores that the first write makes, of which a server has said this."""
-    return AwaitedStorage(stores, Described(object, served, Geometry(served.requested_size, served.lanes), "", {}))
+    return AwaitedStorage(
+        stores, Described(object, served, _geometry.Geometry(served.requested_size, served.lanes), "", {})
+    )
 
 
 class _Awaited:
@@ -168,7 +159,7 @@ class AwaitedStorage(ServedStorage):
     """
 
     memory: Store | None = _Awaited()  # type: ignore[assignment]
-    structure: Structure | None = None  # type: ignore[assignment] # until there is a store
+    structure: _structure.Structure | None = None  # type: ignore[assignment] # until there is a store
 
     def __init__(self, stores: Stores, described: Described) -> None:
         ServedStorage.__init__(self)
@@ -201,7 +192,7 @@ class AwaitedStorage(ServedStorage):
         with self._lock:
             if self.memory is None:
                 geometry = self._described.geometry
-                structure = Structure.of(data, batched=n is not None, call=call, dtypes=geometry.dtypes)
+                structure = _structure.Structure.of(data, batched=n is not None, call=call, dtypes=geometry.dtypes)
                 structure.flatten(data, n, call)
                 self._take(self._stores.make(encode(geometry.schema(structure, columns)).decode()))
 
@@ -217,7 +208,7 @@ class AwaitedStorage(ServedStorage):
     # ---- what it is ----------------------------------------------------------------------------------------------------
 
     @property
-    def served(self) -> Served:
+    def served(self) -> protocol.Served:
         return self._described.served if (there := self.there) is None else there.served
 
     @property
@@ -275,7 +266,7 @@ class AwaitedStorage(ServedStorage):
             raise NoSampleable(EMPTY)
         super().extent()
 
-    def check_rows(self, rows: Tensor, call: str = "update_priority") -> None:
+    def check_rows(self, rows: torch.Tensor, call: str = "update_priority") -> None:
         if (there := self.there) is not None:
             there.check_rows(rows, call)
         elif bool((rows != -1).any()):
@@ -285,14 +276,14 @@ class AwaitedStorage(ServedStorage):
 
     def prepare(
         self, data: object, call: str, *, batched: bool, ignored: Iterable[str] = (), count: Count | None = None
-    ) -> tuple[list[Tensor], int]:
+    ) -> tuple[list[torch.Tensor], int]:
         if self.memory is None:
             dtypes = self._described.geometry.dtypes
-            self._create(*rows_of_written(data, self, call, dtypes, batched=batched, count=count), call)
+            self._create(*_columns.rows_of_written(data, self, call, dtypes, batched=batched, count=count), call)
         return super().prepare(data, call, batched=batched, ignored=ignored, count=count)
 
     def number(self, value: object, path: tuple[str, ...]) -> object:
-        return as_tensor(value, path, "add") if self.memory is None else super().number(value, path)
+        return _types.as_tensor(value, path, "add") if self.memory is None else super().number(value, path)
 
     write = _of_store(ServedStorage.write, _empty)
     add_row = _of_store(ServedStorage.add_row)
@@ -300,7 +291,7 @@ class AwaitedStorage(ServedStorage):
     check_removal = _of_store(ServedStorage.check_removal, Storage.check_removal)
     remove = _of_store(ServedStorage.remove, 0)
 
-    def end_trajectories(self, lanes: Tensor, roles: Roles | None, *, terminated: bool) -> Tensor:
+    def end_trajectories(self, lanes: torch.Tensor, roles: Roles | None, *, terminated: bool) -> torch.Tensor:
         if (there := self.there) is None:
             return torch.full((len(lanes),), -1, device="cpu")
         return there.end_trajectories(lanes, roles, terminated=terminated)

@@ -15,9 +15,7 @@ import pyarrow as pa
 import torch
 from pyarrow import flight
 
-from engram._support import fork
-from engram._support.version import __version__
-from engram._support.words import format_wait
+from engram._support import fork, version, words
 from engram.remote import protocol, wire
 from engram.store.trees import tree_bytes, tree_of
 
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from engram.remote.member_list import MemberList
-    from engram.remote.protocol import Full
 
 T = TypeVar("T")
 
@@ -101,7 +98,7 @@ class Access(NamedTuple):
     #: For how long servers that are gone are looked for.
     patience_s: float
     #: What a write does that has no credits; None: writes wait for their acknowledgement.
-    full: Full | None = None
+    full: protocol.Full | None = None
     #: Whether draws, numbers and priorities wait for no server that does not answer at once: other stores go on. Writes do.
     hurried: bool = False
     #: The paths of the client's certificate and its key.
@@ -179,7 +176,7 @@ class Connection:
                 self.is_searching = True
                 if time.monotonic() + pause > deadline:
                     raise ConnectionError(
-                        f"connect: no server answered{format_wait(patience_s)} at {self.access}: {_short(error)} Start one "
+                        f"connect: no server answered{words.format_wait(patience_s)} at {self.access}: {_short(error)} Start one "
                         "with engram serve, or pass another address."
                     ) from error
             else:
@@ -226,7 +223,7 @@ class Connection:
         first = flight.FlightCallOptions(headers=headers, timeout=_FIRST_ANSWER_TIMEOUT_S)
         try:
             with _explained(address):
-                described = msgspec.json.encode(protocol.Describe(protocol.PROTOCOL, __version__))
+                described = msgspec.json.encode(protocol.Describe(protocol.PROTOCOL, version.__version__))
                 raw = _answer(client, first, "describe", described, "connect")
             refuse(raw)
             served = msgspec.json.decode(raw, type=protocol.Served)
@@ -303,7 +300,7 @@ class Connection:
 
     def describe(self) -> None:
         """Ask what is :attr:`served` now. Raises as :meth:`ask`."""
-        self.served = self.ask("describe", protocol.Describe(protocol.PROTOCOL, __version__), protocol.Served)
+        self.served = self.ask("describe", protocol.Describe(protocol.PROTOCOL, version.__version__), protocol.Served)
 
     def pause(self, seconds: float) -> None:
         """Sleep. Raises ``RuntimeError``: it was closed meanwhile."""
@@ -651,7 +648,7 @@ class Exchange:
             self.waiting.clear()
             self._full_since = None
             raise ConnectionError(
-                f"{access}: {_short(error)} They were{format_wait(now - since)}. Close buffers, or start another server of the store."
+                f"{access}: {_short(error)} They were{words.format_wait(now - since)}. Close buffers, or start another server of the store."
             ) from error
         self._connection.pause(pause)
 

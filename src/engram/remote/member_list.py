@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 from typing import NamedTuple
 
+from engram._support.words import raise_as
 from engram.remote.protocol import Address, address_of, addresses_of
 
 _FILE, _DNS = "file:", "dns:"
@@ -35,18 +36,17 @@ class MemberList(NamedTuple):
         """
         if self.text.startswith(_FILE):
             path = Path(self.text.removeprefix(_FILE))
-            try:
+            with raise_as(
+                ValueError, f"connect: {path}: expected a text in UTF-8, got other bytes", UnicodeDecodeError
+            ):
                 lines = [line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
-            except UnicodeDecodeError as error:
-                raise ValueError(f"connect: {path}: expected a text in UTF-8, got other bytes: {error}.") from error
             if not any(lines):
                 raise ValueError(f"connect: {path}: expected an address of a server in each line, got none.")
             return tuple(addresses_of([line for line in lines if line], f"connect: {path}"))
         named = address_of(self.text.removeprefix(_DNS), "connect: dns")
-        try:
+        unknown = f"connect: {self.text}: no addresses of {named.host} were found"
+        with raise_as(ConnectionError, unknown, socket.gaierror):
             found = socket.getaddrinfo(named.host, named.port, type=socket.SOCK_STREAM)
-        except socket.gaierror as error:
-            raise ConnectionError(f"connect: {self.text}: no addresses of {named.host} were found: {error}.") from error
         hosts = sorted({str(where[0]) for *_, where in found})
         return tuple(named._replace(host=host, certified=named.host) for host in hosts)
 

@@ -5,20 +5,16 @@ from __future__ import annotations
 import ipaddress
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeVar
+from typing import Annotated, Literal, NamedTuple, TypeVar
 from uuid import UUID
 
 import msgspec
 
 from engram import errors
-from engram._support.checks import check_type
-from engram._support.version import __version__
+from engram._support import checks, version
 from engram.format.schema import MAX_BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 
 _MAX_TOKEN = 4096
 
@@ -64,7 +60,7 @@ def address_of(text: object, call: str, *, scheme: str = "grpc") -> Address:
 
     Raises ``TypeError``: no text. ``ValueError``: none of these.
     """
-    text = check_type(f"{call}: address", text, str, "a str")
+    text = checks.check_type(f"{call}: address", text, str, "a str")
     if text.startswith("unix:"):
         path = text.removeprefix("unix:")
         if not path.startswith("/") or len(os.fsencode(path)) > 100:
@@ -494,7 +490,7 @@ def check_level(served: Served, where: str, call: str) -> None:
     if served.level < 1:
         raise RuntimeError(
             f"{call}: expected a server that knows this call, got one of an older engram, {served.engram}, at {where}. Serve the store "
-            f"with engram {__version__} or newer, or call it where the store is."
+            f"with engram {version.__version__} or newer, or call it where the store is."
         )
 
 

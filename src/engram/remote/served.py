@@ -4,36 +4,27 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from engram._support.unsupported import BY_NUMBER, refused, refusing
 from engram.errors import PriorityError, RateLimited
+from engram.format.schema import Schema
 from engram.format.sizes import usual_row_bytes
 from engram.remote.protocol import COALESCED_BYTES, MAX_BATCHES, Mass, Sample, Served, State
-from engram.samplers._base import DeclaredSampler
-from engram.samplers.prioritized import as_priorities, rows_of
-from engram.samplers.staleness import check_version
-from engram.storages import Count, LazyTensorStorage, Storage
-from engram.storages._columns import rows_of_coordinates, rows_of_written
-from engram.storages._ragged_structure import structure_in
+from engram.samplers import _base, prioritized, staleness
+from engram.saved.rows import Roles
+from engram.storages import Count, LazyTensorStorage, Storage, _columns, _ragged_structure, _structure, ragged
+from engram.store import Key, Store
+from engram.store.limits import Rules
+from engram.store.sampled import SampledStorage
 from engram.types import Entry, Info, NativeBatch, Shown, Traits
 from engram.writers._base import NativeWriter
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-
-    from engram.format.schema import Schema
-    from engram.saved.rows import Roles
-    from engram.storages._structure import Structure
-    from engram.storages.ragged import RaggedLayout
-    from engram.store import Key, Store
-    from engram.store.limits import Rules
-    from engram.store.sampled import SampledStorage
 
 
 class OfServer:
@@ -285,7 +276,7 @@ class ServedStorage(Storage, ServedRows):
 
     traits = Traits(has_fields=True, is_remote=True)
     #: Of rows by how many fields they have: some may have been drawn before others were added.
-    _structures: dict[int, Structure]
+    _structures: dict[int, _structure.Structure]
 
     def __init__(self) -> None:
         super().__init__()
@@ -294,7 +285,7 @@ class ServedStorage(Storage, ServedRows):
     def describe(self, schema: Schema, place: str, limits: Limits, participant: int) -> None:
         """Say what the rows are, and where."""
         self._schema = schema
-        self.structure = self._structures[len(schema.fields)] = structure_in(schema)
+        self.structure = self._structures[len(schema.fields)] = _ragged_structure.structure_in(schema)
         self._usual_bytes = usual_row_bytes(schema)
         # As far as readers look at it.
         self.memory = cast("Store", Memory(schema, place, limits, limits, participant=participant))
@@ -358,7 +349,7 @@ class ServedStorage(Storage, ServedRows):
     ) -> tuple[list[Tensor], int]:
         self.adopt_fields()
         structure = self.structure
-        data, n, _ = rows_of_written(
+        data, n, _ = _columns.rows_of_written(
             data,
             self,
             call,
@@ -378,7 +369,9 @@ class ServedStorage(Storage, ServedRows):
 
     # ---- reading -------------------------------------------------------------------------------------------------------
 
-    def batch(self, columns: Sequence[Tensor], n: int | tuple[int, ...] | None, *layout: RaggedLayout | None) -> object:
+    def batch(
+        self, columns: Sequence[Tensor], n: int | tuple[int, ...] | None, *layout: ragged.RaggedLayout | None
+    ) -> object:
         more = (None, *layout) if layout else ()
         structure = self._structures.get(len(columns), self.structure)
         return structure.unflatten(columns, (n,) if isinstance(n, int) else n, self.device, *more)  # type: ignore[arg-type]
@@ -388,7 +381,7 @@ class ServedStorage(Storage, ServedRows):
         if self.memory is None:
             return torch.full(coordinates.shape[:-1], -1, device="cpu")
         length = self._schema.capacity // math.prod(self.columns)
-        return rows_of_coordinates(coordinates, (length, *self.columns))
+        return _columns.rows_of_coordinates(coordinates, (length, *self.columns))
 
     # ---- what needs the rows here ----------------------------------------------------------------------------------------
 
@@ -412,7 +405,7 @@ def _traits(names: list[str], **own: bool) -> Traits:
 _REFUSED = refusing("sampler.alpha and sampler.beta", "They are the store's: look at them, and set them, where it is.")
 
 
-class RemoteSampler(OfServer, DeclaredSampler):
+class RemoteSampler(OfServer, _base.DeclaredSampler):
     """A sampler that draws by the sampler of a server."""
 
     traits = Traits()
@@ -466,7 +459,7 @@ class RemoteSampler(OfServer, DeclaredSampler):
 
     @consumer_version.setter
     def consumer_version(self, value: int) -> None:
-        self._bound().consumer_version(check_version(value))
+        self._bound().consumer_version(staleness.check_version(value))
 
     def increment_consumer_version(self) -> None:
         """Come to the next version. Of two clients that do so at the same time one may have no effect."""
@@ -483,9 +476,9 @@ class RemoteSampler(OfServer, DeclaredSampler):
         if not self.traits.takes_priorities:
             super().update_priority(index, priority, generation=generation)
             return
-        storage, rows = self._bound(), rows_of(index, "update_priority")
+        storage, rows = self._bound(), prioritized.rows_of(index, "update_priority")
         storage.check_rows(rows)
-        tickets = None if generation is None else rows_of(generation, "update_priority: generation")
+        tickets = None if generation is None else prioritized.rows_of(generation, "update_priority: generation")
         if tickets is not None and len(tickets) != len(rows):
             raise RuntimeError(f"update_priority: generation: expected one per row, {len(rows)}, got {len(tickets)}.")
         storage.prioritize(rows, _priorities(priority, len(rows)), tickets)
@@ -496,7 +489,7 @@ class RemoteSampler(OfServer, DeclaredSampler):
 
 def _priorities(priority: object, n: int) -> Tensor:
     """float64 ``[n]``, as a server takes it. Raises as ``PrioritizedSampler.update_priority``."""
-    value = as_priorities(priority, n, lambda many: many.reshape(n, -1).amax(1)).to(torch.float64)
+    value = prioritized.as_priorities(priority, n, lambda many: many.reshape(n, -1).amax(1)).to(torch.float64)
     bad = value[~((value >= 0) & torch.isfinite(value))]
     if len(bad):
         raise PriorityError(f"update_priority: expected finite priorities of at least 0, got {float(bad[0])}.")

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from engram.remote.awaited import Described
-    from engram.remote.protocol import Served
+    from engram.remote import awaited, protocol
     from engram.types import Sampler, Writer
 
     Lost: TypeAlias = Callable[[int, str], bool]
@@ -71,9 +70,9 @@ class Shard:
         """
         return answer_of(pending, self.patience_s if seconds is None else seconds, str(self))
 
-    def describe(self) -> Described:
+    def describe(self) -> awaited.Described:
         """Raises what making its buffer raised; ``ConnectionError``."""
-        return cast("Described", self._answer(self.actor.describe.remote()))
+        return cast("awaited.Described", self._answer(self.actor.describe.remote()))
 
     def components(self) -> tuple[Storage, Sampler, Writer]:
         """Those of its buffer, which share its memory: for processes of its node. Raises ``ConnectionError``."""
@@ -93,7 +92,7 @@ class Shard:
             raise
         return found
 
-    def find(self, known: Served | None) -> Found:
+    def find(self, known: protocol.Served | None) -> Found:
         """As ``Servers``. A store in memory that was lost with its node begins without rows."""
         found = self.serve(known.schema if known is not None else None)
         if found is None:
@@ -149,7 +148,7 @@ def close_shards(shards: Sequence[Shard]) -> None:
         ray.kill(shard.actor)
 
 
-def first_described(shards: Sequence[Shard]) -> Described:
+def first_described(shards: Sequence[Shard]) -> awaited.Described:
     """What the shard says that answers first: all are made alike. Raises as :meth:`Shard.describe`: none answers."""
     pending = {shard.actor.describe.remote(): shard for shard in shards}
     until = time.monotonic() + shards[0].patience_s
@@ -158,7 +157,7 @@ def first_described(shards: Sequence[Shard]) -> Described:
         one = ready[0] if ready else next(iter(pending))
         shard = pending.pop(one)
         try:
-            described: Described = answer_of(one, max(0.0, until - time.monotonic()), str(shard))
+            described: awaited.Described = answer_of(one, max(0.0, until - time.monotonic()), str(shard))
         except ConnectionError:
             if not pending:
                 raise

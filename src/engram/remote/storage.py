@@ -6,18 +6,20 @@ import ctypes
 import itertools
 import math
 import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from pathlib import Path
+from typing import cast
 from uuid import uuid4
 
 import msgspec
 import pyarrow as pa
 import torch
+from pyarrow import RecordBatch
 from torch import Tensor
 
 from engram._support import fork, native
-from engram._support.native import NotAdmitted
 from engram.errors import RateLimited, RowError
 from engram.format.schema import decode
 from engram.remote import protocol, wire
@@ -25,18 +27,10 @@ from engram.remote.connection import IN_DOUBT as DOUBTFUL
 from engram.remote.connection import Answer, Connection, Exchange, Message
 from engram.remote.served import Drawn, OneStore, Parts, ServedLimits, ServedStorage, update_once
 from engram.remote.under_way import GATHERED, WritesUnderWay
+from engram.saved.rows import Roles
 from engram.store.ragged_rows import items_in
 from engram.store.requests import IN_DOUBT
 from engram.types import Info, Write, WritePlan
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from pyarrow import RecordBatch
-
-    from engram.saved.rows import Roles
-
 
 _PRIORITIES, _EDITS = map(wire.arrow_schema, (wire.PRIORITIES, wire.EDITS))
 _EDIT_BYTES = 16
@@ -184,7 +178,7 @@ class RemoteStorage(ServedStorage):
             try:
                 return self._batches(self._learning.receive())
             except RateLimited:
-                raise NotAdmitted(rows) from None
+                raise native.NotAdmitted(rows) from None
 
     def settle(self) -> None:
         with self._learning.lock:
@@ -265,7 +259,7 @@ class RemoteStorage(ServedStorage):
                 self._under_way.settle()
                 if self._under_way.rows:  # the limits of the store refuse them
                     self._under_way.newest = known
-                    raise NotAdmitted(n)
+                    raise native.NotAdmitted(n)
             answer = self._sent(wire.record_batch(schema, columns, n))
             self.limits.tell(msgspec.json.decode(answer.metadata, type=protocol.Written).limits)
             (rows,) = wire.tensors_in(answer.rows, answer.columns)
@@ -330,7 +324,7 @@ class RemoteStorage(ServedStorage):
                     ):  # some of its lanes may have been, by another server
                         self._rename()
                         raise ConnectionError(DOUBTFUL) from error
-                    raise NotAdmitted(batch.num_rows) from None
+                    raise native.NotAdmitted(batch.num_rows) from None
                 except BaseException:  # perhaps it was not written, so that the next number would come too early
                     self._writing.forget()
                     self._rename()

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 import pyarrow as pa
 import torch
-from torch import Tensor
 
 from engram._support.native import Layout, received
 from engram.format.schema import DTYPES, Field, Schema
@@ -21,7 +20,7 @@ from engram.store.ragged_rows import Items, items_in, offsets_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    Received: TypeAlias = Callable[[], list[Tensor]]
+    Received: TypeAlias = Callable[[], list[torch.Tensor]]
 
 
 #: Names of columns that are no fields begin with it.
@@ -90,7 +89,7 @@ def entry_of(name: str) -> str | tuple[str, ...]:
     return key if isinstance(key, str) else tuple(key)
 
 
-def column_of(name: str, rows: Tensor) -> Column:
+def column_of(name: str, rows: torch.Tensor) -> Column:
     """The column of a tensor ``[n, *shape]``, or of rows of items."""
     items = items_in(rows)
     values = rows if items is None else items.given
@@ -122,7 +121,7 @@ def _column_in(field: pa.Field) -> Column:
     return column
 
 
-def record_batch(schema: pa.Schema, columns: Sequence[Tensor], rows: int) -> pa.RecordBatch:
+def record_batch(schema: pa.Schema, columns: Sequence[torch.Tensor], rows: int) -> pa.RecordBatch:
     """A message around contiguous tensors, and around items that lie one after the other, without a copy.
 
     Raises ``ValueError``: one has not the bytes that the schema says.
@@ -171,7 +170,7 @@ def _array_of(field: pa.Field, items: Items, rows: int) -> pa.Array:
     return pa.Array.from_buffers(field.type, rows, [None, _raw(ends), _raw(values)])
 
 
-def _raw(tensor: Tensor) -> pa.Buffer:
+def _raw(tensor: torch.Tensor) -> pa.Buffer:
     """The memory of a contiguous tensor, which the buffer keeps."""
     return pa.foreign_buffer(tensor.data_ptr(), tensor.nbytes, tensor) if tensor.nbytes else _NOTHING
 
@@ -247,7 +246,7 @@ def options(compression: str | None) -> pa.ipc.IpcWriteOptions:
     return pa.ipc.IpcWriteOptions(compression=compression)
 
 
-def tensors_in(batch: pa.RecordBatch, columns: Sequence[Column]) -> list[Tensor]:
+def tensors_in(batch: pa.RecordBatch, columns: Sequence[Column]) -> list[torch.Tensor]:
     """The columns of a message, ``[rows, *shape]`` each. Raises as :func:`batches_in`."""
     return batches_in(batch, columns, [batch.num_rows])[0]()
 
@@ -286,7 +285,7 @@ class _ItemsOf(NamedTuple):
     raw: pa.Buffer
     layout: Layout
     #: int64 ``[rows + 1]``.
-    offsets: Tensor
+    offsets: torch.Tensor
 
     @classmethod
     def array(cls, column: Column, array: pa.Array) -> _ItemsOf:
@@ -317,10 +316,10 @@ class _ItemsOf(NamedTuple):
         return Items.of_lengths(values, of_batch.diff().to(torch.int32))
 
 
-def _with_items(plain: Received, ragged: Mapping[int, _ItemsOf], begin: int, size: int) -> list[Tensor]:
+def _with_items(plain: Received, ragged: Mapping[int, _ItemsOf], begin: int, size: int) -> list[torch.Tensor]:
     columns = plain()
     for place, items in ragged.items():
-        columns.insert(place, cast("Tensor", items.rows(begin, size)))
+        columns.insert(place, cast("torch.Tensor", items.rows(begin, size)))
     return columns
 
 

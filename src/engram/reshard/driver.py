@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from engram._support.copies import raw_bytes
 from engram._support.words import count, format_share
@@ -23,9 +22,8 @@ from engram.format import schema as schemas
 from engram.format.sizes import resized, rings_of, with_rings
 from engram.reshard import plan as plans
 from engram.reshard.scatter import Scatter, read_first_steps
+from engram.saved import checkpoints, part_reader
 from engram.saved import parts as saved_parts
-from engram.saved.checkpoints import Checkpoint
-from engram.saved.part_reader import PartReader
 from engram.saved.rows import SavedRowsSource, count_kinds, counted, named_counts, read_rows_state
 from engram.types import Ranking, RowsSource
 
@@ -50,7 +48,7 @@ class PlacedRows(NamedTuple):
 class _NoRows:
     """The rows of shards that were never written."""
 
-    def fill(self, tensors: Sequence[Tensor]) -> None:
+    def fill(self, tensors: Sequence[torch.Tensor]) -> None:
         """There is nothing to fill."""
 
 
@@ -102,7 +100,7 @@ class Reshard:
             needed = Scatter(self.shards, self.plan, rank, self._schema(reader, rank)).needed_items()
             self._needed = {leader: max(items, self._needed.get(leader, 0)) for leader, items in needed.items()}
 
-    def _schema(self, reader: PartReader, rank: int) -> schemas.Schema:
+    def _schema(self, reader: part_reader.PartReader, rank: int) -> schemas.Schema:
         target = self.targets[rank]
         saved = schemas.decode(str(reader.state["schema"]).encode(), str(reader.folder))
         made = msgspec.structs.replace(resized(saved, target.capacity, target.lanes), columns=())
@@ -111,7 +109,7 @@ class Reshard:
         sizes = {n: (items and max(items, self._needed.get(n, 0)), most) for n, (items, most) in rings_of(made).items()}
         return with_rings(made, sizes)
 
-    def parts(self, checkpoint: Checkpoint, rank: int) -> list[tuple[str, str, dict[str, object]]]:
+    def parts(self, checkpoint: checkpoints.Checkpoint, rank: int) -> list[tuple[str, str, dict[str, object]]]:
         """The parts of a rank that are not of rows, by name and class: as the leader has them, but for what begins again.
 
         Raises:
@@ -125,7 +123,7 @@ class Reshard:
         ]
         return [(part, kind, state) for part, kind, state in others if state != saved_parts.EMPTY.get(part)]
 
-    def leader_parts(self, checkpoint: Checkpoint) -> dict[str, saved_parts.SavedPart]:
+    def leader_parts(self, checkpoint: checkpoints.Checkpoint) -> dict[str, saved_parts.SavedPart]:
         """The parts of the leader that are not of rows, which are read once. Raises ``CorruptCheckpoint``: one is damaged."""
         if self._leader_parts is None:
             self._leader_parts = saved_parts.read_parts(checkpoint, self.leader)
@@ -242,7 +240,7 @@ def convert(
     return Converted(made.rows(0), made.plan.dropped)
 
 
-def seed_of(checkpoint: Checkpoint, ranks: int, rank: int) -> int:
+def seed_of(checkpoint: checkpoints.Checkpoint, ranks: int, rank: int) -> int:
     """Of a rank's generator: every load of this checkpoint by as many ranks gives the same."""
     text = f"{checkpoint.sha256} {ranks} {rank}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
@@ -373,7 +371,7 @@ _RANKS_NAMED = 8
 _ROWS = "storage"
 
 
-def disagreements(checkpoint: Checkpoint, made: Reshard) -> list[str]:
+def disagreements(checkpoint: checkpoints.Checkpoint, made: Reshard) -> list[str]:
     """Where ranks that have written differ from the one whose state is taken, an entry each.
 
     Raises:

@@ -6,34 +6,29 @@ change. So every rank computes the same plan.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import heapq
 import itertools
 import math
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from engram._support.checks import check_choice
 from engram.errors import IncompatibleCheckpoint
 from engram.format import layout
+from engram.format.schema import PartField
 from engram.saved import parts
+from engram.saved.checkpoints import Checkpoint
 from engram.saved.description import HAS_FIRST, HAS_LAST, KINDS
 from engram.saved.documents import corrupt
-from engram.saved.rows import ENDS, counted, kinds_of, named_counts, read_rows_state
-
-if TYPE_CHECKING:
-    import contextlib
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from numpy.typing import NDArray
-
-    from engram.format.schema import PartField
-    from engram.saved.checkpoints import Checkpoint
-    from engram.saved.part_reader import PartReader
-    from engram.saved.rows import Ints
-    from engram.types import Ranking
+from engram.saved.part_reader import PartReader
+from engram.saved.rows import ENDS, Ints, counted, kinds_of, named_counts, read_rows_state
+from engram.types import Ranking
 
 #: Why a trajectory is left out: of which kind it is, or there was no room.
 DROPPED = (*KINDS[1:], "oversize", "overflow")

@@ -15,8 +15,6 @@ from engram.store.row_indexes import NONE, EpochIndex, Progress, checked_progres
 from engram.types import Commit, Draw, Extent, Info, NativeBatch, Shown, Write
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from engram.samplers._base import Accept
     from engram.store.sampled import SampledStorage
 
@@ -171,8 +169,8 @@ class SamplerWithoutReplacement(NativeSampler):
         return Draw(rows)
 
     def draw_within(
-        self, extent: Extent, batch_size: int, key: int, accept: Accept, before: Tensor
-    ) -> tuple[Draw, Tensor]:
+        self, extent: Extent, batch_size: int, key: int, accept: Accept, before: torch.Tensor
+    ) -> tuple[Draw, torch.Tensor]:
         """As of every sampler. The epoch goes on with the first row that is not handed out: it is looked at before it is taken.
 
         >>> import torch
@@ -202,7 +200,7 @@ class SamplerWithoutReplacement(NativeSampler):
                 return draw, places
             retries.again(rows, [0])  # another thread or process was faster
 
-    def _ranks(self, order: int, ranks: int, start: int, count: int) -> Tensor:
+    def _ranks(self, order: int, ranks: int, start: int, count: int) -> torch.Tensor:
         """The ranks that come at some places of an epoch."""
         found = native.empty_rows(count)
         if self.shuffle:
@@ -211,7 +209,7 @@ class SamplerWithoutReplacement(NativeSampler):
             torch.arange(start, start + count, out=found, device="cpu")
         return found
 
-    def _listed(self, storage: SampledStorage, n: int, key: int) -> Tensor:
+    def _listed(self, storage: SampledStorage, n: int, key: int) -> torch.Tensor:
         """Rows of a storage that is no store: as ``core.take``."""
         core, rows = self._own.core, native.empty_rows(0)
         while True:
@@ -227,7 +225,7 @@ class SamplerWithoutReplacement(NativeSampler):
                 return rows
 
     @staticmethod
-    def _still(storage: SampledStorage, begun: int, rows: Tensor) -> Tensor:
+    def _still(storage: SampledStorage, begun: int, rows: torch.Tensor) -> torch.Tensor:
         """Those of the rows that hold what they held when an epoch began."""
         writes = storage.writes_of(rows, storage.tickets_of(rows))
         return rows[(writes >= 0) & ((writes < begun) if begun else True)]

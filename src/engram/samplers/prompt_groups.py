@@ -8,13 +8,11 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from engram._support.checks import check_count
+from engram._support import checks, words
 from engram._support.field_paths import FieldPath, checked_path, plain, public
 from engram._support.retries import Retries
-from engram._support.words import warn
 from engram.errors import EMPTY, NoSampleable
-from engram.samplers._base import NativeSampler, check_drawable
-from engram.samplers.staleness import RuledSampler
+from engram.samplers import _base, staleness
 from engram.store.row_indexes import MAX_USES, GroupDraw, GroupRules, Groups
 from engram.store.sampled import SampledStorage
 from engram.types import Draw, Extent
@@ -27,7 +25,7 @@ _WHICH = {"random": 0, "freshest": 2, "oldest": 1, "spread": 2}
 _Rows: TypeAlias = Literal["random", "recency", "reward", "variance"]
 
 
-class PromptGroupSampler(RuledSampler[Groups]):
+class PromptGroupSampler(staleness.RuledSampler[Groups]):
     """Draws whole groups of rows that share a key, such as the answers to one prompt. For GRPO and other group-relative objectives.
 
     A batch is laid out group by group: ``batch.reshape(groups, rows of each)``. Groups are equally likely, and none comes twice.
@@ -117,7 +115,7 @@ class PromptGroupSampler(RuledSampler[Groups]):
     ([0, 0, 0, 0], False)
     """
 
-    traits = NativeSampler.traits._replace(awaits_rows=True)
+    traits = _base.NativeSampler.traits._replace(awaits_rows=True)
     noted = ("num_groups", "samples_per_group", "group_key", "strategy", "reward_key", "cache_groups")
     _warned = False
 
@@ -143,9 +141,9 @@ class PromptGroupSampler(RuledSampler[Groups]):
                 f"{name}: expected one of num_groups and samples_per_group, got num_groups={num_groups} and "
                 f"samples_per_group={samples_per_group}. The other one follows from the batch size."
             )
-        self.num_groups = None if num_groups is None else check_count(f"{name}: num_groups", num_groups)
+        self.num_groups = None if num_groups is None else checks.check_count(f"{name}: num_groups", num_groups)
         self.samples_per_group = (
-            None if samples_per_group is None else check_count(f"{name}: samples_per_group", samples_per_group)
+            None if samples_per_group is None else checks.check_count(f"{name}: samples_per_group", samples_per_group)
         )
         if not isinstance(complete, bool | None):
             raise TypeError(f"{name}: complete: expected True, False or None, got {complete!r}.")
@@ -209,7 +207,7 @@ class PromptGroupSampler(RuledSampler[Groups]):
         >>> sampler
         PromptGroupSampler(samples_per_group=8, max_uses=1)
         """
-        uses = check_count(call, max_uses, most=MAX_USES - 1)
+        uses = checks.check_count(call, max_uses, most=MAX_USES - 1)
         if not self.whole:
             raise ValueError(
                 f"{call}: expected complete groups, as a row that comes twice in a batch is used more often, got a sampler of others. Give "
@@ -251,7 +249,7 @@ class PromptGroupSampler(RuledSampler[Groups]):
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
-        check_drawable(extent.size)
+        _base.check_drawable(extent.size)
         groups, each = self._shape(batch_size)
         found, repeated = self._drawn(groups, each, key, _NO_ROWS)
         self._warn_of(repeated, groups, each)
@@ -259,7 +257,7 @@ class PromptGroupSampler(RuledSampler[Groups]):
 
     def _draw_beside(self, before: Tensor, extent: Extent, batch_size: int, key: int) -> Draw:
         """Groups that are not in the batch yet, or those that are where there are no others. Of fewer than are asked for all are drawn."""
-        check_drawable(extent.size)
+        _base.check_drawable(extent.size)
         groups, each = self._shape(batch_size)
         known = 0 if self._rules.max_uses == 1 else len(before) // each
         there = self._of_size(each if self.whole else 1) - known
@@ -325,7 +323,7 @@ class PromptGroupSampler(RuledSampler[Groups]):
         >>> places, bool(torch.isin(others.rows, drawn.rows[2:]).any())  # a group that is not in the batch
         ([0, 1], False)
         """
-        check_drawable(extent.size)
+        _base.check_drawable(extent.size)
         assert self._storage is not None  # it has groups
         assert drawn.tickets is not None
         groups, each = self._shape(len(drawn.rows))
@@ -431,7 +429,7 @@ class PromptGroupSampler(RuledSampler[Groups]):
         """Once, of a batch of so many groups in which something comes again."""
         if repeated and not self._warned:
             self._warned = True
-            warn(
+            words.warn(
                 f"PromptGroupSampler: expected {groups} groups of {each} rows or more, got fewer groups, or smaller ones: some rows come "
                 "more than once in a batch. Add data, or lower num_groups or samples_per_group."
             )

@@ -7,8 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from engram._support import native
-from engram._support.checks import check_count, check_number
+from engram._support import checks, native
 from engram._support.retries import Retries
 from engram.errors import EMPTY, NoSampleable, RowError
 from engram.samplers._base import DeclaredSampler, NativeSampler, check_drawable
@@ -170,8 +169,8 @@ class RandomSampler(NativeSampler):
         return SamplerWithoutReplacement(**kwargs)
 
     def __init__(self, *, replacement: bool = True, recent_share: float = 0.0, recent_steps: int = 0) -> None:
-        self.recent_share = check_number("RandomSampler: recent_share", recent_share, least=0.0, most=1.0)
-        self.recent_steps = check_count(
+        self.recent_share = checks.check_number("RandomSampler: recent_share", recent_share, least=0.0, most=1.0)
+        self.recent_steps = checks.check_count(
             "RandomSampler: recent_steps", recent_steps, least=1 if self.recent_share else 0
         )
         if self.recent_steps and not self.recent_share:

@@ -15,14 +15,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from engram.format import strict
-from engram.format.schema import field_differences
-from engram.saved import disk, documents
+from engram.format import schema, strict
+from engram.saved import description, disk, documents, part_reader, part_writer
 from engram.saved.checkpoints import Checkpoint, Contents, Vote, manifest_of, read_shard, shard_of, sync_parts
-from engram.saved.description import NO_SCHEMA
 from engram.saved.documents import REFUSAL, SHARD, Attempt, Manifest, Refusal, corrupt, rank_folder
-from engram.saved.part_reader import PartReader
-from engram.saved.part_writer import PartInfo
 
 _NAME = re.compile(r"ckpt-([0-9]{12,18})-e([0-9]{4,9})-([0-9a-f]{8}|crash[0-9]{1,9})")
 EPOCH = re.compile(r"EPOCH-([0-9]{8})")
@@ -185,7 +181,7 @@ def read_attempt(folder: Path, contents: Contents | None = None) -> Attempt:
 def accept(
     folder: Path,
     rank: int,
-    parts: Sequence[PartInfo],
+    parts: Sequence[part_writer.PartInfo],
     rows: documents.ShardRows,
     *,
     step: int | None = None,
@@ -348,7 +344,7 @@ def _unfit(folder: Path, attempt: Attempt, given: Sequence[Vote], contents: Cont
     """Why the shards make no checkpoint, although all ranks voted for theirs; empty: they make one."""
     by_schema: dict[str, list[int]] = {}
     for vote in given:
-        if vote.shard is not None and vote.shard.schema_sum != NO_SCHEMA:
+        if vote.shard is not None and vote.shard.schema_sum != description.NO_SCHEMA:
             by_schema.setdefault(vote.shard.schema_sum, []).append(vote.rank)
     if len(by_schema) > 1:
         return [_unlike(folder, attempt.world, by_schema)[:10_000]]
@@ -363,13 +359,13 @@ def _unlike(folder: Path, world: int, by_schema: Mapping[str, Sequence[int]]) ->
     fields = []
     for _, rank in alike:
         try:
-            with PartReader(folder / rank_folder(rank, world) / "storage") as part:
+            with part_reader.PartReader(folder / rank_folder(rank, world) / "storage") as part:
                 fields.append(part.schema or ())
         except (*documents.UNREADABLE, OSError):
             return f"{text}: of {', of '.join(name for name, _ in alike)}"
     first = alike[0][0]
     return f"{text}: " + "; ".join(
-        f"{name}, beside {first}: {', '.join(field_differences(fields[0], theirs)) or 'their sums differ'}"
+        f"{name}, beside {first}: {', '.join(schema.field_differences(fields[0], theirs)) or 'their sums differ'}"
         for theirs, (name, _) in zip(fields[1:], alike[1:], strict=True)
     )
 

@@ -23,13 +23,10 @@ from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format import layout
 from engram.format import schema as schemas
 from engram.format.files import Descriptor
-from engram.saved import disk
-from engram.saved.checkpoints import replacing, standing
-from engram.saved.description import NO_SCHEMA
+from engram.saved import checkpoints, description, disk, part_writer
 from engram.saved.documents import Cut, ShardRows, Totals, corrupt
 from engram.saved.folder import ENTRY, OF_DUMP, OF_WRITER, Folder, damaged_files, listed_files, summed_files
 from engram.saved.part_reader import PartReader, is_part
-from engram.saved.part_writer import PartWriter
 from engram.saved.parts import Dumpable, PartSnapshot, Preparation, Unprepared, described_state, read_state
 from engram.saved.snapshot import SavedRows
 from engram.store.memory import DTYPE_NAMES, refuse_ragged, write_rows
@@ -39,7 +36,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from tensordict import TensorDict
-    from torch import Tensor
 
     from engram.store import Store
     from engram.types import Form, ItemsSource, RowsSource, RowsTarget, StorageLoad, Traits
@@ -141,7 +137,7 @@ def ring_of(store: Store, who: str) -> Ring:
     return Ring(slots, schema.columns, (position // width % slots or slots), full)
 
 
-def fields_of(store: Store, ring: Ring) -> dict[Key, Tensor]:
+def fields_of(store: Store, ring: Ring) -> dict[Key, torch.Tensor]:
     """The fields of a store, ``[T, W, *shape]``. Views."""
     tensors = store.tensors
     return {
@@ -245,7 +241,7 @@ class DumpedPriorities(NamedTuple):
     beta: float
     eps: float
     #: float64 ``[length]``, CPU: ``(priority + eps) ** alpha`` of each row; finite, at least 0.
-    leaves: Tensor
+    leaves: torch.Tensor
     #: The largest priority so far, not raised to ``alpha``; None before the first.
     max_priority: float | None
 
@@ -258,7 +254,7 @@ class ForeignDump(Protocol):
     @property
     def priorities(self) -> DumpedPriorities | None: ...
     @property
-    def rng_state(self) -> Tensor | None: ...
+    def rng_state(self) -> torch.Tensor | None: ...
 
     def prepare(self, storage: SavedStorage, without: Collection[str]) -> StorageLoad:
         """Check its rows, without some entries, for a storage. Raises ``CorruptCheckpoint``, ``IncompatibleCheckpoint``."""
@@ -270,7 +266,7 @@ class ForeignEnsemble(Protocol):
     @property
     def batch_size(self) -> int | None: ...
     @property
-    def rng_state(self) -> Tensor | None: ...
+    def rng_state(self) -> torch.Tensor | None: ...
     @property
     def members(self) -> Sequence[ForeignDump]: ...
 
@@ -427,14 +423,14 @@ class SlotsSnapshot(abc.ABC):
         """Write it into a new folder, as a part of a dump. Raises ``OSError``: no space, or an I/O error."""
 
     def _finished(
-        self, part: PartWriter, noted: Mapping[str, object], progress: Callable[[int], None] | None
+        self, part: part_writer.PartWriter, noted: Mapping[str, object], progress: Callable[[int], None] | None
     ) -> SavedRows:
         """Complete the part. ``noted``: of the files that lie beside it."""
         info = part.finish(described_state(part, {**self.state, ENTRY: noted}, "storage"))
         if progress is not None:
             progress(self.nbytes)
         cut, totals = Cut(typed(self.state, "clock", int, "storage")), Totals(steps=self._rows, episodes=0)
-        return SavedRows(info, ShardRows(cut, totals, NO_SCHEMA))
+        return SavedRows(info, ShardRows(cut, totals, description.NO_SCHEMA))
 
 
 class HookedSnapshot(SlotsSnapshot):
@@ -453,7 +449,7 @@ class HookedSnapshot(SlotsSnapshot):
             OSError: no space, or an I/O error.
         """
         ring = self._ring
-        part, data = PartWriter(folder, "storage", HOOKED), slots_of(self._store, ring)
+        part, data = part_writer.PartWriter(folder, "storage", HOOKED), slots_of(self._store, ring)
         holds = _has_elements(data)
         for hook in self._hooks:
             if isinstance(hook, _Timed):
@@ -567,7 +563,7 @@ def prepare_rows_of(
 class _HookedRows(NamedTuple):
     """Rows that hooks have made."""
 
-    columns: list[Tensor]
+    columns: list[torch.Tensor]
     length: int
 
     def fill(self, tensors: RowsTarget) -> None:
@@ -857,7 +853,7 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
         if not self._save_hooks:
             Dumpable.dumps(itself, Path(path))
             return
-        with replacing(Path(path)) as folder, disk.batched_fsync(), storage.paused:
+        with checkpoints.replacing(Path(path)) as folder, disk.batched_fsync(), storage.paused:
             self.snapshot(storage).save(folder)
 
     def loads(self, storage: SavedStorage, path: str | os.PathLike[str]) -> None:
@@ -881,7 +877,7 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
         [0, 1, 2]
         """
         check_storage(storage, f"{type(self).__name__}: loads")
-        folder = standing(Path(path))
+        folder = checkpoints.standing(Path(path))
         if is_part(folder):
             with PartReader.open(folder) as reader:
                 load = self.prepare_load(storage, reader, ()) or storage.prepare_part(reader)

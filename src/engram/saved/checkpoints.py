@@ -23,13 +23,12 @@ import msgspec
 from engram._support.closing import Closes
 from engram.errors import CorruptCheckpoint
 from engram.format import files, strict
-from engram.saved import disk, documents, folder
+from engram.saved import disk, documents, folder, part_writer
 from engram.saved.description import NO_SCHEMA
 from engram.saved.documents import SHARD, Attempt, Manifest, Problem, Shard, ShardEntry, corrupt, read_small
 from engram.saved.part_reader import Level, Listing, PartReader, is_part
-from engram.saved.part_writer import PartInfo
 
-Parts: TypeAlias = Sequence[PartInfo]
+Parts: TypeAlias = Sequence[part_writer.PartInfo]
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
 

@@ -17,11 +17,9 @@ import msgspec
 
 from engram._support.words import raise_as
 from engram.errors import CorruptCheckpoint
-from engram.format import strict
+from engram.format import schema, strict
 from engram.format.files import Descriptor
-from engram.format.schema import MAX_BYTES
-from engram.saved import description, disk
-from engram.saved.documents import Problem, no_file
+from engram.saved import description, disk, documents
 
 _T = TypeVar("_T")
 
@@ -49,7 +47,7 @@ class Folder:
             except OSError as error:
                 if error.errno in (errno.ENOENT, errno.ENAMETOOLONG):
                     raise FileNotFoundError(error.errno, error.strerror, self.name(parts)) from error
-                raise CorruptCheckpoint(f"{self.name(parts)}: {no_file(error)}.") from error
+                raise CorruptCheckpoint(f"{self.name(parts)}: {documents.no_file(error)}.") from error
 
     def open(self, parts: Sequence[str], nbytes: int | None = None) -> Descriptor:
         """A descriptor of a regular file, of exactly ``nbytes`` bytes if given."""
@@ -83,7 +81,7 @@ class Folder:
             return True
         return False
 
-    def read(self, parts: Sequence[str], most: int = MAX_BYTES) -> bytes:
+    def read(self, parts: Sequence[str], most: int = schema.MAX_BYTES) -> bytes:
         """All of a file, of at most so many bytes."""
         with self.open(parts) as fd, open(fd, "rb", closefd=False) as file:
             if (size := os.fstat(fd).st_size) > most:
@@ -152,7 +150,7 @@ def summed_files(folder: Path, names: Sequence[str]) -> tuple[list[list[object]]
     return described, packed
 
 
-def damaged_files(folder: Path, files: Mapping[str, int], raw: bytes) -> Iterator[Problem]:
+def damaged_files(folder: Path, files: Mapping[str, int], raw: bytes) -> Iterator[documents.Problem]:
     """What is wrong with files. ``raw``: their sums, one behind the other. Reads everything."""
     at = 0
     for name, size in files.items():
@@ -161,10 +159,10 @@ def damaged_files(folder: Path, files: Mapping[str, int], raw: bytes) -> Iterato
         try:
             found = _sums_of(Folder(folder), tuple(name.split("/")), size)[1]
         except CorruptCheckpoint as error:
-            yield Problem(folder / name, str(error).removeprefix(f"{folder / name}: ").removesuffix("."))
+            yield documents.Problem(folder / name, str(error).removeprefix(f"{folder / name}: ").removesuffix("."))
             continue
         if found != expected:
-            yield Problem(folder / name, "expected the sums that it was saved with, got others")
+            yield documents.Problem(folder / name, "expected the sums that it was saved with, got others")
 
 
 def _sums_of(folder: Folder, parts: tuple[str, ...], size: int | None) -> tuple[int, bytes]:

@@ -20,8 +20,7 @@ from engram._support.progress import OnProgress, Work
 from engram._support.words import raise_as
 from engram.errors import CorruptCheckpoint, CorruptStore, IncompatibleStore
 from engram.format import files, layout, schema, sizes
-from engram.saved import attempts, description, disk, documents
-from engram.saved.checkpoints import Checkpoint
+from engram.saved import attempts, checkpoints, description, disk, documents
 from engram.saved.part_reader import Level, PartReader
 from engram.saved.series import LATEST, Series
 
@@ -171,7 +170,7 @@ def _found(path: Path, kind: Kind, level: Level, work: Work) -> Iterator[documen
             work.total += sum(part.files.values())
             yield from part.problems(level)
     else:
-        with Checkpoint(path) as checkpoint:
+        with checkpoints.Checkpoint(path) as checkpoint:
             if not work.total:
                 work.total = checkpoint.nbytes
             checkpoint.progress = work
@@ -219,7 +218,7 @@ def _series(root: Path, level: Level, work: Work) -> tuple[list[documents.Proble
     problems: list[documents.Problem] = []
     notes: list[documents.Problem] = []
     for name in attempts.names(root) if level != "meta" else ():
-        with contextlib.suppress(OSError, *documents.UNREADABLE), Checkpoint(root / str(name)) as one:
+        with contextlib.suppress(OSError, *documents.UNREADABLE), checkpoints.Checkpoint(root / str(name)) as one:
             work.total += one.nbytes
     for name in attempts.names(root):
         folder = root / str(name)
@@ -354,7 +353,7 @@ def describe(path: Path) -> Entries:
         elif kind == "attempt" or (kind == "checkpoint" and is_aborted(path)):
             found |= _described_attempt(path)
         else:
-            with Checkpoint(path) as checkpoint:
+            with checkpoints.Checkpoint(path) as checkpoint:
                 found |= _described_checkpoint(checkpoint)
     except _DAMAGE:
         assert report.problems, "what cannot be read is a problem"
@@ -417,7 +416,7 @@ def _in_short(shards: Sequence[documents.Totals]) -> dict[str, int]:
     }
 
 
-def _described_checkpoint(checkpoint: Checkpoint) -> Entries:
+def _described_checkpoint(checkpoint: checkpoints.Checkpoint) -> Entries:
     manifest = checkpoint.manifest
     shards = []
     totals: list[documents.Totals] = []

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar, 
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from engram._support.copies import raw_bytes
 from engram._support.field_paths import plain
@@ -180,7 +179,7 @@ def check_blocks(reader: PartReader) -> None:
 def described_state(writer: PartWriter, state: dict[str, object], where: str) -> dict[str, object]:
     """The state as JSON values, its tensors written as arrays. Raises as :func:`write_part`."""
 
-    def written(value: Tensor) -> dict[str, int]:
+    def written(value: torch.Tensor) -> dict[str, int]:
         plain = value.detach().resolve_conj().resolve_neg().to("cpu")
         raw = raw_bytes(plain).numpy().data
         return {"$array": writer.array(DTYPE_NAMES[value.dtype], tuple(plain.shape), raw)}
@@ -232,7 +231,7 @@ def _read(value: object, reader: PartReader) -> object:
     return value
 
 
-def _array(reader: PartReader, number: int) -> Tensor:
+def _array(reader: PartReader, number: int) -> torch.Tensor:
     array = reader.arrays[number]
     if not hasattr(torch, array.dtype):
         raise corrupt(reader.folder, f"expected a dtype that this torch has, got {array.dtype}")

@@ -18,8 +18,7 @@ import torch
 
 from engram._support.words import count
 from engram.errors import CorruptStore
-from engram.format import layout
-from engram.format.files import Descriptor
+from engram.format import files, layout
 from engram.saved import disk, ragged
 from engram.saved.description import NO_SCHEMA, OPEN, Segment, schema_sum, segment_layout, spans_name, with_tickets
 from engram.saved.documents import Count, Cut, ShardRows, Totals
@@ -188,10 +187,10 @@ def _write_flat(part: PartWriter, store: Store, numbers: Ints, copied: Sequence[
         name = layout.field_path(_HERE, field.key).as_posix()
         with contextlib.ExitStack() as stack:
             file = stack.enter_context(part.file(name, rows * size, sparse=True))
-            source: Descriptor | None = None  # another file may share its space
+            source: files.Descriptor | None = None  # another file may share its space
             if not copied and size and store.directory is not None and store.has_files:
                 path = layout.field_path(store.directory, field.key)
-                source = stack.enter_context(Descriptor.open(path, os.O_RDONLY | os.O_NOFOLLOW))
+                source = stack.enter_context(files.Descriptor.open(path, os.O_RDONLY | os.O_NOFOLLOW))
             at = 0
             for begin, end in stretches:
                 file.skip((begin - at) * size)
@@ -221,7 +220,7 @@ def _write_together(
     memory = np.empty(max(PIECE // stride, 1) * stride, np.uint8)
     for i in range(0, len(group.offsets), _OPEN_FILES):
         with contextlib.ExitStack() as stack:
-            fd = stack.enter_context(Descriptor.open(path, os.O_RDONLY | os.O_NOFOLLOW))
+            fd = stack.enter_context(files.Descriptor.open(path, os.O_RDONLY | os.O_NOFOLLOW))
             out = []
             for number, offset in list(group.offsets.items())[i : i + _OPEN_FILES]:
                 size, name = fields[number].row_bytes, layout.field_path(_HERE, fields[number].key).as_posix()

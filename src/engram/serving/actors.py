@@ -17,25 +17,19 @@ from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, cast
 import ray
 import torch
 from ray.exceptions import RayError, RayTaskError
-from torch import Tensor
 
-from engram._support.checks import check_count
-from engram._support.nested import map_tensors
+from engram._support import checks, nested
 from engram.buffer import ReplayBuffer
 from engram.buffer.wiring import component
-from engram.checkpoint.checkpointer import Checkpointer
+from engram.checkpoint import checkpointer, save
 from engram.checkpoint.ranks import Ranks
 from engram.checkpoint.reports import Options, RestoreOptions, RestoreReport, SaveReport, Wanted
-from engram.checkpoint.save import SaveHandle
 from engram.errors import CorruptCheckpoint, RankFailed
 from engram.format.schema import decode
-from engram.remote.awaited import Described
-from engram.remote.connection import Found
-from engram.remote.protocol import Address
+from engram.remote import awaited, connection, protocol
 from engram.remote.shards import Handle, answer_of
 from engram.saved import attempts
-from engram.serving.server import Server
-from engram.serving.service import Service, served_by, why_alone
+from engram.serving import server, service
 from engram.storages import LazyMemmapStorage, ListStorage, Storage, TensorStorage
 from engram.types import RowStorage, Sampler, Write, Writer
 
@@ -119,8 +113,8 @@ class ShardSaver:
         self._rb, self._rank, self._world = rb, rank, world
         self.board = Board("")
         self._key = ""
-        self._checkpointer: Checkpointer
-        self._handle: SaveHandle | None = None
+        self._checkpointer: checkpointer.Checkpointer
+        self._handle: save.SaveHandle | None = None
         self._lock = threading.Lock()
 
     def knows(self, key: str) -> bool:
@@ -136,7 +130,7 @@ class ShardSaver:
         if self._rank == 0:
             self.board = Board(key)
         ranks = RanksOnRay(self._rank, self._world, holder, key) if self._world > 1 else None
-        self._checkpointer = Checkpointer(root, self._rb, ranks=ranks, **options._asdict())
+        self._checkpointer = checkpointer.Checkpointer(root, self._rb, ranks=ranks, **options._asdict())
         with self._lock:
             self._key, self._handle = key, None
 
@@ -214,8 +208,8 @@ class ShardActor:
         self, kind: type[ReplayBuffer], made_of: Mapping[str, object], of_clients: Mapping[str, object], place: Place
     ) -> None:
         self._kind, self._of_clients = kind, of_clients
-        self._server: Server | None = None
-        self._found: Found | None = None
+        self._server: server.Server | None = None
+        self._found: connection.Found | None = None
         self._failed: Exception | None = None
         self._turns = itertools.count()
         try:
@@ -225,18 +219,20 @@ class ShardActor:
         except Exception as error:  # noqa: BLE001 - `describe` raises it: Ray would start the actor again and again
             self._failed = error
 
-    def describe(self) -> Described:
+    def describe(self) -> awaited.Described:
         """What clients know before there is a store. Raises what making the buffer raised."""
         if self._failed is not None:
             raise self._failed
         node, geometry = ray.get_runtime_context().get_node_id(), self._storage._geometry  # noqa: SLF001 - what it was asked for
-        return Described(self._kind, served_by(self._rb, alone=why_alone(self._rb)), geometry, node, self._of_clients)
+        return awaited.Described(
+            self._kind, service.served_by(self._rb, alone=service.why_alone(self._rb)), geometry, node, self._of_clients
+        )
 
     def components(self) -> tuple[Storage, Sampler, Writer]:
         """Copies of them, which share the memory of the store."""
         return self._rb.storage, self._rb.sampler, self._rb.writer
 
-    def serve(self, schema: str | None) -> Found | None:
+    def serve(self, schema: str | None) -> connection.Found | None:
         """Serve the store, which is made of a schema if there is none. Where; None: there is neither."""
         rb = self._rb
         if schema is not None and not rb.storage.initialized:
@@ -244,8 +240,8 @@ class ShardActor:
         if self._server is None and rb.storage.initialized:
             rb.observe(Write(torch.empty(0, dtype=torch.int64), 0), None)  # the folder notes what the buffer is
             host, token = ray.util.get_node_ip_address(), secrets.token_hex(16)
-            self._server = Server(Service(rb), Address("grpc", host), token=token.encode())
-            self._found = Found((Address("grpc", host, self._server.port),), token.encode())
+            self._server = server.Server(service.Service(rb), protocol.Address("grpc", host), token=token.encode())
+            self._found = connection.Found((protocol.Address("grpc", host, self._server.port),), token.encode())
         return self._found
 
     def turn(self) -> int:
@@ -369,7 +365,7 @@ class ListBuffer:
         if self.closed:
             raise RuntimeError(f"{name}: the buffer was closed. Make another one.")
         try:
-            arguments, named = map_tensors((arguments, named), Tensor.cpu)
+            arguments, named = nested.map_tensors((arguments, named), torch.Tensor.cpu)
             found = ray.get(self._actor.do.remote(name, *arguments, **named))
         except RayTaskError as error:
             raise error.cause from None
@@ -416,7 +412,7 @@ class ListBuffer:
     is_alive = property(lambda self: not self.closed)
 
     def clients(self, num_clients: int) -> list[ListBuffer]:
-        return [ListBuffer(self._actor, self._kind) for _ in range(check_count("clients", num_clients))]
+        return [ListBuffer(self._actor, self._kind) for _ in range(checks.check_count("clients", num_clients))]
 
     def client(self) -> ListBuffer:
         return self.clients(1)[0]

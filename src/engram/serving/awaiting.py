@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import msgspec
 import torch
@@ -19,19 +20,13 @@ from engram.buffer.tensordict import (
     TensorDictReplayBuffer,
 )
 from engram.errors import IncompatibleStore
-from engram.format.schema import Schema, decode, encode, field_differences
+from engram.format.schema import Field, Schema, decode, encode, field_differences
 from engram.remote import protocol
 from engram.serving.service import Service, check_protocol, served_by, why_alone
+from engram.storages import LazyMemmapStorage
 from engram.storages._structure import Structure
+from engram.store import Store
 from engram.types import Write
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from engram.format.schema import Field
-    from engram.storages import LazyMemmapStorage
-    from engram.store import Store
-
 
 #: Flight's error of a server that is gone: clients ask another one, or the same again.
 away = flight.FlightUnavailableError

@@ -9,7 +9,6 @@ from typing import NamedTuple, cast
 from uuid import UUID
 
 import torch
-from torch import Tensor
 
 from engram._support.checks import check_count
 from engram.buffer import ReplayBuffer
@@ -62,16 +61,16 @@ class Calls:
     def _index_keys(self, _: protocol.Call, field: str | tuple[str, ...]) -> None:
         self._rb.index_keys(field)
 
-    def _rows_of(self, _: protocol.Call, keys: object) -> tuple[Tensor, ...]:
+    def _rows_of(self, _: protocol.Call, keys: object) -> tuple[torch.Tensor, ...]:
         return tuple(self._rb.rows_of(keys))
 
-    def _rows_with(self, _: protocol.Call, keys: object) -> tuple[Tensor, ...]:
+    def _rows_with(self, _: protocol.Call, keys: object) -> tuple[torch.Tensor, ...]:
         """All rows with one of these keys."""
         found = self._rb.storage.keyed("remove")
         assert found is not None  # rows were written
         return found.all(keys, "remove")
 
-    def _update_if_present(self, _: protocol.Call, **given: object) -> tuple[Tensor, ...]:
+    def _update_if_present(self, _: protocol.Call, **given: object) -> tuple[torch.Tensor, ...]:
         updates = FieldUpdates(self._rb._wiring)  # noqa: SLF001 - of the facade
         return updates.apply_once(**given)  # type: ignore[arg-type] # it checks them
 
@@ -84,7 +83,7 @@ class Calls:
     def _unsealed(self, _: protocol.Call) -> list[ShownRow]:
         return [self._shown(row) for row in self._rb.unsealed()]
 
-    def _show(self, command: protocol.Call) -> dict[Key, Tensor]:
+    def _show(self, command: protocol.Call) -> dict[Key, torch.Tensor]:
         return self._row(command).fields
 
     def _resume(self, command: protocol.Call) -> ShownRow:

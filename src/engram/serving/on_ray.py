@@ -11,9 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from engram._support.checks import check_choice, check_count
-from engram.buffer.configuration import READING_ARGUMENTS
+from engram.buffer import configuration, services
 from engram.buffer.connecting import NAMESPACE, OnRay, Shards, Transport, attached, name_of
-from engram.buffer.services import imported_ray
 from engram.buffer.tensordict import ReplayBuffer
 
 if TYPE_CHECKING:
@@ -169,7 +168,7 @@ class RayReplayBuffer(metaclass=_Checked):
             raise TypeError(
                 f"RayReplayBuffer: replay_buffer_cls: expected a buffer class of engram's, got {replay_buffer_cls!r}."
             )
-        ray = imported_ray("RayReplayBuffer", "pyarrow.flight")
+        ray = services.imported_ray("RayReplayBuffer", "pyarrow.flight")
         from engram.remote.shards import Shard
         from engram.serving.actors import LIST_OPTIONS, is_kept_in_list, opened
 
@@ -231,9 +230,9 @@ def _started(
 
     if in_list:
         return [ray.remote(**options[0])(ListActor).remote()], {}
-    of_clients = {name: given[name] for name in (*READING_ARGUMENTS, "priority_key") if name in given}
+    of_clients = {name: given[name] for name in (*configuration.READING_ARGUMENTS, "priority_key") if name in given}
     generator = of_clients.pop("generator", None)
-    of_client = {*READING_ARGUMENTS, "delayed_init", "shared"} - {"batch_size"}
+    of_client = {*configuration.READING_ARGUMENTS, "delayed_init", "shared"} - {"batch_size"}
     made_of = {name: value for name, value in given.items() if name not in of_client}
     actors = [
         ray.remote(**one)(ShardActor).remote(kind, made_of, of_clients, Place(secrets.token_hex(16), k, len(options)))

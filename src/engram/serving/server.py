@@ -12,9 +12,10 @@ import stat
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from urllib.parse import unquote
 
 import msgspec
@@ -26,10 +27,6 @@ from engram.buffer.tensordict import ReplayBuffer
 from engram.remote import protocol, wire
 from engram.serving.awaiting import Awaiting, away
 from engram.serving.service import Service, TooMany
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 
 _FILES = pa.schema([("name", pa.string()), ("data", pa.binary())])
 #: Streams at a time: each holds a thread.

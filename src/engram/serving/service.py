@@ -9,22 +9,22 @@ import tempfile
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
+from uuid import UUID
 
 import msgspec
 import pyarrow as pa
 import torch
+from torch import Tensor
 
 from engram import samplers, writers
-from engram._support.field_paths import WINDOW_ENDS, public
-from engram._support.native import NotAdmitted
-from engram._support.version import __version__
+from engram._support import field_paths, native, version
 from engram.around import Expander, SampleUnit
-from engram.buffer.ragged_batches import BatchForm
+from engram.buffer import ReplayBuffer, ragged_batches, window_marks
 from engram.buffer.read_path import ReadPath
-from engram.buffer.window_marks import WindowMarks
 from engram.buffer.wiring import Wiring
 from engram.errors import IncompatibleStore, NoSampleable, RowError
 from engram.format import files, layout
@@ -33,6 +33,7 @@ from engram.format.sizes import most_row_bytes, usual_row_bytes
 from engram.inspect import gauges
 from engram.inspect.advice import drawing_by, is_over_batch
 from engram.remote import protocol, wire
+from engram.samplers import PrioritizedSampler
 from engram.samplers.staleness import RuledSampler, VersionedSampler
 from engram.serving.calls import Calls
 from engram.store import DrawingPart, Masses, OutOfOrder, Requests, ThreadKey
@@ -43,17 +44,6 @@ from engram.store.ragged_rows import Items, items_in, joined
 from engram.store.requests import IN_DOUBT
 from engram.transforms import Compose
 from engram.types import Entry, WritePlan
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from uuid import UUID
-
-    from torch import Tensor
-
-    from engram.buffer import ReplayBuffer
-    from engram.remote.wire import Column
-    from engram.samplers import PrioritizedSampler
-
 
 #: Of answers that are made, or that clients have not read. Small ones are as many as streams, and are not counted.
 ANSWER_BYTES = 2 * protocol.MAX_MESSAGE
@@ -167,7 +157,7 @@ class Batches(NamedTuple):
     """Batches for one message."""
 
     metadata: protocol.Sampled
-    columns: list[Column]
+    columns: list[wire.Column]
     tensors: list[Tensor]
 
 
@@ -218,7 +208,7 @@ class Service:
         self._fields = wire.fields_of(self._schema)
         self._fields_epoch = store.core.fields_epoch
         #: Of batches, by their fields and entries.
-        self._columns: dict[tuple[object, ...], list[Column]] = {}
+        self._columns: dict[tuple[object, ...], list[wire.Column]] = {}
         #: Of the store, for its clients.
         self.name = _name_of(self._folder, readonly=store.readonly)
 
@@ -243,7 +233,7 @@ class Service:
             case protocol.Empty():
                 self._rb.empty(empty_write_count=not command.keep_write_count)
             case protocol.EndTrajectory():
-                roles = {public(path): role for path, role in command.roles} or None
+                roles = {field_paths.public(path): role for path, role in command.roles} or None
                 return self._rb.end_trajectory(command.lanes, terminated=command.terminated, roles=roles).tolist()
             case protocol.Limit():
                 self._limit(command)
@@ -276,7 +266,7 @@ class Service:
             self._fields = wire.fields_of(self._schema)
         return len(self._fields)
 
-    def written(self, columns: int) -> list[Column]:
+    def written(self, columns: int) -> list[wire.Column]:
         """What so many columns of rows on their way in are: fields that were added may be left out."""
         fields = columns - (self._schema.lanes > 1)
         known = fields if self._schema.first_fields <= fields <= len(self._fields) else len(self._fields)
@@ -385,7 +375,9 @@ class Service:
         parts, reading = command.parts, self._reading
         each = [self._rows_within(command)] if command.max_tokens else _sizes(command)
         if command.max_tokens:
-            reading = cast("ReadPath", BatchForm.of_command(command).of(reading, self._wiring, ahead=False))
+            reading = cast(
+                "ReadPath", ragged_batches.BatchForm.of_command(command).of(reading, self._wiring, ahead=False)
+            )
         batches, last, masses = [], False, []
         for key, rows in zip(command.keys, each, strict=True):
             try:
@@ -396,7 +388,7 @@ class Service:
                     else:
                         batch = self._drawn(key, rows, reading)
                     batches.append(batch)
-            except (NoSampleable, NotAdmitted):
+            except (NoSampleable, native.NotAdmitted):
                 if not batches:
                     raise
                 break
@@ -442,15 +434,15 @@ class Service:
         columns, index, info = reading.read(self._key, rows, "beside")
         assert index is not None  # beside
         if self._wiring.of_sampler.draws_windows and ("next", "truncated") not in info:  # which clients know
-            ends = WindowMarks(self._wiring, info, index.shape, ()).ends
-            info |= {} if ends is None else {WINDOW_ENDS: ends.unsqueeze(-1)}
+            ends = window_marks.WindowMarks(self._wiring, info, index.shape, ()).ends
+            info |= {} if ends is None else {field_paths.WINDOW_ENDS: ends.unsqueeze(-1)}
         entries = {name: value for name, value in info.items() if isinstance(value, torch.Tensor)}
         shape, tensors = index.shape, [*columns, index, *entries.values()]
         if len(shape) > 1:
             tensors = [tensor.reshape(index.numel(), *tensor.shape[len(shape) :]) for tensor in tensors]
         return _Drawn(shape, tuple(entries), tensors)
 
-    def _columns_of(self, entries: tuple[Entry, ...], fields: int, tensors: Sequence[Tensor]) -> list[Column]:
+    def _columns_of(self, entries: tuple[Entry, ...], fields: int, tensors: Sequence[Tensor]) -> list[wire.Column]:
         """What the columns of a batch are, which its fields and entries decide."""
         known = self._columns.get((fields, entries))
         if known is None:
@@ -557,8 +549,8 @@ def check_protocol(command: protocol.Describe) -> None:
     """Raise ``IncompatibleStore``: the client speaks another one."""
     if command.protocol != protocol.PROTOCOL:
         raise IncompatibleStore(
-            f"connect: expected protocol {protocol.PROTOCOL}, of engram {__version__} on the server, got {command.protocol}, of engram "
-            f"{command.engram:.40}. Use the same version on both sides."
+            f"connect: expected protocol {protocol.PROTOCOL}, of engram {version.__version__} on the server, got {command.protocol}, "
+            f"of engram {command.engram:.40}. Use the same version on both sides."
         )
 
 
@@ -601,7 +593,7 @@ def served_by(
     sampler, writer = samplers.declared(rb.sampler), writers.declared(rb.writer)
     return protocol.Served(
         protocol.PROTOCOL,
-        __version__,
+        version.__version__,
         store,
         schema,
         recipe or {},

@@ -11,21 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram._support import fork, words
-from engram._support.checks import as_ints, as_numbers
-from engram._support.closing import end
+from engram._support import checks, closing, fork, words
 from engram._support.overrides import doing, meanwhile, overrides
 from engram.errors import IncompatibleCheckpoint, RowError
+from engram.saved import checkpoints, part_reader
 from engram.saved.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer, accepted, prepare_dumped
-from engram.saved.checkpoints import standing
-from engram.saved.part_reader import PartReader
 from engram.saved.parts import Dumpable, PartSnapshot, Preparation, check_kind, read_state
 from engram.storages.ragged import NO_RAGGED, RaggedOptions
 from engram.storages.tensor_state import KeptRows, unwritten
-from engram.store import row_indexes
-from engram.store.keys import StoredKeys, no_index
-from engram.store.open_rows import OpenRowIndex
-from engram.store.sampled import SampledStorage
+from engram.store import keys, open_rows, row_indexes, sampled
 from engram.store.store import COUNTERS
 from engram.types import Declared, Form, ItemsSource, Listener, RowsSource, StorageLoad, Traits, Write, WritePlan
 
@@ -63,7 +57,7 @@ class Count(NamedTuple):
     remedy: str = ""
 
 
-class Port(SampledStorage, Protocol):
+class Port(sampled.SampledStorage, Protocol):
     """What every storage implements. Prepared rows, and columns that were read, are of the form that the storage likes."""
 
     def prepare(
@@ -264,7 +258,7 @@ class Storage(Declared, Dumpable, Port):
     _inherited = False
 
     def __init__(self) -> None:
-        declared = {**vars(SampledStorage), **vars(Port)}
+        declared = {**vars(sampled.SampledStorage), **vars(Port)}
         missing = [name for name, it in declared.items() if name[0] != "_" and getattr(type(self), name, None) is it]
         if missing:
             raise NotImplementedError(
@@ -600,7 +594,7 @@ class Storage(Declared, Dumpable, Port):
         """
         raise TypeError(f"positions_of: expected a tensor storage of this machine, got {type(self).__name__}.")
 
-    def keyed(self, call: str, key: FieldPath | None = None) -> StoredKeys | None:
+    def keyed(self, call: str, key: FieldPath | None = None) -> keys.StoredKeys | None:
         """The rows by their key; None: nothing was ever written.
 
         Args:
@@ -627,10 +621,10 @@ class Storage(Declared, Dumpable, Port):
             )
         with self._lock:
             if self.memory is not None:
-                return StoredKeys.of(self.memory, key, call)
+                return keys.StoredKeys.of(self.memory, key, call)
             self.pending_key = key or self.pending_key
         if self.pending_key is None:
-            raise no_index(call)
+            raise keys.no_index(call)
         return None
 
     # ---- removing ------------------------------------------------------------------------------------------------------
@@ -703,9 +697,11 @@ class Storage(Declared, Dumpable, Port):
         """Make what was asked for before there was a store. Raises as :meth:`keyed`, once, before the limits."""
         key, self.pending_key = self.pending_key, None
         if key is not None:
-            StoredKeys.of(store, key, "index_keys")
+            keys.StoredKeys.of(store, key, "index_keys")
         if store.schema.ragged and self.ragged.open_rows:
-            OpenRowIndex.of_store(store, self.ragged.open_rows)  # processes that open the folder have no such option
+            open_rows.OpenRowIndex.of_store(
+                store, self.ragged.open_rows
+            )  # processes that open the folder have no such option
         if self.pending_limit is not None:
             store.core.set_limit(*self.pending_limit, store.core.size())
             self.pending_limit = None
@@ -790,7 +786,9 @@ class Storage(Declared, Dumpable, Port):
     #: Classes whose dumps can be loaded here, beside its own.
     _loads: tuple[str, ...] = ()
 
-    def prepare_part(self, reader: PartReader, *, close_open: bool = False, without: Sequence[str] = ()) -> StorageLoad:
+    def prepare_part(
+        self, reader: part_reader.PartReader, *, close_open: bool = False, without: Sequence[str] = ()
+    ) -> StorageLoad:
         """Check a part. Rows are read when it is committed, if nothing is stored here; else their blocks are checked before, too.
 
         ``close_open``: the trajectories that go on at the ends of lanes end there; the next row of such a lane is left out. ``without``:
@@ -815,7 +813,7 @@ class Storage(Declared, Dumpable, Port):
         self._check_kind(reader)
         return self.prepare_load(read_state(reader))
 
-    def _check_kind(self, reader: PartReader) -> None:
+    def _check_kind(self, reader: part_reader.PartReader) -> None:
         check_kind(reader, "storage", *dict.fromkeys((*self._loads, type(self).__name__)))
 
     # ---- rows that are placed one by one: only where they are tensors ---------------------------------------------------
@@ -1061,7 +1059,7 @@ class Storage(Declared, Dumpable, Port):
         0
         """
         if self._checkpointer is None or self._checkpointer.is_plain:
-            with PartReader.open(standing(Path(path))) as reader:
+            with part_reader.PartReader.open(checkpoints.standing(Path(path))) as reader:
                 prepare_dumped(self, reader).commit()
             self.notify(None, None)
         else:
@@ -1086,7 +1084,7 @@ class Storage(Declared, Dumpable, Port):
         """
         fork.dropped(self)
         why = "the storage was closed. Make another one, or ReplayBuffer.open the folder of one."
-        end(self, why, **self._after_close())
+        closing.end(self, why, **self._after_close())
 
     def _after_close(self) -> dict[str, object]:
         """What goes on when it is closed."""
@@ -1121,7 +1119,7 @@ class Storage(Declared, Dumpable, Port):
         if isinstance(cursor, slice):
             bounded = self.max_size < torch.iinfo(torch.int64).max
             cursor = range(*cursor.indices(self.max_size if bounded else max(*self.extent().filled, cursor.stop or 0)))
-        rows = torch.tensor([cursor], device="cpu") if single else as_ints("index", cursor).reshape(-1)
+        rows = torch.tensor([cursor], device="cpu") if single else checks.as_ints("index", cursor).reshape(-1)
         outside = rows[(rows < 0) | (rows >= self.max_size)]
         if len(outside) and (self.initialized or self.ndim == 1):  # slots may still be rounded up
             raise RowError(f"set: row {int(outside[0])} is outside [0, {self.max_size}).")
@@ -1256,7 +1254,7 @@ class Storage(Declared, Dumpable, Port):
             return Rows(rows, span=(start, max(start, stop)) if contiguous else None)
         if not isinstance(index, Tensor | np.ndarray | list | range):
             return Rows(self._live(self._row_number(index)), single=True)
-        mask = as_numbers("rb[index]", index).to("cpu")
+        mask = checks.as_numbers("rb[index]", index).to("cpu")
         if mask.dtype is torch.bool:
             extent = self.extent()
             if mask.shape != (extent.size,):
@@ -1264,7 +1262,7 @@ class Storage(Declared, Dumpable, Port):
                     f"rb[mask]: expected a mask of the {extent.size} live rows, got shape {list(mask.shape)}."
                 )
             return Rows(extent.rows(mask.nonzero().reshape(-1)))
-        return Rows(self._live(as_ints("index", index).reshape(-1)), single=mask.ndim == 0)
+        return Rows(self._live(checks.as_ints("index", index).reshape(-1)), single=mask.ndim == 0)
 
     def _row_number(self, index: Any) -> Tensor:
         try:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from engram._support.checks import check_count as check_number_of
 from engram._support.nested import describe, flatten, has_entries, map_with_paths
@@ -106,7 +105,7 @@ def rows_of_selection(data: object, shape: torch.Size, call: str, structure: Str
     return rows
 
 
-def selected_rows(index: Any, slots: int, columns: tuple[int, ...], time: int) -> Tensor:
+def selected_rows(index: Any, slots: int, columns: tuple[int, ...], time: int) -> torch.Tensor:
     """The rows that an index into ``[*columns]``, with the slots as dimension ``time``, selects: int64 in the shape it selects.
 
     Raises:
@@ -123,7 +122,7 @@ def selected_rows(index: Any, slots: int, columns: tuple[int, ...], time: int) -
     return rows
 
 
-def rows_of_coordinates(coordinates: Tensor, sizes: tuple[int, ...]) -> Tensor:
+def rows_of_coordinates(coordinates: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
     """The rows of coordinates ``[..., ndim]``, slot first; -1 for those outside of the sizes."""
     rows = torch.zeros(coordinates.shape[:-1], dtype=torch.int64, device=coordinates.device)
     inside = rows == 0
@@ -132,7 +131,7 @@ def rows_of_coordinates(coordinates: Tensor, sizes: tuple[int, ...]) -> Tensor:
     return torch.where(inside, rows, -1)
 
 
-def coordinates(rows: Tensor, columns: tuple[int, ...]) -> Tensor:
+def coordinates(rows: torch.Tensor, columns: tuple[int, ...]) -> torch.Tensor:
     """The coordinates ``[n, ndim]`` of rows, slot first; without columns the rows themselves."""
     if not columns:
         return rows
@@ -148,7 +147,7 @@ def check_even(data: Any, call: str, path: tuple[str, ...] = ()) -> None:
     if is_lazy_stack(data):
         rows: list[dict[tuple[str, ...], object]] = [dict(flatten(row, path)) for row in data.tensordicts]
         for key in rows[0]:
-            shapes = {str(list(it.shape)): None for row in rows if isinstance(it := row.get(key), Tensor)}
+            shapes = {str(list(it.shape)): None for row in rows if isinstance(it := row.get(key), torch.Tensor)}
             if len(shapes) > 1:
                 raise RuntimeError(
                     f"{call}: {at(key)}: expected tensors of one shape in a stack, got {', '.join(shapes)}. Pad them, or use a "
@@ -170,9 +169,9 @@ def _rearrange(
     seen: list[tuple[tuple[str, ...], tuple[int, ...]]] = []
 
     def rearrange(x: object, path: tuple[str, ...]) -> object:
-        if not (is_tensor_collection(x) or isinstance(x, Tensor)):
+        if not (is_tensor_collection(x) or isinstance(x, torch.Tensor)):
             x = as_tensor(x, path, call)
-        if isinstance(x, Tensor) and x.is_nested:
+        if isinstance(x, torch.Tensor) and x.is_nested:
             raise RuntimeError(
                 f"{call}: {at(path)}: expected rows of one size where ndim > 1, got a nested tensor. Use ndim=1."
             )

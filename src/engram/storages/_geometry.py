@@ -16,9 +16,8 @@ from engram.format import layout
 from engram.format import schema as schemas
 from engram.format.schema import Schema
 from engram.format.sizes import resized, rings_of, with_rings
+from engram.storages import _ragged_structure, _structure
 from engram.storages import ragged as ragged_fields
-from engram.storages._ragged_structure import structure_in
-from engram.storages._structure import Structure
 from engram.storages._types import NO_DTYPES, Dtypes, check_stored, checked_dtypes
 from engram.store import Store
 from engram.types import Declared
@@ -123,7 +122,7 @@ class Geometry(NamedTuple):
         """Rows of whole lanes."""
         return self.max_size // self.lanes * self.lanes
 
-    def schema(self, structure: Structure, columns: tuple[int, ...]) -> Schema:
+    def schema(self, structure: _structure.Structure, columns: tuple[int, ...]) -> Schema:
         """The schema of a store for rows of that structure."""
         width = math.prod(columns)
         whole = self.max_size // self.lanes * self.lanes  # capacity, without a call
@@ -139,7 +138,7 @@ class Geometry(NamedTuple):
             ValueError: it is none. IncompatibleCheckpoint: another one.
         """
         schema = self._decoded(text, here, where)
-        expected = here or self.schema(structure_in(schema), schema.columns)
+        expected = here or self.schema(_ragged_structure.structure_in(schema), schema.columns)
         if here is not None and (here.added or schema.added) and _as_far_as_both(here, schema):
             expected = schema  # one of the two has fields that were added since
         differs = schemas.differences(expected, schema)
@@ -189,7 +188,7 @@ class Geometry(NamedTuple):
                 f"{where}: nothing was ever written to what was saved: there is nothing to convert."
             )
         schema = self._decoded(text, here, where)
-        made = self.schema(structure_in(schema), schema.columns)
+        made = self.schema(_ragged_structure.structure_in(schema), schema.columns)
         if here is None or _as_far_as_both(here, made):
             return made
         raise IncompatibleCheckpoint(

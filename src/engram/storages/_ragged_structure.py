@@ -10,8 +10,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engram._support import native, tensordicts
-from engram._support.words import count
+from engram._support import native, tensordicts, words
 from engram.errors import CorruptStore
 from engram.format.layout import SINGLE
 from engram.format.schema import NO_SPAN, SPAN, Field, Node, RaggedItems, Schema, name_of, renumbered
@@ -175,7 +174,7 @@ class RaggedStructure(Structure):
             elif number != leader:
                 same_lengths(self.ragged[leader], of_leader.lengths, field, items, call)
             elif len(items) != (n or 1):
-                raise RuntimeError(f"{call}: {field.where}: expected {count(n or 1, 'row')}, got {len(items)}.")
+                raise RuntimeError(f"{call}: {field.where}: expected {words.count(n or 1, 'row')}, got {len(items)}.")
         return [found[i] for i in range(len(found))]
 
     def _walk(
@@ -208,7 +207,7 @@ class RaggedStructure(Structure):
             field = self.ragged[number]
             ragged[number] = items = rows_in(field, value, call) if batch else row_in(field, value, call)
             if len(items) != n:
-                raise RuntimeError(f"{call}: {field.where}: expected {count(n, 'row')}, got {len(items)}.")
+                raise RuntimeError(f"{call}: {field.where}: expected {words.count(n, 'row')}, got {len(items)}.")
         for number, items in ragged.items():
             if (leader := self.leaders[number]) in ragged:
                 same_lengths(self.ragged[leader], ragged[leader].lengths, self.ragged[number], items, call)

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram._support import native, nested, tensordicts
-from engram._support.field_paths import public
+from engram._support import field_paths, native, nested, tensordicts
 from engram.format.layout import SINGLE
 from engram.format.schema import DTYPES, Field, Kind, Node, Schema, key_differences, name_of, validate_key
 from engram.storages import _types
@@ -426,7 +425,8 @@ class Structure:
             if field.key == path:
                 return i
         raise KeyError(
-            f"{call and f'{call}: '}expected a stored field, one of {[public(f.key) for f in self.fields]}, got {public(path)!r}."
+            f"{call and f'{call}: '}expected a stored field, one of {[field_paths.public(f.key) for f in self.fields]}, got "
+            f"{field_paths.public(path)!r}."
         )
 
 

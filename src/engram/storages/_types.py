@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram._support import nested, tensordicts
-from engram._support.field_paths import checked_path
+from engram._support import field_paths, nested, tensordicts
 from engram._support.nested import can_be_attribute, class_of, fields_of
 from engram._support.words import warn
 from engram.errors import IncompatibleStore
@@ -82,7 +81,7 @@ def checked_dtypes(dtypes: object, where: str) -> Dtypes:
             raise TypeError(
                 f"{where}: dtypes: {key!r}: expected a dtype, one of {', '.join(DTYPES)}, got {dtype!r:.80}.{nested}"
             )
-        checked[checked_path(key, f"{where}: dtypes")] = name
+        checked[field_paths.checked_path(key, f"{where}: dtypes")] = name
     return checked
 
 

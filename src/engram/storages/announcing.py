@@ -7,11 +7,9 @@ import logging
 from collections.abc import Collection, Iterator, Sequence
 from contextvars import ContextVar
 
-from engram._support.field_paths import public
-from engram._support.words import count, format_size
-from engram.format.layout import SINGLE
+from engram._support import field_paths, words
+from engram.format import layout, sizes
 from engram.format.schema import Field, Schema, name_of
-from engram.format.sizes import ShownField
 
 _log = logging.getLogger("engram")
 _is_temporary = ContextVar("engram_temporary", default=False)
@@ -19,17 +17,17 @@ _is_temporary = ContextVar("engram_temporary", default=False)
 
 def creation_line(schema: Schema, where: object) -> str:
     """One line of a store to be: place and size, and of each field shape, dtype and size. ``where`` is a folder, ``RAM`` or a device."""
-    fields = [ShownField.of(field, schema.capacity, schema.lanes) for field in schema.fields]
-    each = ", ".join(f"{it.name} {it.shape} {it.dtype} ({format_size(it.nbytes)})" for it in fields)
-    return f"{count(schema.capacity, 'row')} in {where}, {format_size(sum(it.nbytes for it in fields))}: {each}"
+    fields = [sizes.ShownField.of(field, schema.capacity, schema.lanes) for field in schema.fields]
+    each = ", ".join(f"{it.name} {it.shape} {it.dtype} ({words.format_size(it.nbytes)})" for it in fields)
+    return f"{words.count(schema.capacity, 'row')} in {where}, {words.format_size(sum(it.nbytes for it in fields))}: {each}"
 
 
 def advice(fields: Sequence[Field], dtypes: Collection[tuple[str, ...]]) -> list[str]:
     """One line about the float64 fields that ``dtypes`` does not name, if there are any and they have names."""
-    wide = [f.key for f in fields if f.dtype == "float64" and f.key not in dtypes and f.key != (SINGLE,)]
+    wide = [f.key for f in fields if f.dtype == "float64" and f.key not in dtypes and f.key != (layout.SINGLE,)]
     if not wide:
         return []
-    remedy = ", ".join(f"{public(key)!r}: torch.float32" for key in wide)
+    remedy = ", ".join(f"{field_paths.public(key)!r}: torch.float32" for key in wide)
     return [f"float64: {', '.join(map(name_of, wide))}. dtypes={{{remedy}}} of the storage takes half the memory."]
 
 

@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram._support import tensordicts
+from engram._support import tensordicts, words
 from engram._support.checks import check_callable, check_count, check_type
 from engram._support.copies import deflated, inflated, raw_bytes, zstd
 from engram._support.nested import map_leaves
-from engram._support.words import raise_as
 from engram.storages.items import ItemGroups
 from engram.storages.list import ListStorage
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
@@ -25,8 +24,7 @@ if TYPE_CHECKING:
 
     from tensordict import TensorDict
 
-    from engram._support.field_paths import FieldPath
-    from engram._support.unsupported import TracingArguments
+    from engram._support import field_paths, unsupported
 
 #: In a saved item: a tensor, a TensorDict, and what is said of them.
 _TENSOR, _TENSORDICT = "engram.tensor", "engram.tensordict"
@@ -60,7 +58,7 @@ class LazyStackStorage(ListStorage):
         *,
         stack_dim: int = 0,
         device: torch.device | str | None = None,
-        **later: Unpack[TracingArguments],
+        **later: Unpack[unsupported.TracingArguments],
     ) -> None:
         super().__init__(max_size, device=device, **later)
         self.stack_dim = check_count("LazyStackStorage: stack_dim", stack_dim, least=-64, most=64)
@@ -98,7 +96,7 @@ class LazyStackStorage(ListStorage):
         return tensordicts.lazy_stack(tensordicts.copies(rows), self.stack_dim % dims)
 
     def groups(
-        self, name: str, key: FieldPath, reward: FieldPath | None, rules: GroupRules = ALL_ROWS
+        self, name: str, key: field_paths.FieldPath, reward: field_paths.FieldPath | None, rules: GroupRules = ALL_ROWS
     ) -> Groups | None:
         del name  # there may be several
         if self._max_size is None:
@@ -187,7 +185,7 @@ class CompressedListStorage(ListStorage):
         decompression_fn: Callable[[Tensor, dict[str, object]], Tensor] | None = None,
         compression_level: int = 3,
         device: torch.device | str | None = "cpu",
-        **later: Unpack[TracingArguments],
+        **later: Unpack[unsupported.TracingArguments],
     ) -> None:
         super().__init__(max_size, device=device, **later)
         who = type(self).__name__
@@ -244,7 +242,7 @@ class CompressedListStorage(ListStorage):
         if self._decompress is not None:
             made = self._decompress(leaf.data, {"shape": leaf.shape, "dtype": leaf.dtype, "device": device})
         else:
-            with raise_as(RuntimeError, f"{who}: a tensor {list(leaf.shape)} {leaf.dtype}"):
+            with words.raise_as(RuntimeError, f"{who}: a tensor {list(leaf.shape)} {leaf.dtype}"):
                 raw = bytearray(inflated(_bytes_of(leaf.data), leaf.shape.numel() * leaf.dtype.itemsize, who))
             made = torch.frombuffer(raw, dtype=leaf.dtype) if raw else torch.empty(0, dtype=leaf.dtype)
             made = made.reshape(leaf.shape)

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram._support import native, nested
-from engram._support.copies import raw_bytes
+from engram._support import copies, native, nested, words
 from engram._support.field_paths import FieldPath, public
 from engram._support.state import check_keys, tensor_in, typed
 from engram._support.tensordicts import (
@@ -23,7 +22,6 @@ from engram._support.tensordicts import (
     tensordict_type,
     wrap,
 )
-from engram._support.words import raise_as
 from engram.format.schema import DTYPES, Field, Node, Schema
 from engram.store import Store
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
@@ -273,7 +271,7 @@ def _tree(item: Any, parts: list[tuple[Tensor | None, list[int]]], where: str, d
                 f"{where}: expected a dense tensor of one of {sorted(DTYPES)}, got {item.dtype}, {item.layout}."
             )
         value = item.detach().resolve_conj().resolve_neg().to("cpu")
-        parts.append((raw_bytes(value), list(item.shape)))
+        parts.append((copies.raw_bytes(value), list(item.shape)))
         return ["tensor", DTYPE_NAMES[item.dtype], item.ndim, str(item.device)]
     if is_plain_tensordict(item):
         parts.append((None, list(item.batch_size)))
@@ -323,7 +321,7 @@ def unpack(state: dict[str, Any], device: torch.device | None, where: str) -> li
 
 def _unpack_form(form: Any, n: int, device: torch.device | None, where: str) -> list[Any]:
     check_keys(form, ("tree", "parts"), where)
-    with raise_as(ValueError, f"{where}: tree: not readable as JSON", (ValueError, RecursionError)):
+    with words.raise_as(ValueError, f"{where}: tree: not readable as JSON", (ValueError, RecursionError)):
         tree = json.loads(typed(form, "tree", str, where))
     unpacking = _Unpacking(list(typed(form, "parts", list, where)), n, device, where)
     items = unpacking.items(tree, 0)

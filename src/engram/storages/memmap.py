@@ -11,22 +11,13 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Unpack
 
 import torch
-from torch import Tensor
 
-from engram._support.checks import check_choice, check_path
-from engram._support.tensordicts import is_tensor_collection
+from engram._support import checks, tensordicts
 from engram._support.unsupported import Later, TracingArguments, carriers, reject_unsupported, take_compilable
 from engram.errors import IncompatibleCheckpoint, IncompatibleStore
 from engram.format import layout
 from engram.format import schema as schemas
-from engram.storages._base import Rows
-from engram.storages._geometry import Geometry
-from engram.storages._home import Home
-from engram.storages._ragged_structure import structure_in
-from engram.storages._structure import Structure
-from engram.storages._types import NO_DTYPES, Dtypes
-from engram.storages.own import LazyTensorStorage
-from engram.storages.ragged import RaggedArguments
+from engram.storages import _base, _geometry, _home, _ragged_structure, _structure, _types, own, ragged
 from engram.store import Store, holds_store, occupied, open_readonly, open_store
 
 
@@ -36,14 +27,14 @@ class LaterMemmapArguments(TracingArguments, total=False):
     shared_init: Annotated[object, Later("rb.share()", (True,))]
 
 
-class MemmapArguments(LaterMemmapArguments, RaggedArguments, total=False):
+class MemmapArguments(LaterMemmapArguments, ragged.RaggedArguments, total=False):
     """As those, and what ragged fields there are."""
 
 
 _NOT_YET = carriers(LaterMemmapArguments)
 
 
-class LazyMemmapStorage(LazyTensorStorage):
+class LazyMemmapStorage(own.LazyTensorStorage):
     """A folder of memory-mapped files ``<dir>/<key>.memmap``, made at the first write and shaped after its first row.
 
     ``TensorDict.load_memmap(dir)`` reads the folder without engram; :meth:`ReplayBuffer.open` goes on with it. Its space is
@@ -112,7 +103,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         group_small_fields: int = 0,
         **more: Unpack[MemmapArguments],
     ) -> None:
-        geometry = Geometry.checked(type(self).__name__, max_size, lanes, ndim, dtypes)
+        geometry = _geometry.Geometry.checked(type(self).__name__, max_size, lanes, ndim, dtypes)
         geometry = geometry.with_ragged(more, type(self).__name__)
         reject_unsupported("LazyMemmapStorage", more, _NOT_YET, type(self))
         take_compilable(self, more)
@@ -122,12 +113,14 @@ class LazyMemmapStorage(LazyTensorStorage):
             )
         self._configure(geometry.grouping(group_small_fields, type(self).__name__), "cpu")
         self._io = check_io("LazyMemmapStorage", io)
-        self._scratch_dir = None if scratch_dir is None else check_path("LazyMemmapStorage: scratch_dir", scratch_dir)
+        self._scratch_dir = (
+            None if scratch_dir is None else checks.check_path("LazyMemmapStorage: scratch_dir", scratch_dir)
+        )
         self._existsok = existsok
         maker = secrets.token_hex(16)
         home = self._scratch_dir or Path(tempfile.gettempdir()).absolute() / f"engram-{maker}"
         temporary = auto_cleanup is True or (auto_cleanup is None and scratch_dir is None)
-        self._home = Home.of(self, home, maker, temporary=temporary)
+        self._home = _home.Home.of(self, home, maker, temporary=temporary)
         if self._scratch_dir is not None:  # say at once what would fail at the first write
             if layout.is_store(self._scratch_dir) and not existsok:
                 raise RuntimeError(occupied(self._scratch_dir, self._scratch_dir / layout.FOLDER))
@@ -139,7 +132,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         directory: str | os.PathLike[str],
         *,
         unclean: str = "refuse",
-        dtypes: Dtypes = NO_DTYPES,
+        dtypes: _types.Dtypes = _types.NO_DTYPES,
         readonly: bool = False,
         io: str = "auto",
     ) -> LazyMemmapStorage:
@@ -157,14 +150,14 @@ class LazyMemmapStorage(LazyTensorStorage):
         10
         >>> storage.close()
         """
-        path = check_path("LazyMemmapStorage.open: directory", directory)
+        path = checks.check_path("LazyMemmapStorage.open: directory", directory)
         store = (open_readonly if readonly else open_store)(path, unclean=unclean)
         schema = store.schema
         assert store.folder is not None  # it was opened there
-        geometry = Geometry(schema.capacity, schema.lanes, 1 + len(schema.columns), dtypes)
-        storage = cls._in(Home(store.folder), geometry, io)
+        geometry = _geometry.Geometry(schema.capacity, schema.lanes, 1 + len(schema.columns), dtypes)
+        storage = cls._in(_home.Home(store.folder), geometry, io)
         try:
-            structure = structure_in(schema, dtypes)
+            structure = _ragged_structure.structure_in(schema, dtypes)
         except (TypeError, IncompatibleStore) as error:
             store.close()
             error.add_note(f"The folder is {str(path)!r}.")
@@ -185,7 +178,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         unclean: str,
         io: str = "auto",
         group_small_fields: int = 0,
-        **more: Unpack[RaggedArguments],
+        **more: Unpack[ragged.RaggedArguments],
     ) -> LazyMemmapStorage:
         """The storage in a folder, with its rows; or a new one, which the first write of any process that calls this creates.
 
@@ -213,16 +206,18 @@ class LazyMemmapStorage(LazyTensorStorage):
         2
         """
         call = "open_or_create"
-        geometry = Geometry.checked(call, max_size, lanes, ndim, dtypes)
+        geometry = _geometry.Geometry.checked(call, max_size, lanes, ndim, dtypes)
         geometry = geometry.with_ragged(more, call).grouping(group_small_fields, call)
         if not holds_store(directory, call):
             _check_place(directory)
-            return cls._in(Home(directory, f"{call} {geometry[:3]}"), geometry, io)
+            return cls._in(_home.Home(directory, f"{call} {geometry[:3]}"), geometry, io)
         storage = cls.open(directory, unclean=unclean, dtypes=geometry.dtypes, io=io)
         found = storage.store.schema
         try:
             expected = geometry.with_own_rings(found, None, call) if geometry.ragged.fields else found
-            differs = schemas.differences(geometry.schema(structure_in(expected), found.columns), found)
+            differs = schemas.differences(
+                geometry.schema(_ragged_structure.structure_in(expected), found.columns), found
+            )
         except IncompatibleCheckpoint as error:
             differs = str(error)
         if len(found.columns) != geometry.ndim - 1:
@@ -239,7 +234,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         return storage
 
     @classmethod
-    def _in(cls, home: Home, geometry: Geometry, io: str) -> LazyMemmapStorage:
+    def _in(cls, home: _home.Home, geometry: _geometry.Geometry, io: str) -> LazyMemmapStorage:
         storage = cls.__new__(cls)
         storage._configure(geometry, "cpu")
         storage._io = io
@@ -263,7 +258,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         if self.memory is not None:
             self.memory.check_writable()
 
-    def _adopt(self, store: Store, structure: Structure) -> None:
+    def _adopt(self, store: Store, structure: _structure.Structure) -> None:
         store.core.set_io(self._io)
         super()._adopt(store, structure)
 
@@ -282,9 +277,9 @@ class LazyMemmapStorage(LazyTensorStorage):
         memory = self.memory
         return self._scratch_dir if memory is None else memory.folder
 
-    def view(self, where: Rows, extra: dict[str, Tensor] | None = None) -> object:
+    def view(self, where: _base.Rows, extra: dict[str, torch.Tensor] | None = None) -> object:
         view = super().view(where, extra)
-        if self.structure is not None and self.structure.is_tensordict and is_tensor_collection(view):
+        if self.structure is not None and self.structure.is_tensordict and tensordicts.is_tensor_collection(view):
             view.lock_()
         return view
 
@@ -311,7 +306,7 @@ class LazyMemmapStorage(LazyTensorStorage):
 
 def check_io(call: str, io: object) -> str:
     """``io``, which says how rows are moved. Raises ``ValueError``: it is none of the words."""
-    check_choice(f"{call}: io", io, ("auto", "map", "read"))
+    checks.check_choice(f"{call}: io", io, ("auto", "map", "read"))
     return str(io)
 
 

@@ -12,7 +12,6 @@ from typing import Any, NoReturn, Protocol, TypeAlias, Unpack, cast, runtime_che
 
 import msgspec
 import torch
-from torch import Tensor
 
 from engram._support.checks import check_path, check_type
 from engram._support.state import copied
@@ -105,7 +104,7 @@ class OwnColumns:
             raise ValueError(f"{call}: expected {expected}, rows up to it and a seam below it, got {found}.")
         return found
 
-    def place(self, n: int) -> Tensor:
+    def place(self, n: int) -> torch.Tensor:
         """Raises ``TypeError``: no rows."""
         rows: object = self.own.place(n)
         if not isinstance(rows, torch.Tensor) or rows.dtype is not torch.int64 or rows.shape != (n,):
@@ -113,7 +112,7 @@ class OwnColumns:
             raise TypeError(f"{self._call('place')}: expected a tensor of int64 [{n}], got {got}.")
         return rows
 
-    def write(self, rows: Tensor, columns: Sequence[Tensor], *, append: bool) -> None:
+    def write(self, rows: torch.Tensor, columns: Sequence[torch.Tensor], *, append: bool) -> None:
         leaves = dict(zip(self.leaves.root.children, columns, strict=True))
         try:
             self.own.write(rows.clone(), leaves, append=append)
@@ -121,7 +120,7 @@ class OwnColumns:
             error.add_note(f"{self._call('write')}: data is a dict of the leaves of rows, {[*leaves]}.")
             raise
 
-    def read(self, rows: Tensor) -> list[Tensor]:
+    def read(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Raises as ``Structure.flatten``: it returned something else than was written."""
         found: object = self.own.read(rows.clone())
         form = self.structure
@@ -186,7 +185,7 @@ class OwnStorage(TensorStorage):
             with contextlib.suppress(AttributeError):  # the object takes none
                 self.own.engram_schema = encode(self.store.schema).decode()  # type: ignore[attr-defined]
 
-    def prepare(self, data: object, call: str, *, batched: bool, **more: object) -> tuple[list[Tensor], int]:
+    def prepare(self, data: object, call: str, *, batched: bool, **more: object) -> tuple[list[torch.Tensor], int]:
         # The first write says how the leaves of rows are put together.
         if self._guessed and not (isinstance(data, list) and not data):
             row, whole = (data[0], False) if batched and isinstance(data, list) else (data, batched)
@@ -222,7 +221,7 @@ class OwnStorage(TensorStorage):
         if any(rules):
             self._unsupported("limit", "Limit a LazyTensorStorage or LazyMemmapStorage.")
 
-    def check_removal(self, rows: Tensor) -> None:
+    def check_removal(self, rows: torch.Tensor) -> None:
         raise RuntimeError(
             f"remove and empty(lane=): expected rows in memory, got those of {self!r}, which cannot hold void "
             "rows. Write another row there, rb[i] = row, or keep the rows in a LazyTensorStorage or LazyMemmapStorage."
@@ -248,7 +247,7 @@ class OwnStorage(TensorStorage):
 
     # ---- what is saved and loaded ---------------------------------------------------------------------------------------------------
 
-    def _first_rows(self, n: int) -> list[Tensor]:
+    def _first_rows(self, n: int) -> list[torch.Tensor]:
         store = self.store
         assert isinstance(store, ForeignStore)
         return store.first_rows(n)

@@ -8,16 +8,12 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, cast, get_arg
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from engram._support import nested
-from engram._support.checks import check_count
+from engram._support import checks, nested, words
 from engram._support.field_paths import checked_path, public
-from engram._support.words import format_size
 from engram.format.schema import DTYPES, MAX_DIMS, ItemsKind, RaggedItems
 from engram.storages._types import at, dtype_name
-from engram.store.memory import DTYPE_NAMES, DTYPE_OF
-from engram.store.ragged_rows import Items
+from engram.store import memory, ragged_rows
 
 Path: TypeAlias = tuple[str, ...]
 
@@ -87,7 +83,7 @@ class Ragged:
         self.like = None if like is None else checked_path(like, "Ragged: like")
         self.max_length = None
         if max_length is not None:
-            self.max_length = check_count("Ragged: max_length", max_length, "items", most=MAX_ITEMS_OF_ROW)
+            self.max_length = checks.check_count("Ragged: max_length", max_length, "items", most=MAX_ITEMS_OF_ROW)
         if self.like is not None and self.max_length is not None:
             raise ValueError(
                 f"Ragged: max_length: expected none beside like={like!r}, whose lengths it has, got {max_length}. Leave it out."
@@ -139,7 +135,7 @@ def _checked_shape(given: object) -> tuple[int, ...]:
     """Raises ``TypeError``, ``ValueError``: it is no shape of an item."""
     if not isinstance(given, tuple | list):
         raise TypeError(f"Ragged: shape: expected a tuple of ints, that of an item, got {given!r:.80}.")
-    shape = tuple(check_count("Ragged: shape", size) for size in given)
+    shape = tuple(checks.check_count("Ragged: shape", size) for size in given)
     if len(shape) > MAX_DIMS - 2:  # of rows in batches
         raise ValueError(f"Ragged: shape: expected at most {MAX_DIMS - 2} dimensions, got {len(shape)}.")
     return shape
@@ -160,7 +156,7 @@ class ItemField(NamedTuple):
     def of(cls, key: Path, said: Ragged | RaggedItems) -> ItemField:
         """As declared or stored."""
         longest = said.max_length or MAX_ITEMS_OF_ROW
-        return cls(key, DTYPE_OF[said.dtype], torch.Size(said.shape), said.kind, longest)
+        return cls(key, memory.DTYPE_OF[said.dtype], torch.Size(said.shape), said.kind, longest)
 
     @property
     def where(self) -> str:
@@ -173,7 +169,7 @@ class ItemField(NamedTuple):
         if self.kind:
             return {"utf-8": "strings", "bytes": "bytes", "json": "values that json.dumps takes"}[self.kind]
         of = f" of shape {list(self.shape)}" if self.shape else ""
-        return f"{DTYPE_NAMES[self.dtype]} items{of}"
+        return f"{memory.DTYPE_NAMES[self.dtype]} items{of}"
 
 
 #: How rows of several lengths are put together.
@@ -205,7 +201,7 @@ class RaggedLayout(NamedTuple):
             raise ValueError(f"{where}: layout: {name}: expected one of {possible}, got {said[name]!r:.80}.")
         if layout.kind != "padded" and (layout.side, layout.multiple) != ("right", 1):
             raise ValueError(f'{where}: layout: side and multiple: expected with kind="padded", got {layout.kind!r}.')
-        return layout._replace(multiple=check_count(f"{where}: layout: multiple", layout.multiple))
+        return layout._replace(multiple=checks.check_count(f"{where}: layout: multiple", layout.multiple))
 
 
 JAGGED = RaggedLayout()
@@ -285,7 +281,7 @@ def ring_items(groups: Sequence[Group], nbytes: int | None, capacity: int, lanes
         share = [-(-capacity // lanes) * group.max_length // _USUAL_SHARE for group in groups]
         return [max(items, 2 * group.max_length) for items, group in zip(share, groups, strict=True)]
     if nbytes < lanes * row:
-        needed = f"{lanes * row:,} bytes ({format_size(lanes * row)})"
+        needed = f"{lanes * row:,} bytes ({words.format_size(lanes * row)})"
         raise ValueError(
             f"{where}: ragged_bytes: expected at least {needed}, room for one row of max_length in each of {lanes} lanes, got {nbytes:,}. "
             "Give more, or lower max_length."
@@ -299,7 +295,7 @@ def uneven_fields(rows: Sequence[object]) -> dict[Path, Ragged]:
         return {}
     found = {}
     for path, value in nested.flatten(rows[0]):
-        has_rows = isinstance(value, Tensor | np.ndarray) and value.ndim
+        has_rows = isinstance(value, torch.Tensor | np.ndarray) and value.ndim
         if has_rows and (declared := uneven_rows([nested.find(row, path) for row in rows])) is not None:
             found[path] = declared
     return found
@@ -307,7 +303,7 @@ def uneven_fields(rows: Sequence[object]) -> dict[Path, Ragged]:
 
 def uneven_rows(rows: Sequence[object]) -> Ragged | None:
     """What arrays are that differ in their first dimension, and in no other; None: they do not."""
-    arrays = [row for row in rows if isinstance(row, Tensor | np.ndarray) and row.ndim]
+    arrays = [row for row in rows if isinstance(row, torch.Tensor | np.ndarray) and row.ndim]
     if not rows or len(arrays) < len(rows) or len({row.shape[0] for row in arrays}) < 2:
         return None
     shapes, dtypes = {tuple(row.shape[1:]) for row in arrays}, {_dtype_name(row.dtype) for row in arrays}
@@ -364,7 +360,7 @@ class RaggedOptions(NamedTuple):
     def without_items(self) -> dict[Path, object]:
         """One row of each declared field, which leaves it out."""
         none = torch.zeros(1, dtype=torch.int64, device="cpu")
-        return {path: Items(None, none, none.to(torch.int32)) for path in self.fields}
+        return {path: ragged_rows.Items(None, none, none.to(torch.int32)) for path in self.fields}
 
     def of_rows(self, rows: Sequence[object]) -> RaggedOptions:
         """The same for one row of a list, in which fields are ragged whose first dimension differs from row to row."""

@@ -11,20 +11,17 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from engram._support import native
-from engram._support.checks import check_type
+from engram._support import checks, native
 from engram._support.state import check_keys, integer, tensor_in, typed
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
 from engram.format.schema import Field, Schema
 from engram.saved.ragged import RaggedRowsSource
 from engram.saved.snapshot import RowsSnapshot, StorageSnapshot, WholeSnapshot, bytes_of, named_writes
-from engram.store import Store, StoreState, add_field, check_index_name, fill_rows
+from engram.store import Store, StoreState, add_field, check_index_name, fill_rows, ragged, row_indexes
 from engram.store.memory import refuse_ragged, torch_dtype, write_rows
 from engram.store.priorities import NAMES, PriorityConfig, PriorityIndex, check_priorities, priorities_of
-from engram.store.ragged import RaggedStore
 from engram.store.rings import Piece, check_room, compacted, fill_rings, heads_of, oldest_first
-from engram.store.row_indexes import NONE as NO_EPOCH
 from engram.store.row_indexes import EpochIndex, Progress, UsageIndex, checked_progress
 from engram.types import RowsSource, RowsTarget
 
@@ -66,7 +63,7 @@ def checked_priorities(
 
 def check_names(state: object, where: str) -> list[str]:
     """The names in a dict of indexes. Raises ``TypeError``, ``ValueError``: it is none, or one is no name."""
-    state = check_type(where, state, dict, "a dict")
+    state = checks.check_type(where, state, dict, "a dict")
     for name in state:
         check_index_name(name, where)
     return list(state)
@@ -151,7 +148,7 @@ def describe_store(
         "passes": {name: walk for name, walk in passes.items() if (name, EpochIndex.kind) not in without},
         "windows": dict(store.indexes.windows),
         **({} if usage is None else {USAGE: usage.saved(store.rows_in_use(lanes))}),
-        **({HEADS: store.saved_heads} if isinstance(store, RaggedStore) else {}),
+        **({HEADS: store.saved_heads} if isinstance(store, ragged.RaggedStore) else {}),
     }
 
 
@@ -345,7 +342,7 @@ class RowsState(NamedTuple):
         trees = {name: make(store, name, config)[0] for name, config in self.priorities.items()}
         walked = {}
         if store.directory is not None:  # elsewhere a sampler keeps its own
-            walked = {name: EpochIndex.of_store(store, name, NO_EPOCH) for name in self.passes}
+            walked = {name: EpochIndex.of_store(store, name, row_indexes.NONE) for name in self.passes}
         counted = None if self.usage is None else UsageIndex.of_store(store)
         store.replace(self.rows, source.fill)
         store.indexes.count_windows(self.windows)

@@ -16,7 +16,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from engram._support import native
 from engram.errors import CorruptStore, WriterStalled
@@ -46,8 +45,8 @@ class Growing(Protocol):
     @property
     def adding(self) -> contextlib.AbstractContextManager[object]: ...
     def paused(self) -> contextlib.AbstractContextManager[object]: ...
-    def grow(self, schema: schemas.Schema, tensors: Sequence[Tensor]) -> None: ...
-    def map_column(self, schema: schemas.Schema, number: int) -> Tensor: ...
+    def grow(self, schema: schemas.Schema, tensors: Sequence[torch.Tensor]) -> None: ...
+    def map_column(self, schema: schemas.Schema, number: int) -> torch.Tensor: ...
 
 
 def add_field(store: Growing, field: schemas.Field, fill: bytes) -> None:
@@ -145,7 +144,7 @@ def _grown(schema: schemas.Schema, field: schemas.Field, fill: bytes) -> schemas
     return schema.grown(field, fill)
 
 
-def fill_rows(tensor: Tensor, fill: bytes, *, zeroed: bool = True) -> None:
+def fill_rows(tensor: torch.Tensor, fill: bytes, *, zeroed: bool = True) -> None:
     """Let all rows of a field hold ``fill``. ``zeroed``: they are zeros."""
     if any(fill) or (fill and not zeroed):
         rows = tensor.reshape(-1).view(torch.uint8).numpy().reshape(len(tensor), len(fill))

@@ -12,7 +12,6 @@ from typing import NamedTuple, Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from engram._support import native
 from engram.format.schema import Field, validate_fields
@@ -103,7 +102,7 @@ class BlockLayout:
         self._native = native.Layout(dlpack_specs(self.fields))
 
     @classmethod
-    def of(cls, columns: Mapping[Entry, Tensor], *, ndim: int = 1) -> BlockLayout:
+    def of(cls, columns: Mapping[Entry, torch.Tensor], *, ndim: int = 1) -> BlockLayout:
         """That of a batch whose columns were drawn into a block: in the order in which they lie there.
 
         Args:
@@ -111,7 +110,7 @@ class BlockLayout:
             ndim: dimensions of the batch: 2 for windows ``[n, T, ...]``, which count as ``n * T`` rows.
         """
 
-        def begins(item: tuple[Entry, Tensor]) -> int:
+        def begins(item: tuple[Entry, torch.Tensor]) -> int:
             _, column = item
             return column.data_ptr()
 
@@ -141,7 +140,7 @@ class BlockLayout:
         """An uninitialised block for so many batches one behind the other, uint8 ``[batches * nbytes(rows)]``, at a multiple of 64."""
         return empty_block(batches * self.nbytes(rows), "cpu").numpy()
 
-    def views(self, block: object, n: int, *, rows: int | None = None, at: int = 0) -> list[Tensor]:
+    def views(self, block: object, n: int, *, rows: int | None = None, at: int = 0) -> list[torch.Tensor]:
         """The columns of a batch, ``[n, *row shape]``: views, which keep the block. Views of read-only memory must not be written to.
 
         Args:
@@ -165,7 +164,7 @@ class BlockLayout:
         except ValueError as error:
             raise ValueError(f"views: expected {error}.") from error
 
-    def holds(self, block: NDArray[np.uint8], columns: Sequence[Tensor], rows: int, at: int = 0) -> bool:
+    def holds(self, block: NDArray[np.uint8], columns: Sequence[torch.Tensor], rows: int, at: int = 0) -> bool:
         """Whether columns lie in a block where :meth:`views` of so many rows looks for them."""
         base = block.ctypes.data + at
         return [c.data_ptr() for c in columns if c.numel()] == [
@@ -255,7 +254,7 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def empty_block(nbytes: int, device: torch.device | str) -> Tensor:
+def empty_block(nbytes: int, device: torch.device | str) -> torch.Tensor:
     """Uninitialised memory on a device, uint8 ``[nbytes]``, at a multiple of 64 bytes."""
     memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
     begin = -memory.data_ptr() % ALIGNMENT

@@ -13,8 +13,7 @@ from typing import Any, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar,
 
 from torch import Tensor
 
-from engram._support import fork, native, progress
-from engram._support.words import raise_as
+from engram._support import fork, native, progress, words
 from engram.errors import IncompatibleStore
 from engram.format import files, layout
 from engram.store.lifetime import exclusive
@@ -92,7 +91,7 @@ class LockedIndex(Generic[C]):
 
     def __init__(self, block: Block, host: Host | None) -> None:
         """``block``: formatted memory. Raises ``IncompatibleStore``: of another size or format."""
-        with raise_as(IncompatibleStore, "index"):
+        with words.raise_as(IncompatibleStore, "index"):
             self.core = self.made_around(block, host)
         #: Its memory.
         self.block = block
@@ -126,7 +125,7 @@ class LockedIndex(Generic[C]):
         Raises ``IncompatibleStore``: no such memory.
         """
         if cls.reset_mutex is not None:
-            with raise_as(IncompatibleStore, "index"):
+            with words.raise_as(IncompatibleStore, "index"):
                 cls.reset_mutex(block.address, block.nbytes)
 
     @classmethod
@@ -157,7 +156,7 @@ class TicketIndex(LockedIndex[K]):
     @classmethod
     def copied(cls, memory: Tensor) -> Block:
         block = private_block(memory.numel())
-        with raise_as(IncompatibleStore, "index"):
+        with words.raise_as(IncompatibleStore, "index"):
             cls.copy_memory(memory.data_ptr(), block.address, block.nbytes)
         return block
 

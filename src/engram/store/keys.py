@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram._support import native
-from engram._support.checks import as_ints, as_numbers
+from engram._support import checks, native
 from engram._support.field_paths import FieldPath, public
 from engram.errors import IncompatibleStore
 from engram.format.schema import DTYPES, Field, Schema
@@ -145,7 +144,7 @@ def count_keys(keys: object) -> int:
     """How many keys these are, where no field says what they must be."""
     if isinstance(keys, str | bytes | int):
         return 1
-    return len(keys) if isinstance(keys, list | tuple) else int(as_numbers("keys", keys).reshape(-1).numel())
+    return len(keys) if isinstance(keys, list | tuple) else int(checks.as_numbers("keys", keys).reshape(-1).numel())
 
 
 def packed_keys(field: Field, keys: object, call: str) -> tuple[Tensor, int]:
@@ -169,7 +168,7 @@ def packed_keys(field: Field, keys: object, call: str) -> tuple[Tensor, int]:
 
 def _packed_numbers(field: Field, keys: object, call: str) -> tuple[Tensor, int]:
     name = public(field.key)
-    given = as_ints(f"{call}: keys", keys, f"ints, as the field {name!r} has").reshape(-1).contiguous()
+    given = checks.as_ints(f"{call}: keys", keys, f"ints, as the field {name!r} has").reshape(-1).contiguous()
     if field.dtype == "int64":
         return given, len(given)  # as they are, which takes a third of the time
     packed = given.to(getattr(torch, field.dtype))

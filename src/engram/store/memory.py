@@ -17,10 +17,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engram._support import native
+from engram._support import native, words
 from engram._support.mappings import bytes_of, map_piece, open_files
 from engram._support.memory import available_memory
-from engram._support.words import no_space
 from engram.errors import CorruptStore
 from engram.format import files, layout, strict
 from engram.format import schema as schemas
@@ -133,7 +132,7 @@ def private_block(nbytes: int, what: str = "row numbers", *, sparse: bool = Fals
         memory = mmap.mmap(-1, max(nbytes, 1), flags=flags)
     except (OSError, OverflowError) as error:
         advice = "Use fewer rows, a smaller dtype, or LazyMemmapStorage, whose rows lie on disk"
-        raise OSError(errno.ENOMEM, f"{what} in RAM: {no_space(nbytes, available_memory(), advice)}") from error
+        raise OSError(errno.ENOMEM, f"{what} in RAM: {words.no_space(nbytes, available_memory(), advice)}") from error
     if nbytes >= 4 << 20 and hasattr(mmap, "MADV_HUGEPAGE"):  # random rows of a large field then miss the TLB less
         memory.madvise(mmap.MADV_NOHUGEPAGE if sparse else mmap.MADV_HUGEPAGE)
     return Block(torch.frombuffer(memory, dtype=torch.uint8), nbytes)
@@ -292,11 +291,10 @@ def segments_in(folder: Path) -> list[Segment | None] | None:
     path = folder / layout.ADOPTED
     if not path.exists():
         return None
-    try:
+    wanted = f"{path}: expected where the rows lie, got something else"
+    with words.raise_as(CorruptStore, wanted, (msgspec.DecodeError, UnicodeDecodeError)):
         strict.describe(_Adopted)
         return msgspec.json.decode(files.read_small(path, schemas.MAX_BYTES), type=_Adopted).segments
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CorruptStore(f"{path}: expected where the rows lie, got something else ({error}).") from error
 
 
 @torch.inference_mode(mode=False)

@@ -8,14 +8,11 @@ from time import monotonic, sleep
 
 from torch import Tensor
 
-from engram._support import native
-from engram._support.field_paths import FieldPath
+from engram._support import field_paths, native
 from engram.errors import IncompatibleStore, RateLimited
 from engram.format.schema import Schema
 from engram.format.sizes import slot_layout
-from engram.store.adding import adopt_fields
-from engram.store.indexes import LockedIndex
-from engram.store.memory import torch_dtype
+from engram.store import adding, indexes, memory
 from engram.store.store import Store
 
 #: Between looks for a slot that has become free.
@@ -24,7 +21,7 @@ _POLL_S = 0.002
 _EMPTY = 1
 
 
-class OpenRowIndex(LockedIndex["native.OpenRows"]):
+class OpenRowIndex(indexes.LockedIndex["native.OpenRows"]):
     """The slots of a store, and who has each."""
 
     kind = "open"
@@ -59,7 +56,7 @@ class OpenRows:
         described = index.described
         layout = described[1] if described and described[0] is store.schema else slot_layout(store.schema)
         if layout.nbytes != index.core.slot_bytes:
-            adopt_fields(store)  # that another process added before it made the slots
+            adding.adopt_fields(store)  # that another process added before it made the slots
             layout = slot_layout(store.schema)
             if layout.nbytes != index.core.slot_bytes:
                 raise IncompatibleStore("open rows: expected slots for rows of this store, got some for other fields.")
@@ -72,7 +69,7 @@ class OpenRows:
         return {n: g for g, it in enumerate(self.schema.ragged_groups) for n in it.members}
 
     @cached_property
-    def numbers(self) -> dict[FieldPath, int]:
+    def numbers(self) -> dict[field_paths.FieldPath, int]:
         """The fields by key."""
         return {field.key: number for number, field in enumerate(self.schema.fields)}
 
@@ -168,9 +165,9 @@ class OpenSlot:
         schema, at = self.rows.schema, self.rows.layout.places[number]
         field, it = schema.fields[number], schema.ragged.get(number)
         if it is None:
-            return self._bytes(at, field.row_bytes).view(torch_dtype(field)).view(field.shape)
+            return self._bytes(at, field.row_bytes).view(memory.torch_dtype(field)).view(field.shape)
         n = self.length(number)
-        return self._bytes(at, n * it.item_bytes).view(torch_dtype(it)).view(n, *it.shape)
+        return self._bytes(at, n * it.item_bytes).view(memory.torch_dtype(it)).view(n, *it.shape)
 
     # ---- how it grows --------------------------------------------------------------------------------------------------
 

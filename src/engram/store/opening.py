@@ -14,17 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from engram._support import fork, native
-from engram._support.mappings import Piece
+from engram._support import fork, mappings, native
 from engram._support.memory import available_memory
 from engram._support.words import format_size, raise_as, warn
 from engram.errors import CorruptStore, IncompatibleStore, ReadOnlyStore, StoreInUse, UncleanStore
-from engram.format import files, layout
+from engram.format import files, layout, sizes
 from engram.format import files as controls
 from engram.format import schema as schemas
-from engram.format.sizes import resident_bytes
 from engram.store import lifetime, memory
 from engram.store.adding import changed_description, encoded, put_in_order
 from engram.store.device import DeviceStore
@@ -77,7 +74,7 @@ class ReaderStore(Store):
         """It is none of them: the number of the process stands for it."""
         return os.getpid() if self.in_use else 0
 
-    def _mapped(self, schema: schemas.Schema, control: memory.Block, *, private: bool) -> list[Tensor]:
+    def _mapped(self, schema: schemas.Schema, control: memory.Block, *, private: bool) -> list[torch.Tensor]:
         """The fields. ``private``: what is written to them is not seen elsewhere."""
         if self._segments is None:
             return memory.fields_in(
@@ -89,7 +86,7 @@ class ReaderStore(Store):
         inside = self.folder / layout.FOLDER
         return memory.segment_fields(inside, schema, self._segments, control, readonly=not private, private=private)
 
-    def map_column(self, schema: schemas.Schema, number: int) -> Tensor:
+    def map_column(self, schema: schemas.Schema, number: int) -> torch.Tensor:
         path = layout.column_path(self.folder, schema, number)
         return memory.read_field(path, schema.fields[number], schema.capacity)
 
@@ -101,13 +98,13 @@ class ReaderStore(Store):
     def has_files(self) -> bool:
         return self._segments is None
 
-    def views(self) -> list[Tensor]:
+    def views(self) -> list[torch.Tensor]:
         """As for every store, but what is written to them stays in them: the core reads other mappings of the same files."""
         with self._viewing:
             self._views = self._views or self._mapped(self.schema, self._control, private=True)
             return self._views
 
-    def hold_nothing(self, rows: Tensor) -> Tensor:
+    def hold_nothing(self, rows: torch.Tensor) -> torch.Tensor:
         left = torch.tensor([self.core.left_behind(row) for row in rows.tolist()], dtype=torch.bool, device="cpu")
         return super().hold_nothing(rows) | left
 
@@ -154,7 +151,7 @@ def create_store(
     guest_of: lifetime.Process | None = None,
     replace: bool = False,
     begin: Callable[[Any], None] = lambda _: None,
-    adopted: Sequence[Piece | None] | None = None,
+    adopted: Sequence[mappings.Piece | None] | None = None,
 ) -> Store:
     """A new store in a folder, its space reserved.
 
@@ -337,7 +334,7 @@ def skip_numbers(core: native.Store, given: int) -> None:
 
 
 def _adopting(
-    adopted: Sequence[Piece | None], paths: Mapping[Path, int], metas: Mapping[Path, bytes]
+    adopted: Sequence[mappings.Piece | None], paths: Mapping[Path, int], metas: Mapping[Path, bytes]
 ) -> tuple[bytes, dict[Path, int], dict[Path, bytes]]:
     """What a store notes of rows that existed before it, and the files of fields and descriptions that must be created.
 
@@ -522,7 +519,7 @@ def _use_files(store: Store, directory: Path) -> None:
     paths = [longest[f][1] if f in longest else "" for f in range(len(fields))]
     store.larger = 0 < available < 2 * store.nbytes
     store.core.use_files(paths, store.larger)
-    needed = resident_bytes(directory, capacity)
+    needed = sizes.resident_bytes(directory, capacity)
     if store.larger and available < needed:
         warn(
             f"{str(directory)!r}: tickets and priorities of {capacity:,} rows need {format_size(needed)} of memory, this process can have "

@@ -7,13 +7,10 @@ from typing import NamedTuple
 from uuid import UUID
 
 import torch
-from torch import Tensor
 
 from engram._support import native
 from engram.errors import EngramError, RowError
-from engram.store.indexes import LockedIndex
-from engram.store.memory import dlpack_specs
-from engram.store.ragged_rows import addresses_of, check_room
+from engram.store import indexes, memory, ragged_rows
 from engram.store.store import Store
 
 #: The name of the table of writers in a store.
@@ -37,12 +34,12 @@ class Written(NamedTuple):
     """What became of a request that is done: its rows are in the store."""
 
     #: int64 ``[n]``: the same whenever the request is repeated.
-    rows: Tensor
+    rows: torch.Tensor
     #: How many of them this call wrote: 0 for a request that was done before.
     new: int
 
 
-class WritersIndex(LockedIndex[native.Writers]):
+class WritersIndex(indexes.LockedIndex[native.Writers]):
     """The table of writers that share lanes, as a lasting index of their store."""
 
     reset_mutex = staticmethod(native.reset_writers_mutex)
@@ -103,7 +100,7 @@ class Requests:
         self._check_lane(lane, "next_position")
         return self._store.core.next_position(lane)
 
-    def append_at(self, lane: int, position: int, columns: Sequence[Tensor], n: int) -> Written:
+    def append_at(self, lane: int, position: int, columns: Sequence[torch.Tensor], n: int) -> Written:
         """Append ``n`` rows to a lane, at a position: once.
 
         The lane must have one writer, and no other kind of append: whatever is at these positions is taken for the rows of this
@@ -145,7 +142,7 @@ class Requests:
         """Number of the writer's next request: 1 if the table does not know it."""
         return self._table().next(*_halves(writer))
 
-    def append_by(self, writer: UUID, number: int, lane: int, columns: Sequence[Tensor], n: int) -> Written:
+    def append_by(self, writer: UUID, number: int, lane: int, columns: Sequence[torch.Tensor], n: int) -> Written:
         """Append ``n`` rows to a lane that several writers may share, as a request of a writer: once.
 
         A repeated request has the rows, and the lane, of the first time. It counts as written where the store was emptied since.
@@ -167,8 +164,8 @@ class Requests:
         """
         self._check(lane, columns, n, "append_by")
         rows, store = native.empty_rows(n), self._store
-        check_room(store.schema.ragged_groups, columns, lane, store.lane_length)
-        given = addresses_of(store.schema.ragged_groups, columns)
+        ragged_rows.check_room(store.schema.ragged_groups, columns, lane, store.lane_length)
+        given = ragged_rows.addresses_of(store.schema.ragged_groups, columns)
         try:
             new, expected = store.core.append_by(
                 self._table(), *_halves(writer), number, lane, n, given.columns, rows.data_ptr(), given.items
@@ -196,7 +193,7 @@ class Requests:
         if not 0 <= lane < self._store.lanes:
             raise RowError(f"{call}: expected a lane in [0, {self._store.lanes}), got {lane}.")
 
-    def _check(self, lane: int, columns: Sequence[Tensor], n: int, call: str) -> None:
+    def _check(self, lane: int, columns: Sequence[torch.Tensor], n: int, call: str) -> None:
         self._check_lane(lane, call)
         schema = self._store.schema
         fixed = [column for number, column in enumerate(columns) if number not in schema.ragged]
@@ -204,7 +201,7 @@ class Requests:
         known = [field for field in schema.fields[:count] if field.ragged is None]
         layout = self._layouts.get(count)
         if layout is None:
-            layout = self._layouts[count] = native.Layout(dlpack_specs(known))
+            layout = self._layouts[count] = native.Layout(memory.dlpack_specs(known))
         if native.HAS_EXCHANGE and not layout.fits(fixed, n):
             fields = ", ".join(f"{field.name} {[n, *field.shape]} {field.dtype}" for field in known)
             got = ", ".join(f"{list(column.shape)} {column.dtype}" for column in fixed)

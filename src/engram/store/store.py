@@ -24,8 +24,7 @@ from engram._support import native as _native
 from engram.errors import ForkedHandle, RowError, StoreInUse
 from engram.format import files, layout
 from engram.format.schema import Schema
-from engram.store import memory
-from engram.store.adding import adopt_fields
+from engram.store import adding, memory
 from engram.store.blocks import Key
 from engram.store.indexes import Host, Indexes
 from engram.store.lifetime import Attachment, erase, exclusive, forget, opened, others_have_open, remove_store
@@ -506,7 +505,7 @@ class Store:
         return memory.column_field(path, schema.fields[number], schema.capacity)
 
     def _adopt_fields(self) -> None:
-        adopt_fields(self)
+        adding.adopt_fields(self)
 
     def _ticket_words(self) -> Tensor:
         """int64 ``[capacity]``: the tickets, without the laps that lie behind them. A view."""

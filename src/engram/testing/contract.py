@@ -10,8 +10,7 @@ from typing import ClassVar, TypeVar
 import torch
 from tensordict import TensorDict
 
-from engram._support.nested import attributes, is_dataclass
-from engram._support.tensordicts import is_tensorclass
+from engram._support import nested, tensordicts
 from engram.buffer.replay_buffer import ReplayBuffer
 
 T = TypeVar("T")
@@ -147,9 +146,9 @@ def same(one: object, other: object) -> bool:
             one.dtype == other.dtype and one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
         )
     both, alike = (one, other), type(one) is type(other)
-    if alike and is_dataclass(one):
-        return same(*map(attributes, both))
-    if all(isinstance(it, TensorDict) for it in both) or (alike and is_tensorclass(one)):
+    if alike and nested.is_dataclass(one):
+        return same(*map(nested.attributes, both))
+    if all(isinstance(it, TensorDict) for it in both) or (alike and tensordicts.is_tensorclass(one)):
         return same(*(dict(it.items()) for it in both))  # type: ignore[attr-defined]
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from engram._support.nested import map_tensors
 from engram.buffer.replay_buffer import ReplayBuffer
@@ -41,13 +40,13 @@ class RowStorageContract(Contract):
         made.take(Structure.of(self.rows(0, 1), batched=True, call="rows"))
         return made
 
-    def _fields(self, first: int, n: int) -> list[Tensor]:
+    def _fields(self, first: int, n: int) -> list[torch.Tensor]:
         data = self.rows(first, n)
         check(leading_size(data, "rows") == n, f"expected {n} rows of rows()")
         structure = Structure.of(data, batched=True, call="rows")
         return [column.clone() for column in structure.flatten(data, n, "rows")]
 
-    def _append(self, columns: OwnColumns, first: int, n: int) -> Tensor:
+    def _append(self, columns: OwnColumns, first: int, n: int) -> torch.Tensor:
         rows = columns.place(n)
         columns.write(rows, self._fields(first, n), append=True)
         return rows

@@ -9,7 +9,6 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from tensordict import TensorDict
-from torch import Tensor
 
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.buffer.tensordict import TensorDictReplayBuffer
@@ -57,7 +56,7 @@ class SamplerContract(BufferContract):
         self._go_on(rb)
         return rb
 
-    def _draw(self, rb: ReplayBuffer) -> tuple[Tensor, Tensor]:
+    def _draw(self, rb: ReplayBuffer) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of a batch, and the steps that were read there."""
         data, info = rb.sample(return_info=True)
         index = info["index"]

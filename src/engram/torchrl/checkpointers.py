@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from tensordict import TensorDict
-    from torch import Tensor
 
     from engram.saved.checkpointers import Key, LoadHook, SaveHook
     from engram.storages import Storage
@@ -214,7 +213,7 @@ def _check(data: object, who: str) -> None:
         raise TypeError(f"{who}: expected a TensorDict, got a {type(data).__name__}.")
 
 
-def _flattened(value: Tensor) -> Tensor:
+def _flattened(value: torch.Tensor) -> torch.Tensor:
     """The values of a nested tensor, one behind the other. A view."""
     if not value.is_nested:
         raise IncompatibleCheckpoint(f"Nested2TED: expected nested tensors, got one of shape {list(value.shape)}.")
@@ -246,7 +245,7 @@ class _TensorDictSink:
         else:
             values = self.out.make_memmap(key, shape=torch.Size((n, *shape)), dtype=dtype)
 
-        def write(at: int, some: Tensor) -> None:
+        def write(at: int, some: torch.Tensor) -> None:
             values[at : at + len(some)] = some
 
         yield write
@@ -264,7 +263,7 @@ class _TensorDictLeaves:
             raise CorruptCheckpoint(f"{who}: expected the entries {keys.reserved} of a layout, got {noted}.")
         self.ring = checkpointers.Ring(shape[0], shape[1:], int(shift), bool(full))
         self.length = self.ring.live * self.ring.width
-        self._values: dict[Key, Tensor] = {}
+        self._values: dict[Key, torch.Tensor] = {}
         self.leaves: dict[Key, LayoutLeaf] = {}
         for key, value in data.items(True, True):
             if value.dtype not in DTYPE_NAMES:
@@ -273,7 +272,7 @@ class _TensorDictLeaves:
             self._values[own] = value
             self.leaves[own] = LayoutLeaf(DTYPE_NAMES[value.dtype], tuple(value.shape[1:]), len(value))
 
-    def read(self, key: Key, first: int, n: int) -> Tensor:
+    def read(self, key: Key, first: int, n: int) -> torch.Tensor:
         return self._values[key][first : first + n].cpu()
 
 

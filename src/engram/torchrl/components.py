@@ -10,7 +10,6 @@ from typing import Annotated, Any, NamedTuple, Self
 
 import msgspec
 import torch
-from torch import Tensor
 
 from engram._support.words import raise_as
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
@@ -356,7 +355,7 @@ def read_sampler(folder: Folder, parts: layouts.Parts, length: int, left_out: li
 
 def _entry_of(
     folder: Folder, parts: layouts.Parts, meta: dict[str, object], entry: str, dtype: str, limit: int
-) -> Tensor:
+) -> torch.Tensor:
     """A small tensor of a component's own TensorDict."""
     name = folder.name((*parts, "meta.json"))
     leaf = convert(meta.get(entry), layouts.Leaf, f"{name}: {entry}")
@@ -402,7 +401,7 @@ def _read_priorities(folder: Folder, parts: layouts.Parts, length: int) -> Dumpe
     return DumpedPriorities(state.alpha, state.beta, state.eps, leaves, value)
 
 
-def read_rng(folder: Folder) -> Tensor | None:
+def read_rng(folder: Folder) -> torch.Tensor | None:
     """The state of the generator that was given to the buffer; None: there was none."""
     if not folder.names(("rng_state",)):
         return None

@@ -23,20 +23,18 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engram._support.nested import map_with_paths
+from engram._support import nested, words
 from engram._support.state import integer, real, typed
 from engram._support.tensordicts import children, is_tensor_collection, tensordict_type
-from engram._support.words import warn
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format.layout import SINGLE
 from engram.format.schema import Field, Node, Schema
 from engram.saved.checkpointers import DumpedPriorities, SavedStorage, tensordicts_of
 from engram.saved.folder import Folder
 from engram.store.memory import DTYPE_NAMES
-from engram.torchrl import components
+from engram.torchrl import components, layouts
 from engram.torchrl.checkpointers import checkpointer
 from engram.torchrl.items import CompressedItems, TorchRLDump, TorchRLItems, TorchRLSteps, is_compressed, validate
-from engram.torchrl.layouts import Count, Keys
 from engram.torchrl.parts import Layout, prepare_layout
 
 if TYPE_CHECKING:
@@ -60,7 +58,7 @@ _OBJECT, _OLD = "NonTensorData", "__batch_size"
 
 
 class _Members(msgspec.Struct):
-    empty_members: tuple[Count, ...]
+    empty_members: tuple[layouts.Count, ...]
 
 
 class EmptyMember(NamedTuple):
@@ -169,7 +167,7 @@ def read_ensemble(path: StrPath, ndims: Sequence[int], *, max_bytes: int | None 
 
 def _tell(path: StrPath, left_out: Sequence[str]) -> None:
     if left_out:
-        warn(
+        words.warn(
             f"{path}: not read, and lost unless you set it up again: {'; '.join(left_out)}. Pickles are never opened. "
             "(The dump has no checksums: sizes and descriptions were checked.)"
         )
@@ -268,7 +266,7 @@ def _said(numbers: Collection[int]) -> str:
 
 def layout(who: str) -> Layout:
     """The layout of the usual keys. ``who``: what messages begin with."""
-    return Layout("flat", Keys(), who)
+    return Layout("flat", layouts.Keys(), who)
 
 
 class Said(NamedTuple):
@@ -426,7 +424,7 @@ class ListedItems:
         """The items in the order of their rows, one by one. Raises ``IncompatibleCheckpoint``, ``ValueError``: no such items."""
         for number, (item, said) in enumerate(zip(self._items, self._said, strict=True)):
             if said is None:
-                yield map_with_paths(item, _copied, keep=True)
+                yield nested.map_with_paths(item, _copied, keep=True)
             else:
                 yield made_of(cast("dict[str, object]", item), said, without, f"{self._where}: item {number}")
 
@@ -482,7 +480,7 @@ def read_state(state: _State, ndim: int) -> TorchRLState | TorchRLItems | None:
     batch_size, rng_state, left_out = _of_the_buffer(state)
     found = _buffer_in(state, ndim, left_out)
     if left_out:
-        warn(f"{_WHERE}: not read, and lost unless you set it up again: {'; '.join(dict.fromkeys(left_out))}.")
+        words.warn(f"{_WHERE}: not read, and lost unless you set it up again: {'; '.join(dict.fromkeys(left_out))}.")
     out = tuple(left_out)
     if isinstance(found, TorchRLItems):
         return found._replace(batch_size=batch_size, rng_state=rng_state, left_out=out)

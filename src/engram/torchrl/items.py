@@ -10,13 +10,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engram._support.copies import inflated, is_stream
+from engram._support import copies, words
 from engram._support.tensordicts import tensordict_type
-from engram._support.words import raise_as, warn
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from engram.format.layout import encode_key
+from engram.format import layout, strict
 from engram.format.schema import DTYPES, INTEGER, MAX_DEPTH, Field, Node, Schema, renumbered
-from engram.format.strict import parse_loosely
 from engram.saved.checkpointers import DumpedPriorities, SavedStorage, rows_state
 from engram.saved.folder import Folder, convert
 from engram.saved.snapshot import bytes_of
@@ -146,7 +144,7 @@ class TorchRLSteps(TorchRLDump):
 
 def validate(schema: Schema, path: Path) -> None:
     """Raise ``CorruptCheckpoint`` for a schema that no store can have."""
-    with raise_as(CorruptCheckpoint, path):
+    with words.raise_as(CorruptCheckpoint, path):
         schema.validate()
 
 
@@ -163,7 +161,7 @@ def _check_containers(structure: Node, names: Sequence[str], path: Path) -> None
             "Write one such row to the buffer first: its structure is taken."
         )
     if kinds:
-        warn(
+        words.warn(
             f"{path}: a dump does not say which keys of dicts were ints: of {names}, all that are digits are read as strings. "
             "If they were ints, write one such row to the buffer first: its structure is taken."
         )
@@ -304,8 +302,8 @@ class CompressedItems:
     # ---- descriptions --------------------------------------------------------------------------------------------------
 
     def _json(self, file: str) -> object:
-        with raise_as(CorruptCheckpoint, f"{self._folder.name((*self._parts, file))}: not readable as JSON"):
-            return parse_loosely(self._folder.read((*self._parts, file), self._most // _PARSED))
+        with words.raise_as(CorruptCheckpoint, f"{self._folder.name((*self._parts, file))}: not readable as JSON"):
+            return strict.parse_loosely(self._folder.read((*self._parts, file), self._most // _PARSED))
 
     def _where(self, number: int, key: str) -> str:
         return f"{self._name}: item {number}" + (f": field {key!r:.100}" if key else "")
@@ -344,7 +342,7 @@ class CompressedItems:
     ) -> Tensor:
         stream = self._leaf(parts, key, where)
         dtype, shape = DTYPE_OF[known_dtype(tensor.dtype.value, where)], torch.Size(tensor.shape.value)
-        file = self._folder.name((*parts, f"{encode_key(key)}.memmap"))
+        file = self._folder.name((*parts, f"{layout.encode_key(key)}.memmap"))
         return whole_of(stream, shape, dtype, decompress, file)
 
     def _leaf(self, parts: Parts, key: str, where: str) -> Tensor:
@@ -364,7 +362,7 @@ class CompressedItems:
             )
         if not nbytes:  # it may have no file
             return torch.empty(leaf.shape, dtype=DTYPE_OF[leaf.dtype.removeprefix("torch.")], device="cpu")
-        return read_tensor(self._folder, (*parts, f"{encode_key(key)}.memmap"), leaf)
+        return read_tensor(self._folder, (*parts, f"{layout.encode_key(key)}.memmap"), leaf)
 
     # ---- what is no tensor ---------------------------------------------------------------------------------------------
 
@@ -382,7 +380,7 @@ class CompressedItems:
         if not isinstance(value, dict):
             return value
         if "__type__" not in value:
-            return self._entries(value, (*parts, encode_key(key)), where, depth)
+            return self._entries(value, (*parts, layout.encode_key(key)), where, depth)
         if _is_tensor(value):
             return self._leaf(parts, key, where)
         if value["__type__"] == "NonTensorData" and "value" in value:
@@ -480,10 +478,10 @@ def whole_of(
     if decompress is not None:
         return _by(decompress, stream, shape, dtype, where)
     data = b"" if stream.dtype is not torch.uint8 else stream.numpy().tobytes()
-    if not is_stream(data):
+    if not copies.is_stream(data):
         raise IncompatibleCheckpoint(f"{where}: expected a stream of zlib's or Zstandard's. {_OTHERWISE}")
     try:
-        made = bytearray(inflated(data, shape.numel() * dtype.itemsize, "loads"))
+        made = bytearray(copies.inflated(data, shape.numel() * dtype.itemsize, "loads"))
     except ValueError as error:
         raise CorruptCheckpoint(f"{where}: {error}. Nothing was changed. Copy it again.") from error
     values = torch.frombuffer(made, dtype=dtype) if made else torch.empty(0, dtype=dtype, device="cpu")

@@ -11,8 +11,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engram._support.field_paths import DEFAULT_DONE_KEYS
-from engram._support.words import raise_as
+from engram._support import field_paths, words
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format.schema import DTYPES, MAX_DIMS, Field, Node, Schema, renumbered, validate_key
 from engram.saved.checkpointers import Key, Ring, rows_state, tensordicts_of
@@ -59,7 +58,7 @@ def check_bools(values: Tensor, name: str) -> Tensor:
 
 def check_key(key: tuple[str, ...], name: str) -> None:
     """Raise ``CorruptCheckpoint`` for a key that no store can hold."""
-    with raise_as(CorruptCheckpoint, name):
+    with words.raise_as(CorruptCheckpoint, name):
         validate_key(key)
 
 
@@ -75,7 +74,7 @@ def known_dtype(dtype: str, where: str) -> str:
 FULL, SHIFT, SHAPE = "is_full", "shift", "_storage_shape"
 
 
-_FLAGS: frozenset[Key] = frozenset((name,) for name in DEFAULT_DONE_KEYS)
+_FLAGS: frozenset[Key] = frozenset((name,) for name in field_paths.DEFAULT_DONE_KEYS)
 _REWARDS: frozenset[Key] = frozenset({("reward",)})
 
 

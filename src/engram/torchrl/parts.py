@@ -19,10 +19,9 @@ from engram.errors import CorruptCheckpoint, CorruptStore, IncompatibleCheckpoin
 from engram.format import layout
 from engram.format import schema as schemas
 from engram.format.schema import DTYPES, MAX_DEPTH, MAX_DIMS
-from engram.saved import disk
+from engram.saved import disk, part_writer
 from engram.saved.checkpointers import LAYOUTS, METADATA, Ring, SlotsSnapshot, check_sums, fields_of, summed
 from engram.saved.folder import ENTRY, Folder, convert
-from engram.saved.part_writer import PartWriter
 from engram.saved.parts import read_state
 from engram.saved.snapshot import SavedRows, bytes_of
 from engram.store.memory import DTYPE_OF
@@ -30,8 +29,6 @@ from engram.torchrl import layouts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-    from torch import Tensor
 
     from engram.saved.checkpointers import IndexNames, Key, SavedStorage
     from engram.saved.part_reader import PartReader
@@ -54,7 +51,7 @@ class FolderSink:
     def __init__(self, folder: Path, who: str, *, nested: bool) -> None:
         self._folder, self._who, self._nested = folder, who, nested
         self._described: dict[Key, layout.Described] = {}
-        self._lengths: tuple[Tensor, Tensor] = (torch.zeros(0), torch.zeros(0))
+        self._lengths: tuple[torch.Tensor, torch.Tensor] = (torch.zeros(0), torch.zeros(0))
         self.files: list[str] = []
 
     def begin(self, ring: Ring, steps: layouts.Steps, keys: layouts.Keys) -> None:
@@ -157,7 +154,7 @@ class FolderLeaves:
         self._files: dict[Key, tuple[tuple[str, ...], int]] = {}
         self._read_node(parts, ())
 
-    def read(self, key: Key, first: int, n: int) -> Tensor:
+    def read(self, key: Key, first: int, n: int) -> torch.Tensor:
         leaf, (parts, nbytes) = self.leaves[key], self._files[key]
         values = torch.empty((n, *leaf.shape), dtype=DTYPE_OF[leaf.dtype], device="cpu")
         if values.numel():
@@ -299,7 +296,7 @@ class LayoutSnapshot(SlotsSnapshot):
             RuntimeError: rows were written since. OSError: no space, or an I/O error.
         """
         laid, ring, call = self._layout, self._ring, f"{self._who}: dumps"
-        part = PartWriter(folder, "storage", _PART_OF[laid.kind])
+        part = part_writer.PartWriter(folder, "storage", _PART_OF[laid.kind])
         sink = FolderSink(folder, call, nested=laid.kind == "nested")
         layouts.RowsWriter(fields_of(self._store, ring), ring, laid.keys, call).write(sink)
         sink.finish(ring.live * ring.width)

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram._support import nested
-from engram._support.checks import check_type
+from engram._support import checks, nested
 from engram._support.field_paths import as_paths, checked_path, public
 from engram._support.state import HasState, Loads, Stateful, check_keys, has_state, prepare_load, saved
 from engram._support.tensordicts import is_tensor_collection, tensordict_type
@@ -375,7 +374,7 @@ class Compose(Stateful):
         >>> len(chain)
         2
         """
-        index = check_type("insert_transform: index", index, int, "an int")
+        index = checks.check_type("insert_transform: index", index, int, "an int")
         if not -len(self) <= index <= len(self):
             raise ValueError(f"insert_transform: index: expected one in [{-len(self)}, {len(self)}], got {index}.")
         self._steps.insert(index, _Step(transform, invert=invert))

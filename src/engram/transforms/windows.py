@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from engram._support.checks import check_count
-from engram._support.field_paths import WINDOW_ENDS
+from engram._support import checks, field_paths
 from engram.transforms._base import Key, Transform, as_key, entry, find, path_of, put, shallow
 
 
@@ -16,12 +14,12 @@ class Windows(NamedTuple):
     """Of each step ``[*batch, T]`` the ``n`` steps around it, oldest first."""
 
     #: ``[*batch, T, n]``: numbers of steps. Steps outside the trajectory are replaced by its nearest one.
-    steps: Tensor
+    steps: torch.Tensor
     #: ``[*batch, T, n]``: how far a step lies outside the trajectory; 0 inside.
-    beyond: Tensor
+    beyond: torch.Tensor
 
     @classmethod
-    def of(cls, ends: Tensor, n: int, future: bool) -> Windows:
+    def of(cls, ends: torch.Tensor, n: int, future: bool) -> Windows:
         """``ends``: bool ``[*batch, T]``. The windows end with their step, or begin with it."""
         at = torch.arange(ends.shape[-1], device=ends.device)
         around = at.unsqueeze(-1) + torch.arange(n, device=ends.device)
@@ -36,7 +34,7 @@ class Windows(NamedTuple):
         around = around - (n - 1)
         return cls(torch.maximum(around, first), (first - around).clamp_min(0))
 
-    def read(self, value: Tensor, name: str) -> Tensor:
+    def read(self, value: torch.Tensor, name: str) -> torch.Tensor:
         """``[*batch, T, *shape]`` as ``[*batch, T, n, *shape]``. Raises ``ValueError``: it has not as many steps as the end flags."""
         batch = self.steps.shape[:-1]
         if value.shape[: len(batch)] != batch:
@@ -49,19 +47,19 @@ class Windows(NamedTuple):
 
 def checked_dim(what: str, dim: object) -> int:
     """A dimension that is counted from the last one. Raises ``ValueError``: it is not negative. ``TypeError``: no int."""
-    number = check_count(what, dim, least=-(1 << 31))
+    number = checks.check_count(what, dim, least=-(1 << 31))
     if number >= 0:
         raise ValueError(f"{what}: expected a negative number, counted from the last dimension, got {number}.")
     return number
 
 
-def ends_of(data: object, key: Key | None, dims: int, name: str) -> Tensor | None:
+def ends_of(data: object, key: Key | None, dims: int, name: str) -> torch.Tensor | None:
     """The end flags under ``("next", key)``, and the ends of windows, one per step; None if there are none of either.
 
     Raises ``ValueError``: they do not fit.
     """
     found = None if key is None else find(data, ("next", *path_of(key)))
-    ends: Tensor | None = find(data, WINDOW_ENDS)
+    ends: torch.Tensor | None = find(data, field_paths.WINDOW_ENDS)
     ends = None if ends is None or ends.ndim != dims + 1 else ends.to(torch.bool).squeeze(-1)
     if found is None:
         return ends
@@ -113,7 +111,7 @@ class ActionChunkTransform(Transform):
         time_dim: int = -2,
         done_key: Key | None = "done",
     ) -> None:
-        self.chunk_size = check_count("ActionChunkTransform: chunk_size", chunk_size)
+        self.chunk_size = checks.check_count("ActionChunkTransform: chunk_size", chunk_size)
         self.action_key = as_key(action_key, "ActionChunkTransform: action_key")
         self.chunk_key = as_key(chunk_key, "ActionChunkTransform: chunk_key")
         self.pad_key = as_key(pad_key, "ActionChunkTransform: pad_key")

@@ -11,13 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engram._support import native
-from engram._support.checks import as_numbers
-from engram._support.field_paths import checked_path, public
-from engram._support.nested import find, has_entries
-from engram._support.state import Loads, check_keys
-from engram._support.tensordicts import is_tensorclass
-from engram._support.unsupported import TracingArguments
+from engram._support import checks, field_paths, native, nested, state, tensordicts, unsupported
 from engram.errors import IncompatibleCheckpoint
 from engram.store import Store
 from engram.types import Commit, Extent, Ranking, Traits, Write, WritePlan
@@ -102,7 +96,7 @@ class TensorDictMaxValueWriter(NativeWriter):
         reduction: str = "sum",
         *,
         track_generations: bool = False,
-        **later: Unpack[TracingArguments],
+        **later: Unpack[unsupported.TracingArguments],
     ) -> None:
         super().__init__(track_generations=track_generations, **later)  # type: ignore[arg-type]
         if reduction not in _REDUCTIONS:
@@ -110,14 +104,14 @@ class TensorDictMaxValueWriter(NativeWriter):
                 f"{type(self).__name__}: reduction: expected one of {list(_REDUCTIONS)}, got {reduction!r}."
             )
         who = f"{type(self).__name__}: rank_key"
-        self._rank_key = ("next", "reward") if rank_key is None else checked_path(rank_key, who)
+        self._rank_key = ("next", "reward") if rank_key is None else field_paths.checked_path(rank_key, who)
         self._reduction = reduction
         self._stored: _Stored | None = None
 
     @property
     def rank_key(self) -> str | tuple[str, ...]:
         """Entry that rows are ranked by."""
-        return public(self._rank_key)
+        return field_paths.public(self._rank_key)
 
     @property
     def reduction(self) -> str:
@@ -215,12 +209,12 @@ class TensorDictMaxValueWriter(NativeWriter):
 
     def _entry(self, data: Any) -> object:
         """The rank entry of data."""
-        if not has_entries(data) or is_tensorclass(data):
+        if not nested.has_entries(data) or tensordicts.is_tensorclass(data):
             raise RuntimeError(
                 f"{type(self).__name__} expects data to be a tensor collection: a TensorDict or a dict, got {type(data).__name__}. Use a "
                 "RoundRobinWriter for other data."
             )
-        value: object = find(data, self._rank_key)
+        value: object = nested.find(data, self._rank_key)
         if value is None:  # TensorDicts iterate over rows
             got = f"{self.rank_key!r}, got {[*map(str, data.keys())]}"
             missing = _NoRank(f"{type(self).__name__}: expected the rank key {got}.")
@@ -231,7 +225,7 @@ class TensorDictMaxValueWriter(NativeWriter):
         """Ranks from the rank entry of ``n`` rows."""
         if isinstance(value, np.ndarray | np.generic | list | int | float):
             numbers_of_python = not isinstance(value, np.ndarray | np.generic)
-            value = as_numbers(f"{type(self).__name__}: {self.rank_key!r}", value)
+            value = checks.as_numbers(f"{type(self).__name__}: {self.rank_key!r}", value)
             value = value.float() if numbers_of_python and value.is_floating_point() else value  # as they are stored
         if not isinstance(value, Tensor) or value.dtype.is_complex:
             kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
@@ -264,14 +258,14 @@ class TensorDictMaxValueWriter(NativeWriter):
         return {"rank_key": list(self._rank_key), "reduction": self._reduction}
 
     def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
-        check_keys(state_dict, ("rank_key", "reduction"), type(self).__name__)
+        state.check_keys(state_dict, ("rank_key", "reduction"), type(self).__name__)
         here = self.state_dict()
         if state_dict != here:
             raise IncompatibleCheckpoint(
                 f"{type(self).__name__}: expected rows that are ranked by {here}, as here, got {state_dict!r:.300}. Make the "
                 "writer with those arguments."
             )
-        return Loads()
+        return state.Loads()
 
     def config(self) -> dict[str, object]:
         tracks = {"track_generations": True} if self.traits.tracks_tickets else {}

@@ -9,9 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engram._support import native
-from engram._support.field_paths import checked_path, public
-from engram._support.words import warn
+from engram._support import field_paths, native, words
 from engram.store import Store, check_index_name, priorities
 from engram.store.row_indexes import ChangesIndex, UsageIndex
 from engram.types import Extent
@@ -212,12 +210,12 @@ class StalestFirst(_Ranked):
     """
 
     def __init__(self, version_key: str | tuple[str, ...] = "policy_version") -> None:
-        self._key = checked_path(version_key, "StalestFirst: version_key")
+        self._key = field_paths.checked_path(version_key, "StalestFirst: version_key")
 
     @property
     def version_key(self) -> str | tuple[str, ...]:
         """The field that holds the version."""
-        return public(self._key)
+        return field_paths.public(self._key)
 
     def _ranks(self, storage: Removable, rows: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.float64]:
         try:
@@ -283,7 +281,7 @@ class MaxTimesSampled(_Ranked):
                 "MaxTimesSampled: expected a store that counts samples, got one that does not. Call rb.count_usage() first."
             )
         if counts is None:
-            warn(
+            words.warn(
                 "MaxTimesSampled: what was loaded does not say how often rows were sampled: they count as never sampled. "
                 "Call rb.count_usage() before you save."
             )

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
     from stable_baselines3.common.vec_env import VecNormalize
-    from torch import Tensor
 
     Array: TypeAlias = NDArray[np.generic]
     Nested: TypeAlias = Array | dict[str, Array]
@@ -198,7 +197,7 @@ Infos: TypeAlias = "Sequence[Mapping[str, object]]"
 Samples: TypeAlias = ReplayBufferSamples | DictReplayBufferSamples
 #: A batch of rows.
 Rows: TypeAlias = dict[str, object]
-Part: TypeAlias = "Tensor | dict[str, Tensor]"
+Part: TypeAlias = "torch.Tensor | dict[str, torch.Tensor]"
 Index: TypeAlias = "int | slice | tuple[int | slice | NDArray[np.int64], ...]"
 OBSERVATION, ACTION = ("observation",), ("action",)
 REWARD, TERMINATED, DONE = ("next", "reward"), ("next", "terminated"), ("next", "done")
@@ -468,16 +467,16 @@ class ReplayBuffer(Scratch, sb3.ReplayBuffer):
         """What the named tuple of a batch holds, in its order."""
         after = cast("Rows", batch["next"])
         seen, following = (cast("Part", rows["observation"]) for rows in (batch, after))
-        reward = cast("Tensor", after["reward"])
+        reward = cast("torch.Tensor", after["reward"])
         if env is not None:
             seen, following = (_normalized(part, env) for part in (seen, following))
             reward = self._normalized_reward(reward, env)
         others = (batch["action"], after["terminated"], batch.get("gamma"))
-        action, terminated, discounts = (cast("Tensor | None", value) for value in others)
+        action, terminated, discounts = (cast("torch.Tensor | None", value) for value in others)
         parts = (seen, action, following, terminated, reward, discounts)
         return tuple(None if part is None else _map(part, lambda x: x.to(self.device)) for part in parts)
 
-    def _normalized_reward(self, reward: Tensor, env: VecNormalize) -> Tensor:
+    def _normalized_reward(self, reward: torch.Tensor, env: VecNormalize) -> torch.Tensor:
         if self.n_steps > 1:
             return reward / float(np.sqrt(env.ret_rms.var + env.epsilon)) if env.norm_reward else reward
         return torch.from_numpy(env.normalize_reward(reward.numpy()).astype(np.float32))
@@ -569,14 +568,14 @@ class Dones:
 class _Rows(DeclaredSampler):
     """Draws rows that were chosen."""
 
-    def __init__(self, rows: Tensor) -> None:
+    def __init__(self, rows: torch.Tensor) -> None:
         self._rows = rows
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:  # noqa: ARG002 - of the protocol
         return Draw(self._rows)
 
 
-def _map(part: Part, function: Callable[[Tensor], Tensor]) -> Part:
+def _map(part: Part, function: Callable[[torch.Tensor], torch.Tensor]) -> Part:
     """A function of each observation of a ``Dict``, or of the one."""
     return {key: function(value) for key, value in part.items()} if isinstance(part, dict) else function(part)
 

@@ -11,15 +11,13 @@ import torch
 from gymnasium import spaces
 from stable_baselines3.her.goal_selection_strategy import KEY_TO_GOAL_STRATEGY, GoalSelectionStrategy
 
-from engram._support.checks import check_count
-from engram._support.words import warn
+from engram._support import checks, words
 from engram.adapters.sb3.buffers import DONE, Column, Infos, Path, ReplayBuffer, Rows, StoreArguments
 from engram.around import FinalObservations, Hindsight
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from stable_baselines3.common.vec_env import VecEnv
-    from torch import Tensor
 
     from engram.types import Sampler
 
@@ -87,7 +85,7 @@ class HerReplayBuffer(ReplayBuffer, sb3.HerReplayBuffer):  # type: ignore[misc] 
                 "compute_reward read what it needs from the goals, or leave scratch_dir out."
             )
         self.env = env
-        self.n_sampled_goal = check_count(f"{who}: n_sampled_goal", n_sampled_goal, least=0)
+        self.n_sampled_goal = checks.check_count(f"{who}: n_sampled_goal", n_sampled_goal, least=0)
         self.her_ratio = 1 - 1 / (self.n_sampled_goal + 1)
         self.goal_selection_strategy, self.copy_info_dict = named, copy_info_dict
         if store.get("n_steps", 1) != 1 or optimize_memory_usage:
@@ -111,15 +109,15 @@ class HerReplayBuffer(ReplayBuffer, sb3.HerReplayBuffer):  # type: ignore[misc] 
             end_keys=[DONE],
         )
 
-    def _rewards(self, rows: Rows) -> Tensor:
+    def _rewards(self, rows: Rows) -> torch.Tensor:
         """Of steps with their new goals, ``[B, 1]``."""
         if self.env is None:
             raise RuntimeError(f"{type(self).__name__}: expected an environment, for rewards: buffer.set_env(env).")
-        following = cast("dict[str, dict[str, Tensor]]", rows["next"])["observation"]
+        following = cast("dict[str, dict[str, torch.Tensor]]", rows["next"])["observation"]
         reached, wanted = (following[key].numpy() for key in ("achieved_goal", "desired_goal"))
         infos: list[object] = [{} for _ in range(len(wanted))]
         if self.copy_info_dict:
-            infos = copy.deepcopy(self.infos[cast("Tensor", rows["row"])[:, 0].numpy()]).tolist()
+            infos = copy.deepcopy(self.infos[cast("torch.Tensor", rows["row"])[:, 0].numpy()]).tolist()
         found = self.env.env_method("compute_reward", reached, wanted, infos, indices=[0])[0]
         return torch.from_numpy(np.asarray(found, np.float32).reshape(-1, 1))
 
@@ -143,7 +141,7 @@ class HerReplayBuffer(ReplayBuffer, sb3.HerReplayBuffer):  # type: ignore[misc] 
     def truncate_last_trajectory(self) -> None:
         """Let episodes that are open count as truncated: their environments are reset."""
         if bool((self.rb.end_trajectory("each") >= 0).any()):
-            warn(
+            words.warn(
                 "The last trajectory in the replay buffer will be truncated.\n"
                 "If you are in the same episode as when the replay buffer was saved,\n"
                 "you should use `truncate_last_trajectory=False` to avoid that issue."

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from engram._support import fork, native
-from engram._support.native import NotAdmitted
 from engram.errors import NoSampleable, RateLimited
 from engram.remote import protocol
 from engram.remote.fleet import plans
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
-    from torch import Tensor
 
     from engram.remote.fleet.members import Members, Shard
     from engram.types import Info
@@ -290,7 +288,7 @@ class Draws:
             return ask()
         except NoSampleable:
             shard.updated_at = -math.inf  # it is asked what it has before others are drawn
-        except (RateLimited, NotAdmitted) as error:
+        except (RateLimited, native.NotAdmitted) as error:
             message.error = RateLimited(f"sample: {shard.storage!r} has limits, which hold for one store. {error}")
         except ConnectionError as error:
             self._members.lose(shard, error)
@@ -355,7 +353,7 @@ class Draws:
                 found.insert(k, plans.joined([columns[k]], picked, message.count))
             info: Info = dict(zip(first.info, found[fields + 1 :], strict=True))
             if len(factors):
-                weights = cast("Tensor", info[_WEIGHT])  # a server sends nothing else
+                weights = cast("torch.Tensor", info[_WEIGHT])  # a server sends nothing else
                 info[_WEIGHT] = _weighed(weights, factors[units], first.masses[0])
             if factor is not None:
                 info["loss_factor"] = torch.full(found[fields].shape, factor, device="cpu")
@@ -393,7 +391,7 @@ class Draws:
                 shard.change()  # it may have other rows now
 
 
-def _weighed(weights: Tensor, factors: NDArray[np.float64], mass: protocol.Mass) -> Tensor:
+def _weighed(weights: torch.Tensor, factors: NDArray[np.float64], mass: protocol.Mass) -> torch.Tensor:
     """The weights of a batch. ``factors``: of its units, as :attr:`_Message.factors`."""
     if mass.over_batch:
         likely = factors[factors > 0]

@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias, Type
 
 import msgspec
 
-from engram._support import fork
-from engram._support.words import count, warn
-from engram.remote import protocol
-from engram.remote.served import RETRY_INTERVAL_S, Limits
+from engram._support import fork, words
+from engram.remote import protocol, served
 from engram.store.limits import Rules
 from engram.store.ragged import RowsWithin
 
@@ -185,8 +183,8 @@ class Members:
                 self._poller = ReconnectPoller(self)
         others = len(self.present())
         if not known:
-            warn(
-                f"the store {shard.storage!r} is gone, with {count(shard.mass.live, 'row')}: batches come from {others} of "
+            words.warn(
+                f"the store {shard.storage!r} is gone, with {words.count(shard.mass.live, 'row')}: batches come from {others} of "
                 f"{len(self.shards)} stores until it is back."
             )
 
@@ -467,7 +465,7 @@ class _Waits:
     calls, waiting, seconds = 0, 0, 0.0
 
 
-class Ledger(Limits):
+class Ledger(served.Limits):
     """The limits of a fleet, as one of its clients follows them.
 
     No process keeps a ledger. Each store counts in its own memory the rows that are inserted and sampled there, and the sum of these
@@ -677,7 +675,7 @@ class Ledger(Limits):
 
     def await_limit(self, samples: bool, rows: int, event: int, seconds: float) -> bool:  # noqa: ARG002
         """Sleep until the stores are to be asked again."""
-        waits, seconds = self._waits[samples], min(seconds, RETRY_INTERVAL_S)
+        waits, seconds = self._waits[samples], min(seconds, served.RETRY_INTERVAL_S)
         waits.waiting += 1
         time.sleep(seconds)
         waits.waiting -= 1

@@ -18,23 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram._support import fork
-from engram._support.checks import check_choice, check_count
-from engram._support.native import NotAdmitted
-from engram._support.unsupported import refusing
-from engram._support.words import format_wait, warn
+from engram._support import checks, fork, native, unsupported, words
 from engram.around.episodes import usual_flags
 from engram.errors import RowError
 from engram.format.schema import decode
 from engram.format.sizes import without_rings
-from engram.remote import protocol
+from engram.remote import awaited, protocol
 from engram.remote.awaited import AtServers, Awaited, awaited_at
-from engram.remote.awaited import OneStore as OneAwaited
 from engram.remote.connection import Access, Connection, Final, Found
-from engram.remote.fleet import plans
-from engram.remote.fleet.draws import Draws
+from engram.remote.fleet import draws, plans
 from engram.remote.fleet.members import SKIP_S, Joining, Ledger, Members, Missing, Shard, at_once, combined
-from engram.remote.protocol import Full
 from engram.remote.served import Drawn, OneStore, ServedStorage
 from engram.remote.storage import RemoteStorage
 from engram.saved.rows import Roles
@@ -81,7 +74,7 @@ class FleetStorage(ServedStorage):
         self.members = Members(storages, missing, joining, epochs="has_epochs" in first.served.traits_of_sampler)
         self.ledger = Ledger(self.members)
         self.describe(schema, f"in {len(storages)} served stores", self.ledger, first.memory.participant)
-        self.draws = Draws(self.members, first.served, self._usual_bytes, stratum)
+        self.draws = draws.Draws(self.members, first.served, self._usual_bytes, stratum)
         #: Rows of the batches in each message under way.
         self._ahead: deque[int] = deque()
         self._homes = fork.rlock()
@@ -169,7 +162,7 @@ class FleetStorage(ServedStorage):
     def _admitted(self, rows: int, calls: int) -> int:
         admitted = self.ledger.admit(rows, calls, samples=True, by=self.members.known())
         if not admitted:
-            raise NotAdmitted(rows)
+            raise native.NotAdmitted(rows)
         return admitted
 
     def _count(self) -> None:
@@ -259,7 +252,7 @@ class FleetStorage(ServedStorage):
     def _writing(self, shard: Shard, n: int) -> Iterator[None]:
         """Write rows to a store, which the limits of the fleet admit. Raises ``NotAdmitted``: not now."""
         if not self.ledger.admit(n, samples=False, by=[shard]):
-            raise NotAdmitted(n)
+            raise native.NotAdmitted(n)
         try:
             with self.members.needing(shard):
                 yield
@@ -359,7 +352,7 @@ class FleetStorage(ServedStorage):
         self._open -= {*lanes.tolist()}
         return plans.number(rows, shard.number)
 
-    fetch_dump = refusing("dumps", "Dump each of the stores, or save checkpoints of ranks, where they are.")
+    fetch_dump = unsupported.refusing("dumps", "Dump each of the stores, or save checkpoints of ranks, where they are.")
 
     # ---- life ----------------------------------------------------------------------------------------------------------
 
@@ -382,13 +375,13 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 
 def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedStorage:
     """The store, or the fleet of stores, at some addresses. Raises as ``ReplayBuffer.connect``."""
-    check_choice("connect: missing", missing, ("skip", "wait"))
+    checks.check_choice("connect: missing", missing, ("skip", "wait"))
     if len(access.addresses) == 1 and stratum is None and access.members is None:
         connection = Connection(access)
         if connection.served.schema:
             return RemoteStorage(connection)
         connection.close()
-        return awaited_at(OneAwaited(AtServers(*access)), connection.served)
+        return awaited_at(awaited.OneStore(AtServers(*access)), connection.served)
     served = _ask_servers(access, missing)
     stores: dict[str, list[protocol.Address]] = {}
     for address, answer in served.items():
@@ -403,7 +396,7 @@ def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedS
                 f"connect: no server answers at {', '.join(map(str, silent))}: expected all of them, as the first write makes stores."
             )
         if len(makers) == 1 and stratum is None and access.members is None:
-            return awaited_at(OneAwaited(makers[0]), new)
+            return awaited_at(awaited.OneStore(makers[0]), new)
         check_stores([one for one in served.values() if not one.schema], access.full)
         brief = access._replace(patience_s=_patience(access, missing), hurried=missing == "skip")
         hurried = [AtServers(one.addresses, *brief[1:]) for one in makers]
@@ -412,7 +405,7 @@ def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedS
     if silent:
         alone = len(stores) == 1 and access.members is None
         others = "are taken for further servers of the one that does" if alone else "join when they answer"
-        warn(f"connect: no server answers at {', '.join(map(str, silent))}: these addresses {others}.")
+        words.warn(f"connect: no server answers at {', '.join(map(str, silent))}: these addresses {others}.")
     if len(stores) == 1 and stratum is None and access.members is None:
         return RemoteStorage(Connection(access._replace(addresses=(*served, *silent))))
     check_stores(list(served.values()), access.full)
@@ -487,7 +480,7 @@ class Silent:
                 continue
             except (OSError, ValueError, RuntimeError) as error:
                 if address not in self._addresses:
-                    warn(f"the store at {address} does not join: {error}")
+                    words.warn(f"the store at {address} does not join: {error}")
                 continue
             stores[answer.store] = storage
             yield storage
@@ -534,7 +527,7 @@ def _ask_servers(access: Access, missing: Missing) -> dict[protocol.Address, pro
     if errors and waits_all:
         where = ", ".join(str(it) for it in access.addresses if it not in served)
         raise ConnectionError(
-            f"connect: no server answered{format_wait(patience_s)} at {where}. Start it with engram serve, or pass another address."
+            f"connect: no server answered{words.format_wait(patience_s)} at {where}. Start it with engram serve, or pass another address."
         ) from errors[0]
     return served
 
@@ -548,11 +541,11 @@ def _served_at(access: Access, address: protocol.Address) -> protocol.Served:
 
 def check_stratum(stratum: int | None, stores: int) -> None:
     """Raise ``ValueError``, ``TypeError``: no number of one of so many stores. None is no stratum."""
-    if stratum is not None and check_count("connect: stratum", stratum, "stores", least=0) >= stores:
+    if stratum is not None and checks.check_count("connect: stratum", stratum, "stores", least=0) >= stores:
         raise ValueError(f"connect: stratum: expected the number of one of {stores} stores, got {stratum}.")
 
 
-def check_stores(served: list[protocol.Served], full: Full | None) -> None:
+def check_stores(served: list[protocol.Served], full: protocol.Full | None) -> None:
     """Raise ``ValueError``: stores that cannot be one buffer. ``full``: what a write does that has no credits."""
     if full is not None:
         raise ValueError(

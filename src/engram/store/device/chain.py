@@ -11,11 +11,9 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from engram._support import fork, native
-from engram._support.checks import check_choice
+from engram._support import checks, fork, native
 from engram._support.words import no_space
-from engram.format.files import FIXED_BYTES
-from engram.format.schema import Field
+from engram.format import files, schema
 from engram.format.sizes import resident_sizes
 from engram.store.blocks import ALIGNMENT, GENERATION, INDEX, WEIGHT, BlockLayout, aligned, empty_block
 from engram.store.device.accelerator import Accelerator
@@ -27,7 +25,7 @@ from engram.store.store import Store
 FANOUT = 8
 #: Bytes before the tree, and where beta stands among them: ``native/core/priorities.h``.
 _TREE_AT, _BETA_AT = 4096, 40
-_VALID = Field(("valid",), "bool", ())
+_VALID = schema.Field(("valid",), "bool", ())
 
 
 class Column(NamedTuple):
@@ -89,7 +87,7 @@ def columns_of(
         address = translate(tensor.data_ptr()) if field.row_bytes else 0
         fields.append(Column(address, row_stride(tensor), field.row_bytes, torch_dtype(field), field.shape))
     writes = tickets + (behind if words.nbytes > behind else 0)  # stores of before have none, nor rows that were edited
-    lanes_at = translate(control.data_ptr()) + FIXED_BYTES
+    lanes_at = translate(control.data_ptr()) + files.FIXED_BYTES
     tree = None if priorities is None else tree_at(translate(priorities.block.address), capacity)
     return Columns(tickets, writes, lanes_at, capacity, store.lanes, store.lane_length, tuple(fields), tree)
 
@@ -135,7 +133,7 @@ class Layout:
     """
 
     def __init__(self, fields: Iterable[Column], batch_size: int, *, weighted: bool) -> None:
-        named = [Field((str(number),), str(field.dtype)[6:], field.shape) for number, field in enumerate(fields)]
+        named = [schema.Field((str(number),), str(field.dtype)[6:], field.shape) for number, field in enumerate(fields)]
         blocks = BlockLayout((*named, INDEX, GENERATION, _VALID, *([WEIGHT] if weighted else [])))
         self.batch_size = batch_size
         self.weighted = weighted
@@ -340,7 +338,7 @@ class Chain:
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"Chain: batch_size: expected at least 1, got {batch_size}.")
-        check_choice("Chain: kind", kind, KINDS)
+        checks.check_choice("Chain: kind", kind, KINDS)
         if kind == "prioritized" and columns.tree is None:
             raise ValueError("Chain: expected columns with a priority tree, got none. Give columns_of the priorities.")
         self.batch_size = batch_size

@@ -15,14 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engram._support import fork, native
-from engram._support.devices import check_room
-from engram._support.words import warn
-from engram.store.blocks import ALIGNMENT, aligned
+from engram._support import devices, fork, native, words
+from engram.store import blocks, memory
 from engram.store.device.accelerator import Accelerator
 from engram.store.device.rows import DevicePriorities
 from engram.store.device.store import DeviceStore
-from engram.store.memory import Block, torch_dtype, write_rows
 from engram.store.store import Store, StoreState
 from engram.types import RowsTarget, WritePlan
 
@@ -97,12 +94,12 @@ class Mirror:
         self.directory: Path | None = target.directory
         self._accelerator = Accelerator(store.device)
         self._order, self._down = self._accelerator.stream(), self._accelerator.stream()
-        fields = [(torch_dtype(field), field.shape, field.row_bytes) for field in store.schema.fields]
+        fields = [(memory.torch_dtype(field), field.shape, field.row_bytes) for field in store.schema.fields]
         self._parts = (*fields, (torch.int32, (2,), 8))
         needed = sum(nbytes for *_, nbytes in self._parts)
         self._most = max(1, min(BLOCK_BYTES // needed, store.capacity), math.prod(store.schema.columns))
         room = self._size(self._most)
-        check_room("the blocks of a mirror", 2 * room, store.device)
+        devices.check_room("the blocks of a mirror", 2 * room, store.device)
         self._rooms = [
             (
                 torch.empty(room, dtype=torch.uint8, device=store.device),
@@ -194,7 +191,9 @@ class Mirror:
                 self._replaced, self._resting = -1, time.monotonic() + REST_S  # all rows, then
                 if self.error is None:
                     what = f"{type(error).__name__}: {error}"
-                    warn(f"mirror: the folder {str(self.directory)!r} lags behind, as copying rows to it fails: {what}")
+                    words.warn(
+                        f"mirror: the folder {str(self.directory)!r} lags behind, as copying rows to it fails: {what}"
+                    )
                 self.error = error
 
     def _copy(self) -> None:
@@ -299,14 +298,14 @@ class Mirror:
 
     def _size(self, n: int) -> int:
         """Bytes of a room for ``n`` rows."""
-        return ALIGNMENT + sum(aligned(n * nbytes) for *_, nbytes in self._parts)
+        return blocks.ALIGNMENT + sum(blocks.aligned(n * nbytes) for *_, nbytes in self._parts)
 
     def _divided(self, room: Tensor, n: int) -> tuple[list[Tensor], Tensor]:
         """Of a room for ``n`` rows the places of the columns, the last one that of counts of edits; and that of the cursor."""
-        parts, at = [], ALIGNMENT
+        parts, at = [], blocks.ALIGNMENT
         for dtype, shape, nbytes in self._parts:
             parts.append(room[at : at + n * nbytes].view(dtype).view(n, *shape))
-            at += aligned(n * nbytes)
+            at += blocks.aligned(n * nbytes)
         return parts, room[:8].view(torch.int64)
 
     def _stage(self, where: Tensor) -> tuple[list[Tensor], tuple[Tensor, Tensor] | None]:
@@ -460,7 +459,7 @@ class Mirror:
         """Set the priorities of the folder. ``behind``: of all rows, whether the folder does not hold them as they were yet."""
         (alpha, beta, *_), capacity = leaves.parameters, self._target.capacity
 
-        def make(block: Block) -> None:
+        def make(block: memory.Block) -> None:
             native.format_priorities(block.address, block.nbytes, capacity, *leaves.parameters)
 
         nbytes = native.priority_bytes(capacity, leaves.parameters[3])
@@ -496,7 +495,7 @@ def copy_rows(
     def fill(rows: RowsTarget) -> None:
         for number, tensor in enumerate(source.tensors):
             for first in range(0, n, step):
-                write_rows(rows, number, first, take(tensor[first : min(first + step, n)]).to(target.device))
+                memory.write_rows(rows, number, first, take(tensor[first : min(first + step, n)]).to(target.device))
         then()
 
     target.replace(state, fill)

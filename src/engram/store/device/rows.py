@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engram._support import fork
-from engram._support.devices import check_room
-from engram._support.words import warn
+from engram._support import devices, fork, words
 from engram.errors import EMPTY, NoSampleable, PriorityError, RowError
 from engram.format.sizes import device_priority_bytes
 from engram.store.blocks import Key, Masses
@@ -202,7 +200,7 @@ def work_on(rows: DeviceRows) -> RowOperations:
                 return RowKernels(rows, rows.accelerator.launch)
         except Exception as error:  # noqa: BLE001 - Triton has errors of its own, and those of the C compiler that it calls
             obstacle = f"{type(error).__name__}: {error}"
-    warn(
+    words.warn(
         f"storage on {rows.device}: expected Triton's kernels, got none: {obstacle}. Torch's operations do the same, several times slower."
     )
     return RowOperations()
@@ -216,7 +214,7 @@ class DevicePriorities:
     """
 
     def __init__(self, rows: DeviceRows, alpha: float, beta: float, eps: float, within_buffer: bool) -> None:
-        check_room(f"priorities of {rows.capacity:,} rows", device_priority_bytes(rows.capacity), rows.device)
+        devices.check_room(f"priorities of {rows.capacity:,} rows", device_priority_bytes(rows.capacity), rows.device)
         self._rows, self.eps, self.within_buffer = rows, eps, within_buffer
         self.rows = rows.capacity
         self.most = 1e300 / rows.capacity

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engram._support import fork, native
-from engram._support.devices import check_room
+from engram._support import devices, fork, native
 from engram.errors import EMPTY, NoSampleable
 from engram.format.sizes import device_row_bytes
 from engram.store.device.row_operations import Drawing, Ring
@@ -165,7 +164,7 @@ class DeviceStore(HostedStore):
         taken then.
         """
         refuse_ragged(schema, f"rows on {device}", "Use LazyTensorStorage without device=, or LazyMemmapStorage")
-        check_room(f"{schema.capacity:,} rows", device_row_bytes(schema.capacity, schema.row_bytes), device)
+        devices.check_room(f"{schema.capacity:,} rows", device_row_bytes(schema.capacity, schema.row_bytes), device)
         return cls(schema, DeviceRows(schema, device, tensors), *new_control_memory(schema))
 
     # ---- what the core has of the rows -------------------------------------------------------------------------------
