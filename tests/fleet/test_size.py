@@ -133,7 +133,7 @@ def test_connections_and_requests_of_many_writers(tmp_path):
         programs.append(wire.start(2, CLIENTS, go=str(tmp_path / "go"), **values))
         programs[1].until("connected", stress.size(200, 3000))
         before = said()
-        programs[1].until("written", stress.size(200, 3000))
+        programs[1].until("}", stress.size(200, 3000))
         after, clients = said(), json.loads(programs[1].out.rpartition("written")[2])
         (tmp_path / "go").touch()
         assert programs[1].wait(stress.size(200, 3000)) == 0, programs[1].err
