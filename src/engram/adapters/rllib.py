@@ -1,15 +1,17 @@
 """RLlib's replay buffers of episodes over engram's stores: on disk if asked, and by priority.
 
-DQN of the new API stack takes them by their name: ``replay_buffer_config={"type": "engram.adapters.rllib.EpisodeReplayBuffer"}``. A
-subclass of SAC makes them.
-:mod:`engram.adapters.rllib` is imported by programs that use RLlib, and by nothing of engram.
+DQN of the new API stack takes them by their name:
+``replay_buffer_config={"type": "engram.adapters.rllib.EpisodeReplayBuffer"}``. A subclass of SAC
+makes them. :mod:`engram.adapters.rllib` is imported by programs that use RLlib, and by nothing of
+engram.
 """
 
 from __future__ import annotations
 
-from copy import deepcopy
+from collections import deque
+from copy import copy, deepcopy
 from hashlib import blake2b
-from itertools import takewhile
+from itertools import islice
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -20,6 +22,7 @@ from engram._support.field_paths import nested
 from engram._support.unsupported import needs, reject_unsupported
 from engram.adapters.scratch import Scratch, leaves
 from engram.samplers import PrioritizedSampler, RandomSampler
+from engram.writers.removers import Lifo
 
 with needs("engram.adapters.rllib", "rllib"):
     from ray.rllib.env.single_agent_episode import SingleAgentEpisode as Episode
@@ -27,7 +30,9 @@ with needs("engram.adapters.rllib", "rllib"):
     from ray.rllib.utils import force_list, replay_buffers
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable
+
+    from numpy.typing import NDArray
 
     from engram.adapters.scratch import Array, Path, Rows
     from engram.types import StrPath
@@ -40,24 +45,28 @@ _ARGUMENTS = ("batch_size_B", "batch_length_T", "metrics_num_episodes_for_smooth
 
 
 class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type: ignore[misc] # typed where it is installed only
-    """RLlib's ``EpisodeReplayBuffer``, whose steps lie in RAM or in a directory that survives ``kill -9``.
+    """RLlib's ``EpisodeReplayBuffer`` whose steps lie in RAM or in a directory that survives ``kill -9``.
 
-    ``config.training(replay_buffer_config={"type": "engram.adapters.rllib.EpisodeReplayBuffer", "scratch_dir": "/data/replay"})`` goes on
-    with the episodes that an earlier process wrote there. Samples, draws, evictions and metrics are those of RLlib.
+    DQN takes it by its name. With
+    ``config.training(replay_buffer_config={"type": "engram.adapters.rllib.EpisodeReplayBuffer",
+    "scratch_dir": "run/replay"})`` it goes on with the episodes that an earlier process wrote
+    there. Samples, draws, evictions and metrics are those of RLlib.
 
     Args:
         capacity, batch_size_B, batch_length_T, metrics_num_episodes_for_smoothing: as in RLlib.
         scratch_dir: the directory of the steps, of one running process at a time. Default: RAM.
-        exclude: what is not stored, by its name: ``"extra_model_outputs"``, or one entry, ``"extra_model_outputs.action_logp"``.
+        exclude: what is not stored, by its name: ``"extra_model_outputs"``, or one entry,
+            ``"extra_model_outputs.action_logp"``.
 
     Raises:
-        ValueError: a capacity below 1.
-        StoreInUse: another process trains with the directory. IncompatibleStore: it holds steps of another ``capacity``. Nothing is
-            changed.
+        ValueError: a capacity below 1. StoreInUse: another process trains with the directory.
+        IncompatibleStore: it holds steps of another ``capacity``. Nothing is changed.
 
-    Observations and actions are numbers, or dicts of these. Infos are not stored: those of samples are empty. An episode that is open
-    when the directory is opened counts as truncated. The store has a quarter more rows than ``capacity``, for steps of evicted episodes
-    between those of others. :attr:`rb` is the engram buffer, for :meth:`stats <engram.ReplayBuffer.stats>`, plots and checkpoints.
+    Observations and actions are numbers, or dicts of these. Infos are not stored: those of samples
+    are empty. An episode that is open when the directory is opened counts as truncated. Where one
+    episode alone outgrows the capacity, its oldest steps go, an eighth of the capacity at a time.
+    :attr:`rb` is the engram buffer, for :meth:`stats <engram.ReplayBuffer.stats>`, plots and
+    checkpoints.
 
     >>> import tempfile
     >>> from engram.adapters.rllib import EpisodeReplayBuffer
@@ -73,10 +82,12 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
     4 4
     """
 
-    not_pickled = ("rb", "_hold", "stored", "metrics", "_sum_segment", "_min_segment")
+    not_pickled = ("rb", "_hold", "stored")
     _max_priority: float = 1.0
     #: Exponents of priorities and weights, of a buffer that draws by priority.
     _by: tuple[float, float] | None = None
+    #: What the running call adds and evicts beside what RLlib's own ``add`` counts.
+    _uncounted: tuple[tuple[int, int], tuple[int, int]]
 
     def __init__(
         self,
@@ -89,7 +100,6 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
         who = type(self).__name__
         reject_unsupported(who, {name: kwargs[name] for name in kwargs if name not in _ARGUMENTS}, {}, _ARGUMENTS)
         self._arguments = {"capacity": check_count(f"{who}: capacity", capacity), **kwargs}
-        self._size = capacity + capacity // 4
         self.scratch_dir = None if scratch_dir is None else check_path(f"{who}: scratch_dir", scratch_dir)
         self.exclude, self.spaces = frozenset(exclude), (None, None)
         self._open()
@@ -97,23 +107,36 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
     # ---- the store -----------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        sampler = PrioritizedSampler(self._size, *self._by, eps=0.0) if self._by is not None else RandomSampler()
-        self._open_rows(self._size, 1, f"steps of capacity={self._arguments['capacity']}", sampler)
+        size = self._arguments["capacity"]
+        sampler = PrioritizedSampler(size, *self._by, eps=0.0) if self._by is not None else RandomSampler()
+        # Evicted episodes are removed before others are written, so the remover is never asked.
+        self._open_rows(size, 1, f"steps of capacity={size}", sampler, remover=Lifo())
         self._index()
 
     def _index(self) -> None:
-        """Have the episodes of the store as if they had just been added. Where steps are missing another one begins."""
+        """Make RLlib's table of the stored steps, as if they had been added. Where steps are missing another episode begins."""
         super().__init__(**self._arguments, **({"alpha": self._by[0]} if self._by else {}))
         self.stored = self._stored_columns()
-        if self.stored:
-            extent = self.rb.storage.extent()
-            ring = (extent.seam[0] + np.arange(-extent.filled[0], 0)) % self._size
-            rows = ring[extent.contains(torch.from_numpy(ring)).numpy()]
-            _, first, which = np.unique(self.stored[_NUMBER][rows], return_index=True, return_inverse=True)
-            rows = rows[np.argsort(first[which], kind="stable")]
-            follows = (np.diff(self.stored[_NUMBER][rows]) == 0) & (np.diff(self.stored[_T][rows]) == 1)
-            for part in np.split(rows, np.flatnonzero(~follows) + 1) if len(rows) else ():
-                super().add([_Stored(self, f"engram-{part[0]}", part, truncated=True)])
+        if not self.stored:
+            return
+        tickets = self.rb.storage.tickets_of(torch.arange(self.capacity, device="cpu")).numpy()
+        rows = tickets.argsort()[np.count_nonzero(tickets < 0) :]  # as they were written
+        numbers, t = self.stored[_NUMBER][rows], self.stored[_T][rows]
+        order = numbers.argsort(kind="stable")
+        follows = (np.diff(numbers[order]) == 0) & (np.diff(t[order]) == 1)
+        parts = np.split(order, np.flatnonzero(~follows) + 1) if len(rows) else []
+        where = np.empty((len(rows), 2), int)
+        for count, part in enumerate(sorted(parts, key=lambda part: int(part[0]))):
+            self.episodes.append(_Stored(self, f"engram-{rows[part[0]]}", rows[part], ended=True))
+            where[part, 0], where[part, 1] = count, np.arange(len(part))
+        self.episode_id_to_index = {one.id_: count for count, one in enumerate(self.episodes)}
+        self._indices = [(*entry,) for entry in where.tolist()]
+        self._num_timesteps = self._num_timesteps_added = len(rows)
+
+    def _rows_of(self, indices: Iterable[tuple[int, ...]]) -> torch.Tensor:
+        """The rows of entries of RLlib's ``_indices``."""
+        first = self._num_episodes_evicted
+        return torch.tensor([int(self.episodes[number - first].rows[at]) for number, at, *_ in indices])
 
     def close(self) -> None:
         """Give the directory up: of a buffer that is used no more."""
@@ -122,77 +145,151 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
-        self._index()
+        if self.scratch_dir is None:
+            vars(self).update(state)
+            self.stored = self._stored_columns()
 
-    get_state = Scratch.__getstate__
+    def get_state(self) -> dict[str, object]:
+        """The state that RLlib's own buffer has, with all steps; of a directory, its name alone."""
+        if self.scratch_dir is not None:
+            return {"scratch_dir": self.scratch_dir}
+        return {name: copy(value) for name, value in super().get_state().items()}
 
     def set_state(self, state: dict[str, object]) -> None:
-        """Be as the buffer of a state was. Raises ``ValueError``: a state of RLlib's own buffer. Nothing is changed."""
-        if "_size" not in state:
-            raise ValueError(f"set_state: expected a state of {type(self).__name__}, got one with {sorted(state)}.")
-        self.close()
-        self.__setstate__(dict(state))
+        """Be as the buffer of a state was, also one of RLlib's own. A directory goes on as it is.
+
+        The oldest episodes beyond the capacity go. With another capacity, all priorities are 1.
+
+        Raises:
+            ValueError: the state of another directory, or of a buffer that draws otherwise. As
+                :meth:`add`: its steps cannot be stored. Nothing is changed.
+        """
+        if self.scratch_dir is not None and state == {"scratch_dir": self.scratch_dir}:
+            return
+        tree = cast("list[float] | None", state.get("_sum_segment"))
+        if "episodes" not in state or (tree is None) != (self._by is None):
+            raise ValueError(
+                f"set_state: expected a state with the steps of {type(self).__name__}, got one with {sorted(state)}. Open "
+                "a directory by scratch_dir=, and load a state into a buffer of the same kind."
+            )
+        chunks = [Episode.from_state(one) for one in cast("list[dict[str, object]]", state["episodes"])]
+        self._steps_of(chunks)  # raises before anything is changed
+        self._evict(len(self.episodes), 0)
+        self.add(chunks, *((1.0,) if self._by else ()))
+        if len(self.episodes) == len(chunks) and (tree is None or len(tree) == len(self._sum_segment.value)):
+            super().set_state({name: copy(value) for name, value in state.items()})
+            if tree is not None and self._by is not None:
+                leaves = torch.tensor([self._sum_segment[node] for _, _, node in self._indices], dtype=torch.float64)
+                self.rb.update_priority(self._rows_of(self._indices), leaves ** (1 / (self._by[0] or 1)))
 
     # ---- writing -------------------------------------------------------------------------------------------------------
 
     def add(self, episodes: Episode | list[Episode], weight: float | None = None) -> None:
-        """Write episodes, or the next steps of some, and evict the oldest ones beyond the capacity.
+        """Write episodes, or the next steps of some. Before, the oldest ones beyond the capacity go, as in RLlib.
 
         Args:
             weight: of a buffer that draws by priority: that of the steps. Default: the largest one so far.
 
         Raises:
-            TypeError: what is no number: a tuple, a text; an episode of several agents. ValueError: steps that do not follow those of the
-                episode that are there; other fields, shapes or dtypes than the first episode has; more steps than the store has rows; a
-                negative weight. Nothing is written.
+            TypeError: what is no number: a tuple, a text; an episode of several agents.
+            ValueError: steps that do not follow those of the episode that are there; other fields,
+                shapes or dtypes than the first episode has; a negative weight. Nothing is changed.
         """
-        chunks = [one for one in force_list(episodes) if len(one)]
-        if not chunks:
-            return
-        steps, n, capacity = self._checked(chunks), sum(map(len, chunks)), self._arguments["capacity"]
+        chunks = [one for one in force_list(episodes) if not isinstance(one, Episode) or len(one)]
         priority = check_number("add: weight", self._max_priority if weight is None else weight, least=0)
-        seam = self.rb.storage.extent().seam[0] if self.stored else 0
-        lost = [*takewhile(lambda one: (one.rows[0] - seam) % self._size < n, self.episodes)]
-        ids = {*self.episode_id_to_index, *(one.id_ for one in chunks)}
-        if n > capacity or (lost and ids <= {one.id_ for one in lost}):
-            raise ValueError(
-                f"add: expected up to {capacity} steps, {self._size} an episode, got more. Raise capacity."
-            )
-        rows = self.rb.extend(nested({path: np.concatenate([one[path] for one in steps]) for path in steps[0]}))
-        if self._by:
-            self.rb.update_priority(rows, priority)
-        self.stored = self.stored or self._stored_columns()
-        parts = np.split(rows.numpy(), np.cumsum([*map(len, chunks)])[:-1])
-        made = [_Stored(self, one.id_, part) for one, part in zip(chunks, parts, strict=True)]
-        self.spaces = chunks[-1].observation_space, chunks[-1].action_space
-        self.capacity = min(
-            capacity, self._num_timesteps + n - sum(map(len, lost))
-        )  # whose rows have been written over
+        steps = self._steps_of(chunks)
+        gone, trimmed, kept = self._planned(chunks)
+        there, before = min(gone, len(self.episodes)), self._num_timesteps
+        self._evict(there, trimmed)
+        # Episodes and steps that are gone at once: they are never written. By priority, RLlib does not count them.
+        begun, dropped = (0, 0) if self._by else (gone - there, len(kept) - int(kept.sum()))
+        lost = dropped + before - self._num_timesteps
+        self._uncounted = (begun, dropped), (begun + there, lost)
+        self._num_episodes_evicted += begun
+        self._num_timesteps_added += dropped
+        made = []
+        if kept.any():
+            rows = self.rb.extend(nested({path: column[kept] for path, column in steps.items()}))
+            if self._by:
+                self.rb.update_priority(rows, priority)
+            self.stored = self.stored or self._stored_columns()
+            ends = np.cumsum(kept)[np.cumsum([*map(len, chunks)])[:-1] - 1]
+            parts = zip(chunks, np.split(rows.numpy(), ends), strict=True)
+            made = [_Stored(self, one.id_, part) for one, part in parts if len(part)]
+            self.spaces = chunks[-1].observation_space, chunks[-1].action_space
         super().add(made, *((priority,) if self._by else ()))
-        self.capacity = capacity
 
-    def _checked(self, chunks: list[Episode]) -> list[dict[Path, Array]]:
-        """The rows of episodes. Raises: as :meth:`add`."""
-        newest: dict[str, Episode] = {}
+    def _planned(self, chunks: list[Episode]) -> tuple[int, int, NDArray[np.bool_]]:
+        """What goes if chunks are added, by RLlib's rule, and which of their steps stay. Raises ``ValueError``: as :meth:`add`.
+
+        Returns how many of the oldest episodes go, those that begin here included; how many steps of the next one; and bool ``[n]``.
+        """
+        total, gone, there = self._num_timesteps, 0, {one.id_: [one] for one in self.episodes}  # the oldest first
+        for count, chunk in enumerate(chunks, 1):
+            parts = there.setdefault(chunk.id_, [])
+            if parts and (parts[-1].is_done or parts[-1].t != chunk.t_started):
+                expected = "no more steps, as it is over" if parts[-1].is_done else f"its steps from {parts[-1].t} on"
+                got = f"got those from {chunk.t_started} on"
+                raise ValueError(f"add: episode {chunk.id_!r}: expected {expected}, {got}.")
+            parts.append(chunk)
+            total += len(chunk)
+            while (not self._by or count == len(chunks)) and total > self.capacity and len(there) > 1:
+                total -= sum(map(len, there.pop(next(iter(there)))))
+                gone += 1
+        over = total - self.capacity + self.capacity // 8 if total > self.capacity else 0  # of the only episode
+        trimmed = min(over, len(self.episodes[gone])) if gone < len(self.episodes) else 0
+        stay = {id(one) for parts in there.values() for one in parts}
+        kept = np.repeat([id(one) in stay for one in chunks], [*map(len, chunks)]).astype(bool)
+        kept[np.flatnonzero(kept)[: over - trimmed]] = False
+        return gone, trimmed, kept
+
+    def _evict(self, gone: int, trimmed: int) -> list[int]:
+        """Remove the oldest episodes, and the first steps of the only one that is left. Returns their nodes in RLlib's trees."""
+        lost = [one.rows for one in islice(self.episodes, gone)]
+        lost += [self.episodes[gone].trim(trimmed)] if trimmed else []
+        left = sum(map(len, lost))
+        if not left:
+            return []
+        self.rb.remove(torch.from_numpy(np.concatenate(lost)))
+        for _ in range(gone):
+            del self.episode_id_to_index[self.episodes.popleft().id_]
+        self._num_episodes_evicted += gone
+        self._num_timesteps -= left
+        first, kept, nodes, count = (self._num_episodes_evicted, trimmed), [], list[int](), 0
+        for count, entry in enumerate(self._indices, 1):  # noqa: B007 - used below. Those of the oldest episodes are the first ones, if not all
+            if entry[:2] >= first:
+                kept.append(entry)
+                continue
+            nodes += entry[2:]
+            left -= 1
+            if not left:
+                break
+        self._indices[:count] = kept
+        if trimmed:
+            self._indices = [(number, at - trimmed, *node) for number, at, *node in self._indices]
+        return nodes
+
+    def _update_add_metrics(self, **counts: int | dict[str, int]) -> None:
+        for name, count in counts.items():
+            more = self._uncounted["evicted" in name]["steps" in name]
+            counts[name] = {key: n + more for key, n in count.items()} if isinstance(count, dict) else count + more
+        super()._update_add_metrics(**counts)
+
+    def _steps_of(self, chunks: list[Episode]) -> dict[Path, Array]:
+        """The rows of episodes. Raises ``TypeError``, ``ValueError``: as :meth:`add`."""
         for one in chunks:
             if not isinstance(one, Episode):
                 raise TypeError(f"add: expected episodes of a single agent, got {type(one).__name__}.")
-            at = self.episode_id_to_index.get(one.id_)
-            before = newest.get(one.id_, None if at is None else self.episodes[at - self._num_episodes_evicted])
-            if before and (before.is_done or before.t != one.t_started):
-                expected = "no more steps, as it is over" if before.is_done else f"its steps from {before.t} on"
-                raise ValueError(f"add: episode {one.id_!r}: expected {expected}, got those from {one.t_started} on.")
-            newest[one.id_] = one
-        steps = [*map(self._steps, chunks)]
+        steps = [*map(self._rows, chunks)]
         parts = [self.stored, *steps] if self.stored else steps
         kinds = {frozenset((".".join(path), one.dtype, one.shape[1:]) for path, one in part.items()) for part in parts}
         if unlike := {name for kind in kinds for other in kinds for name, *_ in kind - other}:
             raise ValueError(
                 f"add: expected the first episode's fields, dtypes and shapes, got others: {sorted(unlike)}."
             )
-        return steps
+        return {path: np.concatenate([one[path] for one in steps]) for path in (steps[0] if steps else ())}
 
-    def _steps(self, chunk: Episode) -> dict[Path, Array]:
+    def _rows(self, chunk: Episode) -> dict[Path, Array]:
         """The rows of an episode's steps. Raises ``TypeError``: as :meth:`add`."""
         chunk = chunk if chunk.is_numpy else deepcopy(chunk).to_numpy()
         given: dict[str, object] = {"observation": chunk.get_observations(), "action": chunk.get_actions()}
@@ -200,11 +297,25 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
         rows = dict(leaves(given, self.exclude))
         for path in [path for path in rows if path[0] == "observation"]:
             rows["next", *path], rows[path] = rows[path][1:], rows[path][:-1]
-        number = int.from_bytes(blake2b(chunk.id_.encode(), digest_size=8).digest()) >> 1
-        rows |= {_NUMBER: np.full(len(chunk), number), _T: np.arange(chunk.t_started, chunk.t)}
+        rows |= {_NUMBER: np.full(len(chunk), _number(chunk.id_)), _T: np.arange(chunk.t_started, chunk.t)}
         last = np.arange(1 - len(chunk), 1) == 0
         rows |= {_TERMINATED: last & chunk.is_terminated, _TRUNCATED: last & chunk.is_truncated}
         return {**rows, _DONE: last & chunk.is_done, _REWARD: np.asarray(chunk.get_rewards(), np.float64)}
+
+    # ---- sampling ------------------------------------------------------------------------------------------------------
+
+    def sample(self, num_items: int | None = None, *, include_infos: bool = False, **kwargs: object) -> list[Episode]:
+        """Draw steps or sequences, as RLlib does. Raises ``ValueError``: nothing is stored, or ``include_infos``."""
+        if include_infos:
+            raise ValueError("sample: expected include_infos=False, got True. Put what you need into the observations.")
+        if not self._num_timesteps:
+            raise ValueError("sample: expected steps in the buffer, got none. Call add first.")
+        return cast("list[Episode]", super().sample(num_items, **kwargs))
+
+
+def _number(name: str) -> int:
+    """The number of an episode by which its steps are known in the store."""
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest()) >> 1
 
 
 class _Stored(Episode):  # type: ignore[misc] # as above
@@ -218,11 +329,11 @@ class _Stored(Episode):  # type: ignore[misc] # as above
     infos = property(lambda self: InfiniteLookbackBuffer([{} for _ in range(len(self) + 1)]))
     extra_model_outputs = property(lambda self: {p[1]: self.read(*p[:2]) for p in self.buffer.stored if p[0] == _EXTRA})
 
-    def __init__(self, buffer: EpisodeReplayBuffer, id_: str, rows: Rows, *, truncated: bool = False) -> None:
+    def __init__(self, buffer: EpisodeReplayBuffer, id_: str, rows: Rows, *, ended: bool = False) -> None:
         self.buffer, self.id_, self.rows, self.t_started = buffer, id_, rows, int(buffer.stored[_T][rows[0]])
         self.t = self.t_started + len(rows)
         self.is_terminated, is_truncated = (bool(buffer.stored[path][rows[-1]]) for path in (_TERMINATED, _TRUNCATED))
-        self.is_truncated = is_truncated or (truncated and not self.is_terminated)
+        self.is_truncated = is_truncated or (ended and not self.is_terminated)
 
     def __deepcopy__(self, memo: object) -> _Stored:
         return self
@@ -230,6 +341,15 @@ class _Stored(Episode):  # type: ignore[misc] # as above
     def concat_episode(self, other: _Stored) -> None:
         self.rows, self.t = np.concatenate([self.rows, other.rows]), other.t
         self.is_terminated, self.is_truncated = other.is_terminated, other.is_truncated
+
+    def trim(self, steps: int) -> Rows:
+        """Forget the first steps. Returns their rows."""
+        lost, self.rows = np.split(self.rows, [steps])
+        self.t_started += steps
+        return lost
+
+    def get_state(self) -> dict[str, object]:
+        return cast("dict[str, object]", self.slice(slice(None)).get_state())
 
     def read(self, *root: str, following: Path = ("",)) -> InfiniteLookbackBuffer:
         """A field, or dicts of the fields below it, as RLlib's episodes have it."""
@@ -284,19 +404,42 @@ class PrioritizedEpisodeReplayBuffer(EpisodeReplayBuffer, replay_buffers.Priorit
 
     def _index(self) -> None:
         super()._index()
-        if self._indices:
+        n = len(self._indices)
+        if n:
             sampler = cast("PrioritizedSampler", self.rb.sampler)
             self._max_priority = max(1.0, sampler.default_priority)
-            rows = torch.from_numpy(np.concatenate([one.rows for one in self.episodes]))
-            for (_, _, node), leaf in zip(self._indices, sampler.priorities().leaves_of(rows).tolist(), strict=True):
-                self._sum_segment[node] = self._min_segment[node] = leaf
+            priorities = sampler.priorities().leaves_of(self._rows_of(self._indices)).tolist()
+            for tree in (self._sum_segment, self._min_segment):
+                tree.value[tree.capacity : tree.capacity + n] = priorities
+                for at in range(tree.capacity - 1, 0, -1):
+                    tree.value[at] = tree.operation(*tree.value[2 * at : 2 * at + 2])
+            self._indices = [(*entry, node) for node, entry in enumerate(self._indices)]
+            self._tree_idx_to_sample_idx = {node: node for node in range(n)}
+            self._free_nodes, self._max_idx = deque([*self._free_nodes][n:]), n - 1
+
+    def _evict(self, gone: int, trimmed: int) -> list[int]:
+        nodes = super()._evict(gone, trimmed)
+        if nodes:
+            for node in nodes:
+                self._free_nodes.appendleft(node)
+                self._max_idx -= self._max_idx == node
+                self._sum_segment[node], self._min_segment[node] = 0.0, float("inf")
+            self._tree_idx_to_sample_idx = {node: at for at, (_, _, node) in enumerate(self._indices)}
+            lost = {*nodes}
+            self._last_sampled_indices = [None if node in lost else node for node in self._last_sampled_indices]
+        return nodes
 
     def update_priorities(self, priorities: Array, module_id: str | None = None) -> None:
-        """Give the steps of the last sample their priorities.
+        """Give the steps of the last sample their priorities. One that is evicted meanwhile has none.
 
-        Raises ``PriorityError``: one is not finite. ``RuntimeError``: another number of them than of steps. Nothing is changed.
+        Raises ``PriorityError``: one is not finite. ``ValueError``: another number of them than of steps. Nothing is changed.
         """
-        drawn = [self._indices[self._tree_idx_to_sample_idx[node]] for node in self._last_sampled_indices]
-        rows = [self.episodes[number - self._num_episodes_evicted].rows[at] for number, at, _ in drawn]
-        self.rb.update_priority(torch.tensor(rows), torch.from_numpy(np.maximum(priorities, 1e-12)))
-        super().update_priorities(priorities, module_id)
+        drawn = self._last_sampled_indices
+        if len(priorities) != len(drawn):
+            raise ValueError(f"update_priorities: expected {len(drawn)}, of the last sample, got {len(priorities)}.")
+        there = [node is not None for node in drawn]
+        nodes, kept = [node for node in drawn if node is not None], np.asarray(priorities)[there]
+        rows = self._rows_of(self._indices[self._tree_idx_to_sample_idx[node]] for node in nodes)
+        self.rb.update_priority(rows, torch.from_numpy(np.maximum(kept, 1e-12)))
+        self._last_sampled_indices = nodes
+        super().update_priorities(kept, module_id)

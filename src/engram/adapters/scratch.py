@@ -17,6 +17,7 @@ from engram.format.schema import DTYPES
 from engram.storages import LazyTensorStorage
 from engram.store.lifetime import Hold, hold
 from engram.types import Sampler
+from engram.writers.removers import Remover
 
 Array: TypeAlias = NDArray[np.generic]
 Path: TypeAlias = tuple[str, ...]
@@ -38,7 +39,15 @@ class Scratch:
         """Make the engram buffer, or open its directory. What was open there ends."""
         raise NotImplementedError
 
-    def _open_rows(self, size: int, lanes: int, what: str, sampler: Sampler, transform: object = None) -> None:
+    def _open_rows(
+        self,
+        size: int,
+        lanes: int,
+        what: str,
+        sampler: Sampler,
+        transform: object = None,
+        remover: Remover | None = None,
+    ) -> None:
         """Have a buffer of ``size`` rows in as many lanes as environments, and the lock on its directory.
 
         Args:
@@ -51,13 +60,18 @@ class Scratch:
         folder, where = self.scratch_dir, f"{type(self).__name__}: scratch_dir"
         if folder is None:
             storage = LazyTensorStorage(size, lanes=lanes)
-            self.rb, self._hold = engram.ReplayBuffer(storage=storage, sampler=sampler, transform=transform), None
+            self.rb, self._hold = (
+                engram.ReplayBuffer(storage=storage, sampler=sampler, transform=transform, remover=remover),
+                None,
+            )
             return
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = hold(folder.with_name(f".{folder.name}.lock"), where, folder)
         kind = engram.ReplayBuffer[dict[str, object]]
         with raise_as(IncompatibleStore, f"{where}: expected {what}", IncompatibleStore):
-            self.rb = kind.open_or_create(folder, size, lanes=lanes, sampler=sampler, transform=transform)
+            self.rb = kind.open_or_create(
+                folder, size, lanes=lanes, sampler=sampler, transform=transform, remover=remover
+            )
         self._hold = lock
 
     def _stored_columns(self) -> dict[Path, Array]:
