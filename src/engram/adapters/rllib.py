@@ -8,34 +8,30 @@ engram.
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Collection, Iterable, Mapping
 from copy import copy, deepcopy
+from functools import partial
 from hashlib import blake2b
 from itertools import islice
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engram._support.checks import check_count, check_number, check_path
 from engram._support.field_paths import nested
 from engram._support.unsupported import needs, reject_unsupported
-from engram.adapters.scratch import Scratch, leaves
+from engram.adapters.scratch import Array, Path, Rows, Scratch, leaves
 from engram.samplers import PrioritizedSampler, RandomSampler
+from engram.types import StrPath
+from engram.writers import RemovingWriter
 from engram.writers.removers import Lifo
 
 with needs("engram.adapters.rllib", "rllib"):
     from ray.rllib.env.single_agent_episode import SingleAgentEpisode as Episode
     from ray.rllib.env.utils.infinite_lookback_buffer import InfiniteLookbackBuffer
     from ray.rllib.utils import force_list, replay_buffers
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
-
-    from numpy.typing import NDArray
-
-    from engram.adapters.scratch import Array, Path, Rows
-    from engram.types import StrPath
 
 __all__ = ["EpisodeReplayBuffer", "PrioritizedEpisodeReplayBuffer"]
 
@@ -82,24 +78,18 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
     4 4
     """
 
-    not_pickled = ("rb", "_hold", "stored")
     _max_priority: float = 1.0
-    #: Exponents of priorities and weights, of a buffer that draws by priority.
-    _by: tuple[float, float] | None = None
-    #: What the running call adds and evicts beside what RLlib's own ``add`` counts.
-    _uncounted: tuple[tuple[int, int], tuple[int, int]]
+    #: Exponents of priorities, ``alpha``, and of weights, ``beta``, of a buffer that draws by priority.
+    _by: Mapping[str, float] = {}
+    #: Episodes and steps that the running call adds, and evicts, beside those that RLlib's own ``add`` counts.
+    _uncounted = (0, 0), (0, 0)
 
     def __init__(
-        self,
-        capacity: int = 10_000,
-        *,
-        scratch_dir: StrPath | None = None,
-        exclude: Collection[str] = (),
-        **kwargs: int,
+        self, capacity: int = 10_000, *, scratch_dir: StrPath | None = None, exclude: Collection[str] = (), **kw: int
     ) -> None:
         who = type(self).__name__
-        reject_unsupported(who, {name: kwargs[name] for name in kwargs if name not in _ARGUMENTS}, {}, _ARGUMENTS)
-        self._arguments = {"capacity": check_count(f"{who}: capacity", capacity), **kwargs}
+        reject_unsupported(who, {name: kw[name] for name in kw if name not in _ARGUMENTS}, {}, _ARGUMENTS)
+        self._arguments = {"capacity": check_count(f"{who}: capacity", capacity), **kw, **self._by}
         self.scratch_dir = None if scratch_dir is None else check_path(f"{who}: scratch_dir", scratch_dir)
         self.exclude, self.spaces = frozenset(exclude), (None, None)
         self._open()
@@ -107,15 +97,17 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
     # ---- the store -----------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        size = self._arguments["capacity"]
-        sampler = PrioritizedSampler(size, *self._by, eps=0.0) if self._by is not None else RandomSampler()
-        # Evicted episodes are removed before others are written, so the remover is never asked.
-        self._open_rows(size, 1, f"steps of capacity={size}", sampler, remover=Lifo())
+        size = int(self._arguments["capacity"])
+        sampler = (
+            PrioritizedSampler(size, self._by["alpha"], self._by["beta"], eps=0.0) if self._by else RandomSampler()
+        )
+        self._open_rows(size, 1, f"steps of capacity={size}", sampler)
+        self.rb.set_writer(RemovingWriter(Lifo()))  # which is never asked: rows are free before others are written
         self._index()
 
     def _index(self) -> None:
         """Make RLlib's table of the stored steps, as if they had been added. Where steps are missing another episode begins."""
-        super().__init__(**self._arguments, **({"alpha": self._by[0]} if self._by else {}))
+        super().__init__(**self._arguments)
         self.stored = self._stored_columns()
         if not self.stored:
             return
@@ -124,63 +116,46 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
         numbers, t = self.stored[_NUMBER][rows], self.stored[_T][rows]
         order = numbers.argsort(kind="stable")
         follows = (np.diff(numbers[order]) == 0) & (np.diff(t[order]) == 1)
-        parts = np.split(order, np.flatnonzero(~follows) + 1) if len(rows) else []
-        where = np.empty((len(rows), 2), int)
-        for count, part in enumerate(sorted(parts, key=lambda part: int(part[0]))):
-            self.episodes.append(_Stored(self, f"engram-{rows[part[0]]}", rows[part], ended=True))
-            where[part, 0], where[part, 1] = count, np.arange(len(part))
-        self.episode_id_to_index = {one.id_: count for count, one in enumerate(self.episodes)}
-        self._indices = [(*entry,) for entry in where.tolist()]
-        self._num_timesteps = self._num_timesteps_added = len(rows)
+        parts = np.split(rows[order], np.flatnonzero(~follows) + 1) if len(rows) else []
+        parts.sort(key=lambda part: int(tickets[part[0]]))
+        super().add([_Stored(self, f"engram-{part[0]}", part, ended=True) for part in parts])
 
     def _rows_of(self, indices: Iterable[tuple[int, ...]]) -> torch.Tensor:
         """The rows of entries of RLlib's ``_indices``."""
-        first = self._num_episodes_evicted
-        return torch.tensor([int(self.episodes[number - first].rows[at]) for number, at, *_ in indices])
+        gone = self._num_episodes_evicted
+        return torch.tensor([int(self.episodes[number - gone].rows[at]) for number, at, *_ in indices])
 
-    def close(self) -> None:
-        """Give the directory up: of a buffer that is used no more."""
-        self.stored, self._hold = {}, None
-        self.rb.close()
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        super().__setstate__(state)
-        if self.scratch_dir is None:
-            vars(self).update(state)
-            self.stored = self._stored_columns()
+    def __reduce__(self) -> tuple[object, ...]:
+        made = partial(type(self), **self._arguments, scratch_dir=self.scratch_dir, exclude=self.exclude)  # type: ignore[arg-type]
+        return made, (), self.get_state()
 
     def get_state(self) -> dict[str, object]:
-        """The state that RLlib's own buffer has, with all steps; of a directory, its name alone."""
-        if self.scratch_dir is not None:
-            return {"scratch_dir": self.scratch_dir}
+        """The state that RLlib's own buffer has, with all steps."""
         return {name: copy(value) for name, value in super().get_state().items()}
 
     def set_state(self, state: dict[str, object]) -> None:
-        """Be as the buffer of a state was, also one of RLlib's own. A directory goes on as it is.
+        """Be as the buffer of a state was, also one of RLlib's own; a directory, too.
 
         The oldest episodes beyond the capacity go. With another capacity, all priorities are 1.
 
         Raises:
-            ValueError: the state of another directory, or of a buffer that draws otherwise. As
-                :meth:`add`: its steps cannot be stored. Nothing is changed.
+            ValueError: the state of a buffer that draws otherwise. As :meth:`add`: its steps cannot
+                be stored. Nothing is changed.
         """
-        if self.scratch_dir is not None and state == {"scratch_dir": self.scratch_dir}:
-            return
         tree = cast("list[float] | None", state.get("_sum_segment"))
-        if "episodes" not in state or (tree is None) != (self._by is None):
-            raise ValueError(
-                f"set_state: expected a state with the steps of {type(self).__name__}, got one with {sorted(state)}. Open "
-                "a directory by scratch_dir=, and load a state into a buffer of the same kind."
-            )
+        if "episodes" not in state or (tree is None) == bool(self._by):
+            raise ValueError(f"set_state: expected a state of {type(self).__name__}, got one with {sorted(state)}.")
         chunks = [Episode.from_state(one) for one in cast("list[dict[str, object]]", state["episodes"])]
         self._steps_of(chunks)  # raises before anything is changed
         self._evict(len(self.episodes), 0)
         self.add(chunks, *((1.0,) if self._by else ()))
         if len(self.episodes) == len(chunks) and (tree is None or len(tree) == len(self._sum_segment.value)):
             super().set_state({name: copy(value) for name, value in state.items()})
-            if tree is not None and self._by is not None:
+            if self._by and self._indices:
                 leaves = torch.tensor([self._sum_segment[node] for _, _, node in self._indices], dtype=torch.float64)
-                self.rb.update_priority(self._rows_of(self._indices), leaves ** (1 / (self._by[0] or 1)))
+                self.rb.update_priority(self._rows_of(self._indices), leaves ** (1 / (self._by["alpha"] or 1)))
+
+    __setstate__ = set_state
 
     # ---- writing -------------------------------------------------------------------------------------------------------
 
@@ -203,8 +178,7 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
         self._evict(there, trimmed)
         # Episodes and steps that are gone at once: they are never written. By priority, RLlib does not count them.
         begun, dropped = (0, 0) if self._by else (gone - there, len(kept) - int(kept.sum()))
-        lost = dropped + before - self._num_timesteps
-        self._uncounted = (begun, dropped), (begun + there, lost)
+        self._uncounted = (begun, dropped), (begun + there, dropped + before - self._num_timesteps)
         self._num_episodes_evicted += begun
         self._num_timesteps_added += dropped
         made = []
@@ -229,44 +203,39 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
             parts = there.setdefault(chunk.id_, [])
             if parts and (parts[-1].is_done or parts[-1].t != chunk.t_started):
                 expected = "no more steps, as it is over" if parts[-1].is_done else f"its steps from {parts[-1].t} on"
-                got = f"got those from {chunk.t_started} on"
-                raise ValueError(f"add: episode {chunk.id_!r}: expected {expected}, {got}.")
+                raise ValueError(f"add: episode {chunk.id_!r}: expected {expected}, got those from {chunk.t_started}.")
             parts.append(chunk)
             total += len(chunk)
             while (not self._by or count == len(chunks)) and total > self.capacity and len(there) > 1:
                 total -= sum(map(len, there.pop(next(iter(there)))))
                 gone += 1
         over = total - self.capacity + self.capacity // 8 if total > self.capacity else 0  # of the only episode
-        trimmed = min(over, len(self.episodes[gone])) if gone < len(self.episodes) else 0
-        stay = {id(one) for parts in there.values() for one in parts}
-        kept = np.repeat([id(one) in stay for one in chunks], [*map(len, chunks)]).astype(bool)
+        oldest = len(self.episodes[gone]) if gone < len(self.episodes) else 0
+        trimmed, stay = min(over, oldest), {id(one) for parts in there.values() for one in parts}
+        kept = np.array([id(one) in stay for one in chunks for _ in range(len(one))], bool)
         kept[np.flatnonzero(kept)[: over - trimmed]] = False
-        return gone, trimmed, kept
+        return (gone + 1, 0, kept) if trimmed == oldest > 0 else (gone, trimmed, kept)
 
     def _evict(self, gone: int, trimmed: int) -> list[int]:
         """Remove the oldest episodes, and the first steps of the only one that is left. Returns their nodes in RLlib's trees."""
         lost = [one.rows for one in islice(self.episodes, gone)]
-        lost += [self.episodes[gone].trim(trimmed)] if trimmed else []
-        left = sum(map(len, lost))
-        if not left:
+        if trimmed:
+            lost.append(self.episodes[gone].rows[:trimmed])
+            self.episodes[gone] = _Stored(self, self.episodes[gone].id_, self.episodes[gone].rows[trimmed:])
+        if not lost:
             return []
         self.rb.remove(torch.from_numpy(np.concatenate(lost)))
         for _ in range(gone):
             del self.episode_id_to_index[self.episodes.popleft().id_]
         self._num_episodes_evicted += gone
+        left, first = sum(map(len, lost)), (self._num_episodes_evicted, trimmed)
         self._num_timesteps -= left
-        first, kept, nodes, count = (self._num_episodes_evicted, trimmed), [], list[int](), 0
-        for count, entry in enumerate(self._indices, 1):  # noqa: B007 - used below. Those of the oldest episodes are the first ones, if not all
-            if entry[:2] >= first:
-                kept.append(entry)
-                continue
-            nodes += entry[2:]
-            left -= 1
-            if not left:
-                break
-        self._indices[:count] = kept
+        # Those of the oldest episodes are the first ones, or nearly so.
+        *_, last = islice((at for at, entry in enumerate(self._indices) if entry[:2] < first), left)
+        nodes = [node for entry in self._indices[: last + 1] if entry[:2] < first for node in entry[2:]]
+        self._indices[: last + 1] = [entry for entry in self._indices[: last + 1] if entry[:2] >= first]
         if trimmed:
-            self._indices = [(number, at - trimmed, *node) for number, at, *node in self._indices]
+            self._indices[:] = [(number, at - trimmed, *node) for number, at, *node in self._indices]
         return nodes
 
     def _update_add_metrics(self, **counts: int | dict[str, int]) -> None:
@@ -277,45 +246,30 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
 
     def _steps_of(self, chunks: list[Episode]) -> dict[Path, Array]:
         """The rows of episodes. Raises ``TypeError``, ``ValueError``: as :meth:`add`."""
-        for one in chunks:
-            if not isinstance(one, Episode):
-                raise TypeError(f"add: expected episodes of a single agent, got {type(one).__name__}.")
         steps = [*map(self._rows, chunks)]
         parts = [self.stored, *steps] if self.stored else steps
         kinds = {frozenset((".".join(path), one.dtype, one.shape[1:]) for path, one in part.items()) for part in parts}
         if unlike := {name for kind in kinds for other in kinds for name, *_ in kind - other}:
             raise ValueError(
-                f"add: expected the first episode's fields, dtypes and shapes, got others: {sorted(unlike)}."
+                f"add: expected the first episode's fields, dtypes and shapes, got others: {sorted(unlike)}"
             )
         return {path: np.concatenate([one[path] for one in steps]) for path in (steps[0] if steps else ())}
 
     def _rows(self, chunk: Episode) -> dict[Path, Array]:
         """The rows of an episode's steps. Raises ``TypeError``: as :meth:`add`."""
+        if not isinstance(chunk, Episode):
+            raise TypeError(f"add: expected episodes of a single agent, got {type(chunk).__name__}.")
         chunk = chunk if chunk.is_numpy else deepcopy(chunk).to_numpy()
         given: dict[str, object] = {"observation": chunk.get_observations(), "action": chunk.get_actions()}
         given[_EXTRA] = {key: one.get() for key, one in chunk.extra_model_outputs.items()}
         rows = dict(leaves(given, self.exclude))
         for path in [path for path in rows if path[0] == "observation"]:
             rows["next", *path], rows[path] = rows[path][1:], rows[path][:-1]
-        rows |= {_NUMBER: np.full(len(chunk), _number(chunk.id_)), _T: np.arange(chunk.t_started, chunk.t)}
+        number = int.from_bytes(blake2b(chunk.id_.encode(), digest_size=8).digest()) >> 1
+        rows |= {_NUMBER: np.full(len(chunk), number), _T: np.arange(chunk.t_started, chunk.t)}
         last = np.arange(1 - len(chunk), 1) == 0
         rows |= {_TERMINATED: last & chunk.is_terminated, _TRUNCATED: last & chunk.is_truncated}
         return {**rows, _DONE: last & chunk.is_done, _REWARD: np.asarray(chunk.get_rewards(), np.float64)}
-
-    # ---- sampling ------------------------------------------------------------------------------------------------------
-
-    def sample(self, num_items: int | None = None, *, include_infos: bool = False, **kwargs: object) -> list[Episode]:
-        """Draw steps or sequences, as RLlib does. Raises ``ValueError``: nothing is stored, or ``include_infos``."""
-        if include_infos:
-            raise ValueError("sample: expected include_infos=False, got True. Put what you need into the observations.")
-        if not self._num_timesteps:
-            raise ValueError("sample: expected steps in the buffer, got none. Call add first.")
-        return cast("list[Episode]", super().sample(num_items, **kwargs))
-
-
-def _number(name: str) -> int:
-    """The number of an episode by which its steps are known in the store."""
-    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest()) >> 1
 
 
 class _Stored(Episode):  # type: ignore[misc] # as above
@@ -341,12 +295,6 @@ class _Stored(Episode):  # type: ignore[misc] # as above
     def concat_episode(self, other: _Stored) -> None:
         self.rows, self.t = np.concatenate([self.rows, other.rows]), other.t
         self.is_terminated, self.is_truncated = other.is_terminated, other.is_truncated
-
-    def trim(self, steps: int) -> Rows:
-        """Forget the first steps. Returns their rows."""
-        lost, self.rows = np.split(self.rows, [steps])
-        self.t_started += steps
-        return lost
 
     def get_state(self) -> dict[str, object]:
         return cast("dict[str, object]", self.slice(slice(None)).get_state())
@@ -399,23 +347,17 @@ class PrioritizedEpisodeReplayBuffer(EpisodeReplayBuffer, replay_buffers.Priorit
     """
 
     def __init__(self, capacity: int = 10_000, *, alpha: float = 1.0, beta: float = 0.4, **kwargs: object) -> None:
-        self._by = alpha, beta
+        self._by = {"alpha": alpha, "beta": beta}
         super().__init__(capacity, **kwargs)  # type: ignore[arg-type] # as there
 
     def _index(self) -> None:
         super()._index()
-        n = len(self._indices)
-        if n:
+        if self._indices:
             sampler = cast("PrioritizedSampler", self.rb.sampler)
             self._max_priority = max(1.0, sampler.default_priority)
             priorities = sampler.priorities().leaves_of(self._rows_of(self._indices)).tolist()
-            for tree in (self._sum_segment, self._min_segment):
-                tree.value[tree.capacity : tree.capacity + n] = priorities
-                for at in range(tree.capacity - 1, 0, -1):
-                    tree.value[at] = tree.operation(*tree.value[2 * at : 2 * at + 2])
-            self._indices = [(*entry, node) for node, entry in enumerate(self._indices)]
-            self._tree_idx_to_sample_idx = {node: node for node in range(n)}
-            self._free_nodes, self._max_idx = deque([*self._free_nodes][n:]), n - 1
+            for (_, _, node), priority in zip(self._indices, priorities, strict=True):
+                self._sum_segment[node] = self._min_segment[node] = priority
 
     def _evict(self, gone: int, trimmed: int) -> list[int]:
         nodes = super()._evict(gone, trimmed)
@@ -425,8 +367,7 @@ class PrioritizedEpisodeReplayBuffer(EpisodeReplayBuffer, replay_buffers.Priorit
                 self._max_idx -= self._max_idx == node
                 self._sum_segment[node], self._min_segment[node] = 0.0, float("inf")
             self._tree_idx_to_sample_idx = {node: at for at, (_, _, node) in enumerate(self._indices)}
-            lost = {*nodes}
-            self._last_sampled_indices = [None if node in lost else node for node in self._last_sampled_indices]
+            self._last_sampled_indices[:] = [None if node in nodes else node for node in self._last_sampled_indices]
         return nodes
 
     def update_priorities(self, priorities: Array, module_id: str | None = None) -> None:
@@ -437,9 +378,9 @@ class PrioritizedEpisodeReplayBuffer(EpisodeReplayBuffer, replay_buffers.Priorit
         drawn = self._last_sampled_indices
         if len(priorities) != len(drawn):
             raise ValueError(f"update_priorities: expected {len(drawn)}, of the last sample, got {len(priorities)}.")
-        there = [node is not None for node in drawn]
-        nodes, kept = [node for node in drawn if node is not None], np.asarray(priorities)[there]
+        nodes = [node for node in drawn if node is not None]
+        kept = np.asarray(priorities)[[node is not None for node in drawn]]
         rows = self._rows_of(self._indices[self._tree_idx_to_sample_idx[node]] for node in nodes)
         self.rb.update_priority(rows, torch.from_numpy(np.maximum(kept, 1e-12)))
-        self._last_sampled_indices = nodes
+        self._last_sampled_indices[:] = nodes
         super().update_priorities(kept, module_id)

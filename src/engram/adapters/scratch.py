@@ -17,7 +17,6 @@ from engram.format.schema import DTYPES
 from engram.storages import LazyTensorStorage
 from engram.store.lifetime import Hold, hold
 from engram.types import Sampler
-from engram.writers.removers import Remover
 
 Array: TypeAlias = NDArray[np.generic]
 Path: TypeAlias = tuple[str, ...]
@@ -39,15 +38,7 @@ class Scratch:
         """Make the engram buffer, or open its directory. What was open there ends."""
         raise NotImplementedError
 
-    def _open_rows(
-        self,
-        size: int,
-        lanes: int,
-        what: str,
-        sampler: Sampler,
-        transform: object = None,
-        remover: Remover | None = None,
-    ) -> None:
+    def _open_rows(self, size: int, lanes: int, what: str, sampler: Sampler, transform: object = None) -> None:
         """Have a buffer of ``size`` rows in as many lanes as environments, and the lock on its directory.
 
         Args:
@@ -60,19 +51,19 @@ class Scratch:
         folder, where = self.scratch_dir, f"{type(self).__name__}: scratch_dir"
         if folder is None:
             storage = LazyTensorStorage(size, lanes=lanes)
-            self.rb, self._hold = (
-                engram.ReplayBuffer(storage=storage, sampler=sampler, transform=transform, remover=remover),
-                None,
-            )
+            self.rb, self._hold = engram.ReplayBuffer(storage=storage, sampler=sampler, transform=transform), None
             return
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = hold(folder.with_name(f".{folder.name}.lock"), where, folder)
         kind = engram.ReplayBuffer[dict[str, object]]
         with raise_as(IncompatibleStore, f"{where}: expected {what}", IncompatibleStore):
-            self.rb = kind.open_or_create(
-                folder, size, lanes=lanes, sampler=sampler, transform=transform, remover=remover
-            )
+            self.rb = kind.open_or_create(folder, size, lanes=lanes, sampler=sampler, transform=transform)
         self._hold = lock
+
+    def close(self) -> None:
+        """Give the directory up: of a buffer that is used no more."""
+        self.rb.close()
+        self._hold = None
 
     def _stored_columns(self) -> dict[Path, Array]:
         """The stored fields by path: views of all rows. There are none before the first row."""
