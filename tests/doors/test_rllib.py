@@ -399,7 +399,7 @@ def test_states_that_do_not_fit_change_nothing(ours):
     for state, said in (
         (other.get_state(), r"set_state: expected a state of \w*EpisodeReplayBuffer, got one with \['_"),
         ({}, r"set_state: expected a state of \w*EpisodeReplayBuffer, got one with \[\]"),
-        (plain.get_state(), "expected the first episode's fields, dtypes and shapes"),
+        (plain.get_state(), "expected the first episode's fields, dtypes, shapes"),
     ):
         with pytest.raises(ValueError, match=said):
             held.set_state(state)
@@ -504,12 +504,12 @@ def test_what_cannot_be_stored(ours):
         (
             episode(observations=[np.zeros(3)] * 4),
             ValueError,
-            "add: expected the first episode's fields, dtypes and shapes.*'observation'",
+            "add: expected the first episode's fields, dtypes, shapes.*'observation'",
         ),
         (
             episode(extra_model_outputs={"late": [1.0] * 3}),
             ValueError,
-            "add: expected the first episode's fields, dtypes and shapes.*'extra_model_outputs.late'",
+            "add: expected the first episode's fields, dtypes, shapes.*'extra_model_outputs.late'",
         ),
         (episode(id_="a", t_started=5), ValueError, "add: episode 'a': expected its steps from 3 on, got those from 5"),
         (_of_several_agents(), TypeError, "add: expected episodes of a single agent, got MultiAgentEpisode"),

@@ -81,26 +81,29 @@ def test_an_agent_learns_what_it_learns_over_rllibs_own_buffer(kind, tmp_path):
     theirs.stop()
 
 
+class StoredSAC(SAC):
+    """RLlib's SAC takes RLlib's own four names alone: the method makes the buffer of its configuration in their place."""
+
+    def _create_local_replay_buffer_if_necessary(self, config):
+        how = {key: value for key, value in config["replay_buffer_config"].items() if key != "type"}
+        return rllib.PrioritizedEpisodeReplayBuffer(**how)
+
+
 def test_a_sac_agent_learns_what_it_learns_over_rllibs_own_buffer(tmp_path):
-    class Stored(SAC):
-        """RLlib's SAC takes RLlib's own four names alone: in its place its method makes the buffer."""
-
-        def _create_local_replay_buffer_if_necessary(self, config):
-            how = {"capacity": 2_000, "scratch_dir": tmp_path / "replay"}
-            return rllib.PrioritizedEpisodeReplayBuffer(alpha=0.6, beta=0.4, **how)
-
     trainings = []
-    for kind in (Stored, SAC):
+    for kind, place in ((StoredSAC, {"scratch_dir": tmp_path / "replay"}), (SAC, {})):
         config = (
             SACConfig(algo_class=kind).environment("Pendulum-v1").training(n_step=1, train_batch_size_per_learner=32)
         )
-        by = {"type": "PrioritizedEpisodeReplayBuffer", "capacity": 2_000, "alpha": 0.6, "beta": 0.4}
+        by = {"type": "PrioritizedEpisodeReplayBuffer", "capacity": 2_000, "alpha": 0.6, "beta": 0.4, **place}
         config.training(replay_buffer_config=by, num_steps_sampled_before_learning_starts=150)
         algorithm = made(config.reporting(min_time_s_per_iteration=0, min_sample_timesteps_per_iteration=50))
+        assert isinstance(algorithm.local_replay_buffer, rllib.PrioritizedEpisodeReplayBuffer) == (kind is StoredSAC)
         first = weights(algorithm)
         returns = trained(algorithm, 450, stop=0)
         trainings.append((first, weights(algorithm), [one for one in returns if one == one]))  # noqa: PLR0124 - no NaN
-        if kind is Stored:
+        if kind is StoredSAC:
+            assert algorithm.local_replay_buffer.scratch_dir == tmp_path / "replay"
             priorities = algorithm.local_replay_buffer.rb.sampler.priorities()
             assert priorities.leaves_of(torch.arange(400)).unique().numel() > 100
         algorithm.stop()

@@ -19,14 +19,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+import engram
 from engram._support.checks import check_count, check_number, check_path
 from engram._support.field_paths import nested
 from engram._support.unsupported import needs, reject_unsupported
 from engram.adapters.scratch import Array, Path, Rows, Scratch, leaves
-from engram.samplers import PrioritizedSampler, RandomSampler
 from engram.types import StrPath
-from engram.writers import RemovingWriter
-from engram.writers.removers import Lifo
 
 with needs("engram.adapters.rllib", "rllib"):
     from ray.rllib.env.single_agent_episode import SingleAgentEpisode as Episode
@@ -41,7 +39,7 @@ _ARGUMENTS = ("batch_size_B", "batch_length_T", "metrics_num_episodes_for_smooth
 
 
 class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type: ignore[misc] # typed where it is installed only
-    """RLlib's ``EpisodeReplayBuffer`` whose steps lie in RAM or in a directory that survives ``kill -9``.
+    """RLlib's ``EpisodeReplayBuffer``; its steps lie in RAM or in a directory that survives ``kill -9``.
 
     DQN takes it by its name. With
     ``config.training(replay_buffer_config={"type": "engram.adapters.rllib.EpisodeReplayBuffer",
@@ -78,7 +76,6 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
     4 4
     """
 
-    _max_priority: float = 1.0
     #: Exponents of priorities, ``alpha``, and of weights, ``beta``, of a buffer that draws by priority.
     _by: Mapping[str, float] = {}
     #: Episodes and steps that the running call adds, and evicts, beside those that RLlib's own ``add`` counts.
@@ -97,16 +94,18 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
     # ---- the store -----------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        size = int(self._arguments["capacity"])
-        sampler = (
-            PrioritizedSampler(size, self._by["alpha"], self._by["beta"], eps=0.0) if self._by else RandomSampler()
-        )
+        size, by = int(self._arguments["capacity"]), self._by
+        sampler = engram.PrioritizedSampler(size, by["alpha"], by["beta"], eps=0.0) if by else engram.RandomSampler()
         self._open_rows(size, 1, f"steps of capacity={size}", sampler)
-        self.rb.set_writer(RemovingWriter(Lifo()))  # which is never asked: rows are free before others are written
+        # The remover is never asked: rows of evicted episodes are free before others are written.
+        self.rb.set_writer(engram.RemovingWriter(engram.Lifo()))
         self._index()
 
     def _index(self) -> None:
-        """Make RLlib's table of the stored steps, as if they had been added. Where steps are missing another episode begins."""
+        """Make RLlib's table of the stored steps, as if they had been added.
+
+        Where steps are missing, another episode begins.
+        """
         super().__init__(**self._arguments)
         self.stored = self._stored_columns()
         if not self.stored:
@@ -160,10 +159,11 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
     # ---- writing -------------------------------------------------------------------------------------------------------
 
     def add(self, episodes: Episode | list[Episode], weight: float | None = None) -> None:
-        """Write episodes, or the next steps of some. Before, the oldest ones beyond the capacity go, as in RLlib.
+        """Write episodes, or the next steps of some, after the oldest ones have made room.
 
         Args:
-            weight: of a buffer that draws by priority: that of the steps. Default: the largest one so far.
+            weight: of a buffer that draws by priority: that of the steps. Default: the largest one
+                so far.
 
         Raises:
             TypeError: what is no number: a tuple, a text; an episode of several agents.
@@ -171,7 +171,7 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
                 shapes or dtypes than the first episode has; a negative weight. Nothing is changed.
         """
         chunks = [one for one in force_list(episodes) if not isinstance(one, Episode) or len(one)]
-        priority = check_number("add: weight", self._max_priority if weight is None else weight, least=0)
+        priority = check_number("add: weight", getattr(self, "_max_priority", 1) if weight is None else weight, least=0)
         steps = self._steps_of(chunks)
         gone, trimmed, kept = self._planned(chunks)
         there, before = min(gone, len(self.episodes)), self._num_timesteps
@@ -187,16 +187,16 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
             if self._by:
                 self.rb.update_priority(rows, priority)
             self.stored = self.stored or self._stored_columns()
-            ends = np.cumsum(kept)[np.cumsum([*map(len, chunks)])[:-1] - 1]
-            parts = zip(chunks, np.split(rows.numpy(), ends), strict=True)
-            made = [_Stored(self, one.id_, part) for one, part in parts if len(part)]
+            parts = np.split(rows.numpy(), np.cumsum(kept)[np.cumsum([*map(len, chunks)])[:-1] - 1])
+            made = [_Stored(self, one.id_, part) for one, part in zip(chunks, parts, strict=True) if len(part)]
             self.spaces = chunks[-1].observation_space, chunks[-1].action_space
         super().add(made, *((priority,) if self._by else ()))
 
     def _planned(self, chunks: list[Episode]) -> tuple[int, int, NDArray[np.bool_]]:
-        """What goes if chunks are added, by RLlib's rule, and which of their steps stay. Raises ``ValueError``: as :meth:`add`.
+        """What goes if chunks are added, by RLlib's rule, and which of their steps stay.
 
-        Returns how many of the oldest episodes go, those that begin here included; how many steps of the next one; and bool ``[n]``.
+        Returns how many of the oldest episodes go, those that begin here included; how many steps
+        of the next one; and bool ``[n]``. Raises ``ValueError``: as :meth:`add`.
         """
         total, gone, there = self._num_timesteps, 0, {one.id_: [one] for one in self.episodes}  # the oldest first
         for count, chunk in enumerate(chunks, 1):
@@ -217,7 +217,10 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
         return (gone + 1, 0, kept) if trimmed == oldest > 0 else (gone, trimmed, kept)
 
     def _evict(self, gone: int, trimmed: int) -> list[int]:
-        """Remove the oldest episodes, and the first steps of the only one that is left. Returns their nodes in RLlib's trees."""
+        """Remove the oldest episodes, and the first steps of the only one that is left.
+
+        Returns their nodes in RLlib's trees.
+        """
         lost = [one.rows for one in islice(self.episodes, gone)]
         if trimmed:
             lost.append(self.episodes[gone].rows[:trimmed])
@@ -250,9 +253,7 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
         parts = [self.stored, *steps] if self.stored else steps
         kinds = {frozenset((".".join(path), one.dtype, one.shape[1:]) for path, one in part.items()) for part in parts}
         if unlike := {name for kind in kinds for other in kinds for name, *_ in kind - other}:
-            raise ValueError(
-                f"add: expected the first episode's fields, dtypes and shapes, got others: {sorted(unlike)}"
-            )
+            raise ValueError(f"add: expected the first episode's fields, dtypes, shapes, got other {sorted(unlike)}.")
         return {path: np.concatenate([one[path] for one in steps]) for path in (steps[0] if steps else ())}
 
     def _rows(self, chunk: Episode) -> dict[Path, Array]:
@@ -326,10 +327,11 @@ class _Field:
 
 
 class PrioritizedEpisodeReplayBuffer(EpisodeReplayBuffer, replay_buffers.PrioritizedEpisodeReplayBuffer):  # type: ignore[misc] # as above
-    """An :class:`EpisodeReplayBuffer` that draws steps in proportion to their priorities, which a directory keeps, too.
+    """An :class:`EpisodeReplayBuffer` that draws steps by priority; a directory keeps priorities, too.
 
     Args:
-        alpha, beta: exponents of priorities, and of weights of :attr:`rb`; RLlib gives :meth:`sample` its own ``beta``.
+        alpha, beta: exponents of priorities, and of the weights of :attr:`rb`. RLlib gives
+            :meth:`sample` its own ``beta``.
         capacity, …, exclude: of :class:`EpisodeReplayBuffer`.
 
     Raises: as :class:`EpisodeReplayBuffer` and ``engram.PrioritizedSampler``.
@@ -353,7 +355,7 @@ class PrioritizedEpisodeReplayBuffer(EpisodeReplayBuffer, replay_buffers.Priorit
     def _index(self) -> None:
         super()._index()
         if self._indices:
-            sampler = cast("PrioritizedSampler", self.rb.sampler)
+            sampler = cast("engram.PrioritizedSampler", self.rb.sampler)
             self._max_priority = max(1.0, sampler.default_priority)
             priorities = sampler.priorities().leaves_of(self._rows_of(self._indices)).tolist()
             for (_, _, node), priority in zip(self._indices, priorities, strict=True):
@@ -371,9 +373,11 @@ class PrioritizedEpisodeReplayBuffer(EpisodeReplayBuffer, replay_buffers.Priorit
         return nodes
 
     def update_priorities(self, priorities: Array, module_id: str | None = None) -> None:
-        """Give the steps of the last sample their priorities. One that is evicted meanwhile has none.
+        """Give the steps of the last sample their priorities; those evicted since are left out.
 
-        Raises ``PriorityError``: one is not finite. ``ValueError``: another number of them than of steps. Nothing is changed.
+        Raises:
+            PriorityError: one is not finite. ValueError: there are more or fewer than steps.
+                Nothing is changed.
         """
         drawn = self._last_sampled_indices
         if len(priorities) != len(drawn):
