@@ -76,6 +76,7 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
     4 4
     """
 
+    _max_priority: float = 1.0
     #: Exponents of priorities, ``alpha``, and of weights, ``beta``, of a buffer that draws by priority.
     _by: Mapping[str, float] = {}
     #: Episodes and steps that the running call adds, and evicts, beside those that RLlib's own ``add`` counts.
@@ -121,8 +122,7 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
 
     def _rows_of(self, indices: Iterable[tuple[int, ...]]) -> torch.Tensor:
         """The rows of entries of RLlib's ``_indices``."""
-        gone = self._num_episodes_evicted
-        return torch.tensor([int(self.episodes[number - gone].rows[at]) for number, at, *_ in indices])
+        return torch.tensor([int(self.episodes[i - self._num_episodes_evicted].rows[at]) for i, at, *_ in indices])
 
     def __reduce__(self) -> tuple[object, ...]:
         made = partial(type(self), **self._arguments, scratch_dir=self.scratch_dir, exclude=self.exclude)  # type: ignore[arg-type]
@@ -171,7 +171,7 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
                 shapes or dtypes than the first episode has; a negative weight. Nothing is changed.
         """
         chunks = [one for one in force_list(episodes) if not isinstance(one, Episode) or len(one)]
-        priority = check_number("add: weight", getattr(self, "_max_priority", 1) if weight is None else weight, least=0)
+        priority = check_number("add: weight", self._max_priority if weight is None else weight, least=0)
         steps = self._steps_of(chunks)
         gone, trimmed, kept = self._planned(chunks)
         there, before = min(gone, len(self.episodes)), self._num_timesteps
