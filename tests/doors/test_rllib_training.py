@@ -7,17 +7,34 @@ import numpy as np
 import pytest
 import torch
 
+os.environ |= {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_AUTH_MODE": "disabled"}
+
 pytest.importorskip("ray.rllib")
 
+import ray
 from ray.rllib.algorithms.dqn import DQNConfig
 from ray.rllib.algorithms.sac import SAC, SACConfig
 
 from engram.adapters import rllib
 
 #: Of Ray: warnings of what it will change, and files that it leaves open.
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(1_800)]
 #: A mean return of CartPole; an agent that draws actions reaches 20.
 SOLVED = 100
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _ray():
+    for left in reversed(range(20)):
+        try:  # Ray gives up a start after 30 seconds, which a busy machine may take
+            ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+            break
+        except Exception as error:
+            ray.shutdown()
+            if not left or "timed out" not in str(error):
+                raise
+    yield
+    ray.shutdown()
 
 
 def dqn(kind, capacity=20_000, **place):
@@ -41,7 +58,6 @@ def dqn(kind, capacity=20_000, **place):
 
 
 def made(config):
-    os.environ |= {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_AUTH_MODE": "disabled"}
     logging.getLogger("ray").setLevel(logging.ERROR)
     np.random.seed(1)  # noqa: NPY002 - which RLlib draws by
     torch.manual_seed(1)
