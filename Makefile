@@ -219,9 +219,11 @@ test-transfer-queue: $(VENV)/.engram-dev $(VENV)/.transfer-queue
 
 # Not of CI: each framework brings packages that nothing else needs. They lie beside .venv, without their dependencies, so that none
 # swaps torch: what they need beyond .venv stands here, too. One more framework: its name, and its packages.
-DOORS := tianshou jax
+DOORS := tianshou jax ray
 PACKAGES_tianshou := 'tianshou>=2.0,<3' 'deepdiff>=7,<8' 'overrides>=7.4,<8' 'pandas>=2,<3' sensai-utils numba llvmlite ordered-set pytz \
   tzdata tensorboard tensorboard-data-server protobuf grpcio markdown werkzeug tqdm scipy joblib
+PACKAGES_ray := 'ray>=2.60,<3' gymnasium dm-tree scipy lz4 ormsgpack msgpack protobuf jsonschema referencing rpds-py \
+  jsonschema-specifications attrs tensorboardX pandas pytz
 PACKAGES_jax := jax jaxlib ml_dtypes opt_einsum scipy
 
 build/doors/.%: $(VENV)/.torch Makefile

@@ -27,6 +27,7 @@ OF_SB3 = {
 }
 LEFT_OUT |= set() if importlib.util.find_spec("stable_baselines3") else OF_SB3
 LEFT_OUT |= set() if importlib.util.find_spec("tianshou") else {"engram.adapters.tianshou"}
+LEFT_OUT |= {"engram.adapters.rllib"}  # Ray may be there without what RLlib needs: tests/doors imports it
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(engram.__path__, "engram.")

@@ -5,7 +5,7 @@ import pytest
 from tests import fresh
 
 
-@pytest.mark.parametrize(("adapter", "framework"), [("tianshou", "tianshou")])
+@pytest.mark.parametrize(("adapter", "framework"), [("tianshou", "tianshou"), ("rllib", "ray")])
 def test_a_framework_is_not_installed(adapter, framework):
     said = fresh.run(
         """

@@ -238,11 +238,6 @@ class ReplayBuffer(Scratch):
             to_lerobot(f"{folder}/rows", root or repo_id, fps=fps, task=task_name)
         return root or repo_id
 
-    def close(self) -> None:
-        """Give the directory up: of a buffer that is used no more."""
-        self.rb.close()
-        self._hold = None
-
 
 def random_shift(images: Tensor, pad: int = 4) -> Tensor:
     """Move each image ``[B, C, H, W]`` by up to ``pad`` pixels in both directions, its edges repeated.

@@ -60,6 +60,11 @@ class Scratch:
             self.rb = kind.open_or_create(folder, size, lanes=lanes, sampler=sampler, transform=transform)
         self._hold = lock
 
+    def close(self) -> None:
+        """Give the directory up: of a buffer that is used no more."""
+        self.rb.close()
+        self._hold = None
+
     def _stored_columns(self) -> dict[Path, Array]:
         """The stored fields by path: views of all rows. There are none before the first row."""
         memory = self.rb.storage.memory

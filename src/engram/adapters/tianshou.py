@@ -146,9 +146,9 @@ class VectorReplayBuffer(Scratch, data.VectorReplayBuffer):  # type: ignore[misc
 
     def close(self) -> None:
         """Give the directory up: of a buffer that is used no more."""
-        self._meta, self._stored, self._hold = data.Batch(), {}, None
+        self._meta, self._stored = data.Batch(), {}
         self._set_batch_for_children()
-        self.rb.close()
+        super().close()
 
     def reset(self, keep_statistics: bool = False) -> None:
         """Forget all rows, in the directory too."""

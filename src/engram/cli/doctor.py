@@ -39,6 +39,7 @@ _EXTRAS = {
     "serve": ("pyarrow", "serving a store to other machines"),
     "sb3": ("stable-baselines3", "replay of Stable-Baselines3"),
     "tianshou": ("tianshou", "replay of tianshou"),
+    "rllib": ("ray", "replay of RLlib"),
     "transfer-queue": ("transferqueue", "values of TransferQueue"),
     "metrics": ("prometheus-client", "metrics for Prometheus"),
     "ray": ("ray", "buffers on Ray"),

@@ -427,11 +427,6 @@ class ReplayBuffer(Scratch, sb3.ReplayBuffer):
         self.rb.empty()
         self._following = Following(self.n_envs)
 
-    def close(self) -> None:
-        """Give the directory up: of a buffer that is used no more."""
-        self.rb.close()
-        self._hold = None
-
     # ---- sampling ------------------------------------------------------------------------------------------------------
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Samples:  # type: ignore[override]
