@@ -6,9 +6,8 @@ from typing import Unpack
 
 import torch
 
-from engram._support.checks import check_choice, check_count, check_number
+from engram._support import checks, nested
 from engram._support.field_paths import WINDOW_ENDS, FieldPath, as_path, as_paths, public
-from engram._support.nested import is_tensordict
 from engram.around import expander
 from engram.samplers import RandomSampler
 from engram.transforms import Compose, ExcludeTransform, Transform
@@ -74,7 +73,7 @@ class CatFrames(KeyedTransform):
         mask_key: Key | None = None,
         reset_key: Key | None = None,
     ) -> None:
-        self.N = check_count("CatFrames: N", N)
+        self.N = checks.check_count("CatFrames: N", N)
         self.dim, self.padding = checked_dim("CatFrames: dim", dim), padding
         self.padding_value = _checked_padding("CatFrames", padding, padding_value)
         super().__init__(["pixels"] if in_keys is None else in_keys, out_keys, None, None)
@@ -168,7 +167,7 @@ class CatFrames(KeyedTransform):
         >>> batch["stack"].shape, batch["obs"].shape, batch["next"]["stack"].shape
         (torch.Size([32, 3]), torch.Size([32, 1]), torch.Size([32, 3]))
         """
-        check_count("make_rb_transform_and_sampler: batch_size", batch_size)
+        checks.check_count("make_rb_transform_and_sampler: batch_size", batch_size)
         if self.future or self.mask_key is not None:
             raise NotImplementedError(
                 "make_rb_transform_and_sampler: expected frames before a step, without a mask. For frames after it, draw windows with "
@@ -213,14 +212,14 @@ class _Unstack(Transform):
 
 def _checked_padding(who: str, padding: str, value: object) -> float:
     """The value of padding. Raises ``ValueError``: an unknown kind. ``TypeError``: no number."""
-    check_choice(f"{who}: padding", padding, ("same", "constant"))
-    return check_number(f"{who}: padding_value", value)
+    checks.check_choice(f"{who}: padding", padding, ("same", "constant"))
+    return checks.check_number(f"{who}: padding_value", value)
 
 
 def _dims(data: object) -> int:
     """How many dimensions a batch of windows has; the last one is time. Raises ``ValueError``: it has none."""
     ends = find(data, WINDOW_ENDS)
-    dims = len(data.batch_size) if is_tensordict(data) else 2 if ends is None else ends.ndim - 1
+    dims = len(data.batch_size) if nested.is_tensordict(data) else 2 if ends is None else ends.ndim - 1
     if not dims:
         raise ValueError("CatFrames: expected a batch whose last dimension is time, got one without dimensions.")
     return dims
@@ -417,7 +416,7 @@ class NStep(expander.Expander):
         **trajectories: Unpack[expander.TrajectoryArguments],
     ) -> None:
         self.n = expander.check_steps("NStep: n", n)
-        self.gamma = check_number("NStep: gamma", gamma, least=0, most=1)
+        self.gamma = checks.check_number("NStep: gamma", gamma, least=0, most=1)
         self.reward_key = as_path(reward_key, "NStep: reward_key") or ("next", "reward")
         self.next_keys = as_paths(next_keys, "NStep: next_keys") or ()
         if isinstance(sampler, expander.Expander) and any(isinstance(inner, NStep) for inner in sampler.chain):
@@ -501,7 +500,7 @@ class RewardToGo(expander.Expander):
         steps_key: object = None,
         **trajectories: Unpack[expander.TrajectoryArguments],
     ) -> None:
-        self.gamma = check_number("RewardToGo: gamma", gamma, least=0, most=1)
+        self.gamma = checks.check_number("RewardToGo: gamma", gamma, least=0, most=1)
         self.reward_key = as_path(reward_key, "RewardToGo: reward_key") or ("next", "reward")
         self.out_key = as_path(out_key, "RewardToGo: out_key") or ("reward_to_go",)
         self.steps_key = as_path(steps_key, "RewardToGo: steps_key")

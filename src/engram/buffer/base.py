@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Generic, Self, TypeVar, cast
 
 import torch
 
-from engram._support import closing, tensordicts
-from engram._support.words import count, format_number, format_share, format_size
+from engram._support import closing, tensordicts, words
 from engram.around import finals_of
 from engram.around.query import Query
 from engram.buffer.wiring import Wiring, checked_generator
@@ -312,7 +311,7 @@ class Display:
         if not storage.closed and not storage.traits.is_remote and storage.memory is not None:
             schema = storage.memory.schema
             for it in (ShownField.of(field, storage.max_size, schema.lanes) for field in schema.fields):
-                yield it.name, it.dtype, it.shape, it.row, format_size(it.nbytes)
+                yield it.name, it.dtype, it.shape, it.row, words.format_size(it.nbytes)
 
     def _priorities(self) -> Histogram | None:
         """Of rows at even distances; None: the sampler has none, or there are no rows, or very many."""
@@ -373,7 +372,7 @@ class Display:
     def _facts_of_storage(self) -> list[tuple[str, str]]:
         storage = self._wiring.storage
         size, capacity = len(storage), storage.max_size
-        of = f"/{capacity:,} ({format_share(size / capacity)})" if _is_bounded(capacity) else ""
+        of = f"/{capacity:,} ({words.format_share(size / capacity)})" if _is_bounded(capacity) else ""
         facts = [("size", f"{size:,}{of}")]
         store = storage.memory
         if store is None:
@@ -381,12 +380,12 @@ class Display:
         else:
             names = [field.name for field in store.schema.fields]
             shown = ", ".join(names[:8])
-            facts.append(("memory", f"{format_size(storage.nbytes)} {store.place}"))
+            facts.append(("memory", f"{words.format_size(storage.nbytes)} {store.place}"))
             facts.append(("fields", shown if len(names) <= 8 else f"{len(names)}: {shown}, …"))
         if storage.lanes > 1:
             facts.append(("lanes", str(storage.lanes)))
         if storage.requested_size != capacity:
-            facts.append(("asked for", format_number(storage.requested_size)))
+            facts.append(("asked for", words.format_number(storage.requested_size)))
         return facts
 
 
@@ -394,7 +393,7 @@ def _bars(found: Histogram) -> str:
     """A histogram as HTML: a bar for each, which says its range and number when the pointer is on it."""
     edges, counts = found["edges"], found["counts"]
     bars = "".join(
-        f"<span title='{edges[i]:.3g} to {edges[i + 1]:.3g}: {count(number, 'row')}' style='display:inline-block;width:1.4em;"
+        f"<span title='{edges[i]:.3g} to {edges[i + 1]:.3g}: {words.count(number, 'row')}' style='display:inline-block;width:1.4em;"
         f"margin-right:1px;background:#1f77b4;height:{max(3 * number / max(counts), 0.1 if number else 0):.2f}em'></span>"
         for i, number in enumerate(counts)
     )

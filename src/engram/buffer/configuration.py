@@ -8,9 +8,7 @@ from types import new_class
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, SupportsIndex, TypeAlias, TypedDict, TypeVar
 
 from engram import samplers
-from engram._support import fork, words
-from engram._support.checks import check_callable, check_choice, check_count
-from engram._support.unsupported import Later, carriers
+from engram._support import checks, fork, unsupported, words
 from engram.around import Expander, SampleUnit
 from engram.buffer.output import FORMS, Output
 from engram.buffer.wiring import Wiring, component, consuming_sampler, first_storage
@@ -43,11 +41,11 @@ B = TypeVar("B")
 class LaterArguments(TypedDict, total=False):
     """Keywords of TorchRL's buffers that must change nothing here."""
 
-    dim_extend: Annotated[int | None, Later("no call but the constructor")]
-    service_backend: Annotated[object, Later("no call but the constructor", ("direct",))]
-    service_backend_options: Annotated[object, Later("service_backend='ray'")]
-    transport: Annotated[object, Later("service_backend='ray'", ("auto", "direct"))]
-    transport_options: Annotated[object, Later("service_backend='ray'")]
+    dim_extend: Annotated[int | None, unsupported.Later("no call but the constructor")]
+    service_backend: Annotated[object, unsupported.Later("no call but the constructor", ("direct",))]
+    service_backend_options: Annotated[object, unsupported.Later("service_backend='ray'")]
+    transport: Annotated[object, unsupported.Later("service_backend='ray'", ("auto", "direct"))]
+    transport_options: Annotated[object, unsupported.Later("service_backend='ray'")]
 
 
 class TorchRLArguments(LaterArguments, total=False):
@@ -124,7 +122,7 @@ OPEN_ARGUMENTS = tuple(name for name in OpenArguments.__annotations__ if name no
 
 
 #: What will carry each of :class:`LaterArguments`.
-NOT_YET = carriers(LaterArguments)
+NOT_YET = unsupported.carriers(LaterArguments)
 
 
 def returns_itself(doc: str) -> Callable[[B], B]:
@@ -182,7 +180,7 @@ class Configuration:
         """Make the components. Raises as ``ReplayBuffer``."""
         call, sampler, transform, factory = self.call, self.sampler, self.transform, self.transform_factory
         if factory is not None:
-            check_callable(f"{call}: transform_factory", factory, "a callable that makes a transform")
+            checks.check_callable(f"{call}: transform_factory", factory, "a callable that makes a transform")
             if transform is not None:
                 raise TypeError(f"{call}: expected one of transform and transform_factory, got both.")
         if self.collate_fn is not None and not callable(self.collate_fn):
@@ -264,10 +262,10 @@ class Settings:
         output: object = "torch",
         unmade: Configuration | None = None,
     ) -> None:
-        check_choice(f"{kind}: output", output, FORMS)
+        checks.check_choice(f"{kind}: output", output, FORMS)
         self.kind = kind
         self.output = str(output)
-        self.batch_size = None if batch_size is None else check_count("batch_size", batch_size)
+        self.batch_size = None if batch_size is None else checks.check_count("batch_size", batch_size)
         self.prefetch = 0 if prefetch is None or prefetch is False else _checked_depth(prefetch, self.batch_size, kind)
         self.priority_key = priority_key
         self.unmade = unmade
@@ -301,7 +299,7 @@ class Settings:
             if self.batch_size is None:
                 raise RuntimeError("sample: expected a batch size: sample(batch_size) or ReplayBuffer(batch_size=…).")
             return self.batch_size
-        batch_size = check_count("batch_size", batch_size)
+        batch_size = checks.check_count("batch_size", batch_size)
         if drawing and self.prefetch and batch_size != self.batch_size:
             raise ValueError(
                 f"sample: batch_size: expected the prefetched {self.batch_size}, got {batch_size}. Sample from another ReplayBuffer "
@@ -318,7 +316,7 @@ class Settings:
 
 def _checked_depth(prefetch: object, batch_size: int | None, call: str) -> int:
     """Batches to ask for ahead. Raises ``TypeError``, ``ValueError``: another value, or no batch size."""
-    depth = check_count(f"{call}: prefetch", prefetch, "batches", least=0, most=1 << 20)
+    depth = checks.check_count(f"{call}: prefetch", prefetch, "batches", least=0, most=1 << 20)
     if depth and batch_size is None:
         raise ValueError(f"{call}: prefetch={prefetch}: expected a batch size, too: pass batch_size=….")
     return depth

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from engram import storages
-from engram._support import checks, fork, native, nested
+from engram._support import checks, fork, native, nested, tensordicts
 from engram._support.overrides import doing, overrides
-from engram._support.tensordicts import is_tensor_collection
 from engram.buffer.configuration import Settings
 from engram.buffer.lanes import BATCHES, Lane, Lanes, Layout
 from engram.buffer.recipe import Recipe
@@ -357,13 +356,13 @@ def rows_of(data: object, dims: int = 1) -> int | None:
     leaf = nested.first_leaf(data)
     if not nested.has_dimensions(leaf):
         return len(data) if isinstance(data, tuple) else None
-    shape = leaf.batch_size if is_tensor_collection(leaf) else leaf.shape
+    shape = leaf.batch_size if tensordicts.is_tensor_collection(leaf) else leaf.shape
     return math.prod(shape[:dims]) if len(shape) >= dims else None
 
 
 def _with_dim(x: Any, at: int) -> object:
     """A row as a batch of one: the dimension stands behind a TensorDict's own, or at ``at``."""
-    if is_tensor_collection(x):
+    if tensordicts.is_tensor_collection(x):
         return x.unsqueeze(-1)
     return x.unsqueeze(min(at, x.ndim)) if isinstance(x, Tensor) else np.expand_dims(x, at)
 
@@ -373,20 +372,20 @@ def _size_of_dim(batch: object, at: int) -> int:
     leaf = nested.first_leaf(batch)
     if not nested.has_dimensions(leaf):
         return 1
-    if is_tensor_collection(leaf):
+    if tensordicts.is_tensor_collection(leaf):
         return int(leaf.batch_size[-1]) if leaf.batch_size else 1
     return int(leaf.shape[at]) if leaf.ndim > at else 1
 
 
 def _without_dim(x: Any, at: int) -> object:
-    if is_tensor_collection(x):
+    if tensordicts.is_tensor_collection(x):
         return x.squeeze(-1) if x.batch_size else x
     return x.squeeze(at) if x.ndim > at else x
 
 
 def _move_dim(x: object, at: int, to: int) -> object:
     """Several rows in the layout of ``extend``. ``at``: where they are in a tensor; in a TensorDict they come last."""
-    if not is_tensor_collection(x):
+    if not tensordicts.is_tensor_collection(x):
         return x if at == to else torch.as_tensor(x).movedim(at, to)
     last = len(x.batch_size) - 1
     return x.permute(*range(to), last, *range(to, last))
@@ -495,7 +494,7 @@ def _steps(data: object, storage: storages.Storage, call: str) -> int:
     if isinstance(data, list):
         return len(data)
     leaf: Any = nested.first_leaf(data)
-    shape = getattr(leaf, "batch_size" if is_tensor_collection(leaf) else "shape", ())
+    shape = getattr(leaf, "batch_size" if tensordicts.is_tensor_collection(leaf) else "shape", ())
     return int(shape[storage.dim_extend]) if len(shape) >= storage.ndim else storages.leading_size(data, call)
 
 

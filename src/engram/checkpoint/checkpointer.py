@@ -23,9 +23,8 @@ from engram.checkpoint.restore import Restore
 from engram.checkpoint.save import Checkpointable, Job, SaveAttempt, SaveHandle, Savers
 from engram.checkpoint.watchdog import Watchdog
 from engram.format.layout import is_store
-from engram.saved import attempts, checkpoints, disk, documents
+from engram.saved import attempts, checkpoints, disk, documents, series
 from engram.saved.rows import Roles
-from engram.saved.series import MAX_PINS, PINS, Series
 
 CurrentStep: TypeAlias = Callable[[], int]
 
@@ -608,7 +607,7 @@ class Checkpointer:
         ...     Checkpointer(root, ReplayBuffer(storage=LazyTensorStorage(10), batch_size=4)).latest is None
         True
         """
-        path = Series(self.root).latest()[0]
+        path = series.Series(self.root).latest()[0]
         return None if path is None else path.name
 
     def list(self) -> builtins.list[Entry]:
@@ -624,7 +623,7 @@ class Checkpointer:
         >>> [entry.step for entry in checkpoints.list()]
         [200, 100]
         """
-        look = Series(self.root).look
+        look = series.Series(self.root).look
         return [Entry(str(name), name.step, self.root / str(name), look(name)) for name in attempts.names(self.root)]
 
     def verify(
@@ -654,7 +653,7 @@ class Checkpointer:
             raise FileNotFoundError(
                 f"verify: {self.root}: expected one of {[str(n) for n in attempts.names(self.root)]}, got {name!r}."
             )
-        wrong = Series(self.root).look(name)
+        wrong = series.Series(self.root).look(name)
         if wrong is not None:
             return [wrong]
         with (
@@ -726,7 +725,7 @@ class StatefulReplay:
     ) -> None:
         checks.check_callable("stateful: step", step, "a function that returns the step", "Pass lambda: step.")
         self._checkpointer, self._job, self._step = checkpointer, job, step
-        self._keep = checks.check_count("stateful: keep", keep, most=MAX_PINS)
+        self._keep = checks.check_count("stateful: keep", keep, most=series.MAX_PINS)
         self._restore = restore
         self._handle: SaveHandle | None = None
         self._saved_step = -1
@@ -836,5 +835,5 @@ class StatefulReplay:
         except (OSError, *documents.UNREADABLE) as error:
             words.warn(
                 f"stateful: the checkpoint of step {step} stays no longer than others: {str(error).removesuffix('.')}. If "
-                f"{PINS} is damaged, remove it, and load no state that was saved before."
+                f"{series.PINS} is damaged, remove it, and load no state that was saved before."
             )

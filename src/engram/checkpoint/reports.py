@@ -15,8 +15,7 @@ from engram._support.checks import check_choice, check_count
 from engram._support.progress import OnProgress
 from engram._support.words import count, format_size, warn
 from engram.errors import CorruptCheckpoint
-from engram.reshard.driver import Lost, format_reshard, reshard_lines
-from engram.reshard.plan import checked_incomplete
+from engram.reshard import driver, plan
 from engram.saved import attempts, checkpoints, description, disk, documents, rows
 from engram.saved.series import Series
 
@@ -143,7 +142,7 @@ class RestoreOptions(NamedTuple):
             raise ValueError(
                 f"restore: max_drop_fraction: expected a number from 0 to 1, got {self.max_drop_fraction!r}."
             )
-        checked_incomplete(self.incomplete)
+        plan.checked_incomplete(self.incomplete)
 
 
 _log = logging.getLogger("engram")
@@ -231,7 +230,7 @@ class RestoreReport(NamedTuple):
         if self.given_up:
             text += f"; {self.given_up:,} more were saved: the oldest of full lanes mark where what was open ends"
         if self.dealt is not None:
-            text += f"; {format_reshard(self.dealt)}"
+            text += f"; {driver.format_reshard(self.dealt)}"
         return f"{text}; {self.converted}" if self.converted else text
 
 
@@ -257,7 +256,7 @@ def note_restore(root: Path, report: RestoreReport, rank: int) -> None:
     if report.dealt is None:
         return
     alone = len(report.dealt["shards"]) == len(report.dealt["targets"]) == 1
-    for line in () if alone else reshard_lines(report.dealt):  # of one shard and one buffer, the report says all
+    for line in () if alone else driver.reshard_lines(report.dealt):  # of one shard and one buffer, the report says all
         _log.info("%s: %s", report.name, line)
     if rank:
         return
@@ -399,14 +398,14 @@ class Wanted(NamedTuple):
         return path, passed_over
 
 
-def lost_with(checkpoint: checkpoints.Checkpoint, root: Path) -> Lost:
+def lost_with(checkpoint: checkpoints.Checkpoint, root: Path) -> driver.Lost:
     """What the last whole checkpoint of this job has of ranks whose shards are missing."""
     missing, manifest = checkpoint.missing, checkpoint.manifest
     path = Series(root).latest(at_most=manifest.step)[0] if missing else None
     if path is None:
-        return Lost(missing)
+        return driver.Lost(missing)
     with checkpoints.Checkpoint(path) as before:
         if before.manifest.world != manifest.world + len(missing):
-            return Lost(missing)
+            return driver.Lost(missing)
         totals = documents.added(before.shard(rank).totals for rank in missing)
-    return Lost(missing, path.name, totals.episodes, totals.steps)
+    return driver.Lost(missing, path.name, totals.episodes, totals.steps)

@@ -16,11 +16,8 @@ import numpy as np
 import torch
 import xxhash
 
-from engram._support.checks import check_path
-from engram._support.field_paths import FieldPath, public
-from engram._support.words import raise_as
-from engram.around.episodes import TrajectoryKeys, numbers_by_path
-from engram.around.expander import MARK
+from engram._support import checks, field_paths, words
+from engram.around import episodes, expander
 from engram.around.following import finals_of
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.datasets import importing as of
@@ -50,11 +47,13 @@ class Stored(of.Table):
         fields, self.rows = memory.schema.fields, self._extent.size
         if not self.rows:
             raise self.refuse("expected rows, got an empty store.")
-        marks = TrajectoryKeys(None, None, None).boundaries(fields, numbers_by_path(memory), f"{call}: {where}")
+        marks = episodes.TrajectoryKeys(None, None, None).boundaries(
+            fields, episodes.numbers_by_path(memory), f"{call}: {where}"
+        )
         self.id = next((fields[number].key for number in marks.ids), None)
         self.ends = [fields[number].key for number in marks.ends]
         self._paths = [field.key for field in fields]
-        self.names = {path: path for path in self._paths if path != MARK}
+        self.names = {path: path for path in self._paths if path != expander.MARK}
         check_dtypes(self, fields)
         self._piece = max(1, BLOCK_BYTES // memory.schema.row_bytes)
 
@@ -76,7 +75,7 @@ class Stored(of.Table):
     def blocks(self, row: int, episode: int) -> Iterator[of.Block]:
         """Its episodes, and the observations after their last steps, as far as they are known."""
         for block in super().blocks(row, episode):
-            mark, last = block.columns.pop(MARK, None), np.cumsum(block.lengths) - 1
+            mark, last = block.columns.pop(expander.MARK, None), np.cumsum(block.lengths) - 1
             pairs = [(key, ("next", *key)) for key in block.columns if ("next", *key) in block.columns]
             finals = {key: block.columns[following][last] for key, following in pairs}
             known = None
@@ -100,7 +99,7 @@ class Stored(of.Table):
                 following[np.cumsum(block.lengths) - 1] = self.after(block, key, final)
         return columns
 
-    def after(self, block: of.Block, path: FieldPath, final: str) -> of.Array:
+    def after(self, block: of.Block, path: field_paths.FieldPath, final: str) -> of.Array:
         """The observations after the last steps of a block, ``[episodes, …]``.
 
         Args:
@@ -112,7 +111,7 @@ class Stored(of.Table):
             return block.finals[path]
         if final != "repeat":
             raise self.refuse(
-                f"expected the observation after the last step of each episode, but none is stored of {public(path)!r}. "
+                f"expected the observation after the last step of each episode, but none is stored of {field_paths.public(path)!r}. "
                 "final='repeat' takes that of the last step in its place."
             )
         return block.columns[path][np.cumsum(block.lengths) - 1]
@@ -134,7 +133,7 @@ def check_dtypes(source: of.Table, fields: Iterator[Field] | tuple[Field, ...]) 
 @contextmanager
 def stored(directory: StrPath, call: str) -> Iterator[Stored]:
     """The rows of a store, which is only read."""
-    folder = check_path(f"{call}: directory", directory)
+    folder = checks.check_path(f"{call}: directory", directory)
     with ReplayBuffer.open(folder, readonly=True) as buffer:
         yield Stored(buffer, call, folder)
 
@@ -142,7 +141,7 @@ def stored(directory: StrPath, call: str) -> Iterator[Stored]:
 @contextmanager
 def written_whole(path: StrPath, call: str) -> Iterator[Path]:
     """Where to write a file or folder that then appears, whole, under a path. Raises ``FileExistsError``: that is there."""
-    target = check_path(f"{call}: path", path)
+    target = checks.check_path(f"{call}: path", path)
     if target.exists():
         raise FileExistsError(17, f"{call}: expected a path where nothing is", str(target))
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -165,12 +164,12 @@ class Arrays(of.Table):
     """Columns that can be sliced: arrays, or data sets of an HDF5 file."""
 
     def __init__(
-        self, call: str, where: StrPath, fields: Mapping[FieldPath, of.Array], arguments: of.ImportArguments
+        self, call: str, where: StrPath, fields: Mapping[field_paths.FieldPath, of.Array], arguments: of.ImportArguments
     ) -> None:
         super().__init__(call, where)
         self.named(fields, arguments)
         self._columns = {new: fields[old] for old, new in self.names.items() if new is not None}
-        lengths = {public(path): len(column) for path, column in self._columns.items()}
+        lengths = {field_paths.public(path): len(column) for path, column in self._columns.items()}
         self.rows = max(lengths.values(), default=0)
         if short := {name: n for name, n in lengths.items() if n != self.rows}:
             raise self.refuse(f"expected as many rows in all fields, {self.rows}, got {short}. They were truncated.")
@@ -187,7 +186,7 @@ class Arrays(of.Table):
 
     def pieces(self, row: int) -> Iterator[of.Columns]:
         for start in range(row, self.rows, self._piece):
-            with raise_as(self.refuse, f"rows from {start} on cannot be read, as the file is damaged", OSError):
+            with words.raise_as(self.refuse, f"rows from {start} on cannot be read, as the file is damaged", OSError):
                 yield {path: column[start : start + self._piece] for path, column in self._columns.items()}
 
 
@@ -266,12 +265,12 @@ def from_hdf5(path: StrPath, directory: StrPath, **more: Unpack[of.ImportArgumen
     4
     """
     call = "from_hdf5"
-    h5py, where = of.required("h5py", "hdf5", call), check_path(f"{call}: path", path)
+    h5py, where = of.required("h5py", "hdf5", call), checks.check_path(f"{call}: path", path)
     where.stat()  # raises FileNotFoundError, which names it
-    with raise_as(DatasetError, f"{call}: {where}: expected a whole HDF5 file", OSError):
+    with words.raise_as(DatasetError, f"{call}: {where}: expected a whole HDF5 file", OSError):
         file = h5py.File(where, "r")
     with file:
-        fields: dict[FieldPath, of.Array] = {}
+        fields: dict[field_paths.FieldPath, of.Array] = {}
 
         def visit(name: str, entry: object) -> None:
             if isinstance(entry, h5py.Dataset) and entry.shape and not name.startswith("metadata/"):
@@ -327,7 +326,7 @@ def to_hdf5(directory: StrPath, path: StrPath, *, compression: str | None = None
             at += n
 
 
-def _d4rl(field: FieldPath) -> str:
+def _d4rl(field: field_paths.FieldPath) -> str:
     known = next((key for key in _D4RL if field[: len(key)] == key), ())
     return "/".join([*([_D4RL[known]] if known else []), *field[len(known) :]])
 
@@ -412,7 +411,7 @@ class ParquetRows(ArrowRows):
             row = max(0, row - rows)
 
     def _batches(self, file: pq.ParquetFile, groups: list[int], path: Path) -> Iterator[pa.RecordBatch]:
-        with raise_as(self.refuse, f"{path.name}: expected a whole Parquet file, got a damaged one", OSError):
+        with words.raise_as(self.refuse, f"{path.name}: expected a whole Parquet file, got a damaged one", OSError):
             yield from file.iter_batches(self._piece, row_groups=groups, columns=[*self._new], use_threads=False)
 
 
@@ -441,7 +440,7 @@ def from_parquet(path: StrPath, directory: StrPath, **more: Unpack[of.ImportArgu
     >>> rb["observation"].shape, rb["episode_return"].tolist()
     (torch.Size([2, 2]), [3.0, 3.0])
     """
-    where = check_path("from_parquet: path", path)
+    where = checks.check_path("from_parquet: path", path)
     files = sorted(where.rglob("*.parquet")) if where.is_dir() else [where]
     return of.import_source(ParquetRows("from_parquet", where, files, more), directory, more)
 
@@ -454,7 +453,7 @@ class LanceRows(ArrowRows):
         if not path.exists():
             raise FileNotFoundError(2, f"{call}: expected the folder of a Lance data set", str(path))
         super().__init__(call, path, [])
-        with raise_as(self.refuse, "expected a whole Lance data set", (OSError, ValueError)):
+        with words.raise_as(self.refuse, "expected a whole Lance data set", (OSError, ValueError)):
             self._dataset = lance.dataset(path)
             self.rows = self._dataset.count_rows()
         files = {one.path for part in self._dataset.get_fragments() for one in part.data_files()}
@@ -472,7 +471,7 @@ class LanceRows(ArrowRows):
     def pieces(self, row: int) -> Iterator[of.Columns]:
         # A scan of all rows would read ahead hundreds of MB.
         for first in range(row, self.rows, self._piece):
-            with raise_as(
+            with words.raise_as(
                 self.refuse, f"rows from {first} on: expected rows that Lance can read", (OSError, ValueError)
             ):
                 table = self._dataset.to_table([*self._new], offset=first, limit=self._piece)
@@ -507,7 +506,7 @@ def from_lance(path: StrPath, directory: StrPath, **more: Unpack[of.ImportArgume
     >>> rb["observation"].shape, rb["episode_return"].tolist()
     (torch.Size([2, 2]), [3.0, 3.0])
     """
-    return of.import_source(LanceRows("from_lance", check_path("from_lance: path", path), more), directory, more)
+    return of.import_source(LanceRows("from_lance", checks.check_path("from_lance: path", path), more), directory, more)
 
 
 def to_parquet(directory: StrPath, path: StrPath, *, compression: str = "zstd", final: str = "refuse") -> None:
@@ -596,7 +595,7 @@ class _Envs(Arrays):
         given = {key: buffer[key] for key in _OF_SB3 if buffer.get(key) is not None}
         found = {key: np.asarray(leaf) for key, leaf in of.flat_names(given)}
         shape: tuple[int, ...] = found.get(("rewards",), np.zeros(0)).shape
-        wrong = {public(key): leaf.shape for key, leaf in found.items() if leaf.shape[:2] != shape}
+        wrong = {field_paths.public(key): leaf.shape for key, leaf in found.items() if leaf.shape[:2] != shape}
         if len(shape) != 2 or ("dones",) not in found or wrong:
             raise DatasetError(f"{call}: {where}: expected arrays [steps, environments, …], got {wrong or [*buffer]}.")
         steps, self._envs = shape
@@ -650,7 +649,7 @@ def from_sb3(source: object, directory: StrPath, **more: Unpack[of.ImportArgumen
     """
     call, where = "from_sb3", "buffer"
     if isinstance(source, str | Path):
-        path = check_path(f"{call}: source", source)
+        path = checks.check_path(f"{call}: source", source)
         where = str(path)
         try:
             source = _Reader(io.BytesIO(path.read_bytes())).load()

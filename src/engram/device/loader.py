@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 
-from engram._support import checks, closing, native, words
+from engram._support import checks, closing, native, nested, words
 from engram._support.devices import existing_device
-from engram._support.nested import map_tensors, tensors
 from engram.device.direct import Changed, DirectReader, NotDirect, Place, Queued, Readable
 from engram.device.pinning import Blocks, Drawn, Sent
 from engram.samplers import declared
@@ -283,10 +282,10 @@ class DeviceLoader(closing.Closes):
     def _passed_through(self) -> Iterator[object]:
         for batch in self._drawn():
             self._counts["batches"] += 1
-            if all(leaf.device == self.device for leaf in tensors(batch)):
+            if all(leaf.device == self.device for leaf in nested.tensors(batch)):
                 yield batch
             else:
-                yield map_tensors(batch, lambda leaf: leaf.to(self.device), device=self.device)
+                yield nested.map_tensors(batch, lambda leaf: leaf.to(self.device), device=self.device)
 
     def _handed_out(self, run: _Run) -> Iterator[object]:
         streams = self._streams
@@ -339,16 +338,16 @@ class DeviceLoader(closing.Closes):
             return
         streams = self._streams
         values = (index, priority, generation)
-        found = [] if streams is None else [leaf for leaf in tensors(values) if streams.holds(leaf)]
+        found = [] if streams is None else [leaf for leaf in nested.tensors(values) if streams.holds(leaf)]
         if streams is None or not found:
             event = None
             if self._updates:
-                values = map_tensors(values, torch.clone, device=None)
+                values = nested.map_tensors(values, torch.clone, device=None)
         else:
             behind = streams.mark(streams.current())
             streams.wait(streams.down, behind)
             with streams.on(streams.down):
-                values = map_tensors(
+                values = nested.map_tensors(
                     values, lambda leaf: streams.receive(leaf) if streams.holds(leaf) else leaf.clone(), device=None
                 )
             for leaf in found:
@@ -551,7 +550,7 @@ class _Run:
     def _sent(self, drawn: Drawn) -> Sent:
         streams = self.streams
         # Leaves that are already on the device were computed on this thread's stream; the stream of the copies does not wait for it.
-        there = any(streams.holds(leaf) for leaf in tensors(drawn.batch))
+        there = any(streams.holds(leaf) for leaf in nested.tensors(drawn.batch))
         events = [streams.mark(streams.current())] if there else []
         with streams.on(streams.up):
             sent = self.blocks.send(drawn.batch, drawn.block)

@@ -19,9 +19,7 @@ from engram.inspect.plots import Ends, Scan, Watched, check_here, effective, ind
 from engram.samplers import PrioritizedSampler
 from engram.samplers._base import DeclaredSampler
 from engram.storages import Storage
-from engram.store import Store, read_block, shared_memory
-from engram.store.priorities import Priorities, PriorityIndex
-from engram.store.row_indexes import UsageIndex
+from engram.store import Store, priorities, read_block, row_indexes, shared_memory
 from engram.types import Extent
 
 #: Rows that estimates are of.
@@ -41,7 +39,7 @@ def gauges(storage: Storage, sampler: object) -> dict[str, float]:
         return {}
     store = storage.memory
     found = _bytes(storage, store) | ({} if store is None else store.core.meter())
-    usage = None if store is None else UsageIndex.in_use(store)
+    usage = None if store is None else row_indexes.UsageIndex.in_use(store)
     found["usage_counted"] = int(usage is not None)
     extent = storage.extent()
     rows, tickets = looked_at(storage, extent, MOST) if extent.size else (torch.empty(0),) * 2
@@ -66,22 +64,22 @@ def effective_size(storage: Storage) -> float | None:
     folder = None if store is None else store.folder
     if store is None or folder is None:
         return None
-    paths = [*(folder / layout.FOLDER / layout.INDEXES).glob(f"*/{PriorityIndex.kind}")]
+    paths = [*(folder / layout.FOLDER / layout.INDEXES).glob(f"*/{priorities.PriorityIndex.kind}")]
     extent = storage.extent()
     rows, _ = looked_at(storage, extent, MOST) if extent.size else (torch.empty(0),) * 2
     if len(paths) != 1 or not len(rows):
         return None
-    block = PriorityIndex.copied(read_block(paths[0], paths[0].stat().st_size).tensor)
-    return _stored_priorities(PriorityIndex(block, None), rows, extent.size)["priority_ess"]
+    block = priorities.PriorityIndex.copied(read_block(paths[0], paths[0].stat().st_size).tensor)
+    return _stored_priorities(priorities.PriorityIndex(block, None), rows, extent.size)["priority_ess"]
 
 
-def priorities_of(storage: Storage, sampler: object) -> Priorities | None:
+def priorities_of(storage: Storage, sampler: object) -> priorities.Priorities | None:
     """The priorities that a sampler draws by, if there are any."""
-    name = index_of(sampler, PriorityIndex.kind)
+    name = index_of(sampler, priorities.PriorityIndex.kind)
     if name is None:
         return None
     if storage.memory is not None:
-        return storage.memory.indexes.get((name, PriorityIndex.kind))
+        return storage.memory.indexes.get((name, priorities.PriorityIndex.kind))
     return sampler.priorities() if isinstance(sampler, PrioritizedSampler) and len(storage) else None  # of a list
 
 
@@ -97,7 +95,7 @@ def is_over_batch(sampler: object) -> bool:
     return isinstance(by, PrioritizedSampler) and by.normalize == "batch"
 
 
-def _stored_priorities(index: Priorities, rows: torch.Tensor, size: int) -> dict[str, float]:
+def _stored_priorities(index: priorities.Priorities, rows: torch.Tensor, size: int) -> dict[str, float]:
     """Of rows that stand for all ``size``."""
     leaves = index.leaves_of(rows).numpy()
     values = values_of(leaves, index.config)
@@ -219,7 +217,7 @@ def explain(self: Watched, row: int | tuple[int, ...]) -> Explanation:
     ago = (extent.seam[lane] - 1 - number) % length // width
     index, usage = priorities_of(storage, self.sampler), None
     if storage.memory is not None:
-        usage = UsageIndex.in_use(storage.memory)
+        usage = row_indexes.UsageIndex.in_use(storage.memory)
     priority = probability = None
     if index is not None:
         leaf, total = index.leaves_of(rows).numpy(), float(index.core.total)
@@ -328,7 +326,7 @@ def count_usage(self: Watched) -> None:
     if storage.memory is None:
         raise RuntimeError("count_usage: expected a store, but nothing was ever written. Add data first.")
     storage.memory.check_writable()
-    UsageIndex.of_store(storage.memory)
+    row_indexes.UsageIndex.of_store(storage.memory)
 
 
 class Finding(NamedTuple):

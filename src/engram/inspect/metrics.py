@@ -16,8 +16,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector as Collects
 
-from engram._support.closing import Closes
-from engram._support.http import Answer, Call, Server
+from engram._support import closing, http
 from engram.remote.protocol import Address, address_of
 
 PATH = "/metrics"
@@ -259,7 +258,7 @@ def checked_buffers(buffers: object, call: str) -> dict[str, HasStats]:
     return dict(buffers)
 
 
-class MetricsServer(Closes):
+class MetricsServer(closing.Closes):
     """Answers ``GET /metrics``, until it is closed or the process ends. :func:`serve` makes it; ``with`` closes it."""
 
     def __init__(self, buffers: Mapping[str, HasStats], at: Address) -> None:
@@ -274,15 +273,15 @@ class MetricsServer(Closes):
             said = os.strerror(code) if code > 0 else error.strerror
             raise OSError(error.errno, said, at.place) from error
         self._at = at._replace(port=self._listener.getsockname()[1])
-        self._server = Server(self._listener, self._answer, "engram-metrics", MAX_CONNECTIONS)
+        self._server = http.Server(self._listener, self._answer, "engram-metrics", MAX_CONNECTIONS)
 
-    def _answer(self, call: Call) -> Answer:
+    def _answer(self, call: http.Call) -> http.Answer:
         if call.path.partition("?")[0] != PATH:
-            return Answer(404)
+            return http.Answer(404)
         if call.method != "GET":
-            return Answer(405)
+            return http.Answer(405)
         encode, kind = choose_encoder(call.headers.get("accept", ""))
-        return Answer(200, encode(self._registry), kind)
+        return http.Answer(200, encode(self._registry), kind)
 
     @property
     def address(self) -> str:

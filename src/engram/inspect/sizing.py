@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from engram._support.checks import check_count, check_type
-from engram._support.devices import foreseen
+from engram._support import checks, devices
 from engram._support.memory import missing_share
 from engram._support.words import count, format_share, format_size
 from engram.around import Expander
@@ -192,15 +191,15 @@ def plan(
     """
     from engram._support import native
 
-    capacity = check_count("plan: capacity", capacity)
-    memory = 0 if memory is None else check_count("plan: memory", memory)
-    together = check_count("plan: group_small_fields", group_small_fields, "bytes", least=0)
-    batch_size = check_count("plan: batch_size", batch_size)
+    capacity = checks.check_count("plan: capacity", capacity)
+    memory = 0 if memory is None else checks.check_count("plan: memory", memory)
+    together = checks.check_count("plan: group_small_fields", group_small_fields, "bytes", least=0)
+    batch_size = checks.check_count("plan: batch_size", batch_size)
     checked = _types.NO_DTYPES if dtypes is None else _types.checked_dtypes(dtypes, "plan")
     structure = _structure.Structure.of(example, batched=False, call="plan", dtypes=checked)
     fields, ready, finals = structure.fields, 0, 0
     if sampler is not None:
-        sampler = check_type("plan: sampler", sampler, Expander, "an expander, such as a FrameStack")
+        sampler = checks.check_type("plan: sampler", sampler, Expander, "an expander, such as a FrameStack")
         fields = sampler.stored(fields)
         ready = sampler.ready_bytes(fields)
         finals = sum(expander.beside_bytes(fields) for expander in sampler.chain)
@@ -211,7 +210,7 @@ def plan(
     resident = overhead + spans + native.priority_bytes(capacity, True)
     sizes, there = [field.row_bytes for field in fields], None
     if device is not None:
-        there = DevicePlan.of(*foreseen(device), capacity, sizes, overhead, batch_size, finals)
+        there = DevicePlan.of(*devices.foreseen(device), capacity, sizes, overhead, batch_size, finals)
     return StoragePlan(
         capacity, fields, row_bytes, nbytes, overhead, checked, ready, finals, memory, resident, together, there
     )  # fmt: skip

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from engram import storages
-from engram._support.checks import as_numbers, check_count
+from engram._support import checks, nested
 from engram._support.field_paths import FieldPath, as_path, checked_path, public
-from engram._support.nested import find, has_entries, map_leaves
 from engram._support.tensordicts import is_tensor_collection, is_tensorclass, tensordict_type
 from engram.around import episodes, windows
 from engram.buffer import row_access, tensordict, window_marks
@@ -47,7 +46,7 @@ class Routing:
         if key is not None and dim is not None:
             raise ValueError(f"{who}: expected one of routing_key and routing_dim, got both.")
         self.key: FieldPath | None = as_path(key, f"{who}: routing_key")
-        self.dim = None if dim is None else check_count(f"{who}: routing_dim", dim, least=-(1 << 62))
+        self.dim = None if dim is None else checks.check_count(f"{who}: routing_dim", dim, least=-(1 << 62))
 
     def members_of(self, data: TensorDict, members: int) -> Tensor:
         """The member of each row of ``data.reshape(-1)``, int64 ``[n]``.
@@ -58,7 +57,7 @@ class Routing:
         """
         batch = data.batch_size
         if self.key is not None:
-            found = find(data, self.key)
+            found = nested.find(data, self.key)
             if found is None:
                 raise KeyError(
                     f"extend: routing_key: expected the field {public(self.key)!r}, got {sorted(data.keys(True, True), key=str)}."
@@ -159,16 +158,16 @@ class RoutedWrites:
     ) -> ConditionalUpdateResult:
         """What ``ReplayBufferEnsemble.update_if_present`` does."""
         shape, shares = self._shares(index, CALL)
-        expected, n = as_numbers(f"{CALL}: generation", generation).to("cpu"), shape.numel()
+        expected, n = checks.as_numbers(f"{CALL}: generation", generation).to("cpu"), shape.numel()
         if expected.numel() != n:
             raise ValueError(f"{CALL}: expected one generation per row, {list(shape)}, got {list(expected.shape)}.")
-        if not has_entries(patch):
+        if not nested.has_entries(patch):
             raise TypeError(f"{CALL}: patch: expected a dict or TensorDict, got {type(patch).__name__}.")
         entries = dict(cast("dict[str, object]", patch).items())
         versions = isinstance(version, Tensor) and version.numel() == n > 1
         updates = []
         for share in shares:
-            some = map_leaves(entries, partial(_of_rows, shape=shape, share=share))
+            some = nested.map_leaves(entries, partial(_of_rows, shape=shape, share=share))
             own = share.of(cast("Tensor", version).reshape(n, -1)) if versions else version
             share.member.check_editable(CALL)
             updates.append((share, some, own))
@@ -208,7 +207,7 @@ class RoutedWrites:
             both, priority, generation = window_marks.by_window(info, both, priority, generation)
             index = {"buffer_ids": both[:, 0], "index": both[:, 1:].squeeze(1)}
         shape, shares = self._shares(index, call)
-        given, n = as_numbers(f"{call}: priority", priority), shape.numel()
+        given, n = checks.as_numbers(f"{call}: priority", priority), shape.numel()
         if given.numel() not in (1, n):
             raise RuntimeError(f"{call}: expected a priority for each of {n} rows, got {list(given.shape)}.")
         values = given.reshape(-1).expand(n)
@@ -240,7 +239,7 @@ class RoutedWrites:
         """What ``ReplayBufferEnsemble.remove`` does."""
         call = row_access.REMOVE
         shape, shares = self._shares(index, call)
-        numbers = None if generation is None else as_numbers(f"{call}: generation", generation).reshape(-1)
+        numbers = None if generation is None else checks.as_numbers(f"{call}: generation", generation).reshape(-1)
         if numbers is not None and len(numbers) != shape.numel():
             raise ValueError(f"{call}: expected one generation per row, {shape.numel()}, got {len(numbers)}.")
         for share in shares:
@@ -278,7 +277,7 @@ def _check_written(share: plans.Share[Member, Tensor], call: str) -> None:
 
 def _of_rows(leaf: object, shape: torch.Size, share: plans.Share[Member, Tensor]) -> object:
     """Some rows of a leaf of a patch ``[*shape, ...]``. Raises ``ValueError``: it has another shape."""
-    value = as_numbers(f"{CALL}: patch", leaf) if not is_tensor_collection(leaf) else leaf
+    value = checks.as_numbers(f"{CALL}: patch", leaf) if not is_tensor_collection(leaf) else leaf
     if value.shape[: len(shape)] != shape:
         raise ValueError(f"{CALL}: patch: expected entries beginning with {list(shape)}, got {list(value.shape)}.")
     return share.of(value.reshape(shape.numel(), *value.shape[len(shape) :]))

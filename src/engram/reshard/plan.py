@@ -20,18 +20,13 @@ from numpy.typing import NDArray
 
 from engram._support.checks import check_choice
 from engram.errors import IncompatibleCheckpoint
-from engram.format import layout
-from engram.format.schema import PartField
-from engram.saved import parts
-from engram.saved.checkpoints import Checkpoint
-from engram.saved.description import HAS_FIRST, HAS_LAST, KINDS
-from engram.saved.documents import corrupt
-from engram.saved.part_reader import PartReader
+from engram.format import layout, schema
+from engram.saved import checkpoints, description, documents, part_reader, parts
 from engram.saved.rows import ENDS, Ints, counted, kinds_of, named_counts, read_rows_state
 from engram.types import Ranking
 
 #: Why a trajectory is left out: of which kind it is, or there was no room.
-DROPPED = (*KINDS[1:], "oversize", "overflow")
+DROPPED = (*description.KINDS[1:], "oversize", "overflow")
 KEPT = -1
 
 
@@ -150,10 +145,10 @@ _LAST = frozenset(TRUNCATED)
 class SavedShard(NamedTuple):
     """A store in a checkpoint, and what is planned with."""
 
-    reader: PartReader
+    reader: part_reader.PartReader
     source: Source
     #: None, if it was never written.
-    fields: tuple[PartField, ...] = ()
+    fields: tuple[schema.PartField, ...] = ()
     #: The state of the storage without rows; None: what is wanted of its arrays is read when it is needed.
     held: dict[str, Any] | None = None
 
@@ -163,7 +158,7 @@ class SavedShard(NamedTuple):
         return self.reader.state if self.held is None else self.held
 
 
-def open_shard(reader: PartReader, *, held: bool = False) -> SavedShard:
+def open_shard(reader: part_reader.PartReader, *, held: bool = False) -> SavedShard:
     """What there is to move in a part.
 
     Of each shard the table of its trajectories is held, and nothing that grows with its rows; unless ``held`` says so.
@@ -183,7 +178,7 @@ def open_shard(reader: PartReader, *, held: bool = False) -> SavedShard:
         return SavedShard(reader, Source(1, np.empty((0, 5), np.int64)), held=state)
     clock = reader.state.get("clock")
     if type(clock) is not int or clock < 1:
-        raise corrupt(reader.folder, f"expected the clock of a store, got {clock!r:.100}")
+        raise documents.corrupt(reader.folder, f"expected the clock of a store, got {clock!r:.100}")
     columns = math.prod(geometry.columns)
     runs = _checked_runs(reader, geometry.lane_length, columns)
     fields = reader.schema or ()
@@ -222,34 +217,34 @@ def _cut(saved: SavedShard, block: int) -> SavedShard:
     return saved._replace(source=source._replace(runs=_blocks(saved.reader, source.runs, source.columns, block)))
 
 
-def fields_of(saved: Sequence[SavedShard]) -> tuple[PartField, ...]:
+def fields_of(saved: Sequence[SavedShard]) -> tuple[schema.PartField, ...]:
     """The fields of all shards that were written."""
     return next((one.fields for one in saved if one.fields), ())
 
 
-def has_ends(fields: Sequence[PartField]) -> bool:
+def has_ends(fields: Sequence[schema.PartField]) -> bool:
     """Whether some field says where trajectories end."""
     return any(field.role in ENDS for field in fields)
 
 
-def can_truncate(fields: Sequence[PartField]) -> bool:
+def can_truncate(fields: Sequence[schema.PartField]) -> bool:
     """Whether a step can be marked as the last one of a trajectory that was cut short."""
     return any(TRUNCATED.get(field.role) for field in fields)
 
 
-def lanes_of(reader: PartReader) -> Ints:
+def lanes_of(reader: part_reader.PartReader) -> Ints:
     """Position and live rows of each lane."""
     return np.frombuffer(reader.read_all(f"{layout.FOLDER}/lanes.bin"), "<i8").reshape(-1, 4)[:, :2]
 
 
-def _checked_runs(reader: PartReader, lane_length: int, columns: int) -> Ints:
+def _checked_runs(reader: part_reader.PartReader, lane_length: int, columns: int) -> Ints:
     """The trajectories, each of rows that are there and no two of the same ones."""
     lanes, rows = lanes_of(reader), reader.records["tickets"]
     if reader.segment_rows is not None:
         rows = max((it.end for it in reader.listing.segments), default=0)
     position, live = lanes[:, 0], lanes[:, 1]
     if (position < 0).any() or (live < np.minimum(position, lane_length)).any() or (live > lane_length).any():
-        raise corrupt(reader.folder / layout.FOLDER / "lanes.bin", "expected lanes of a store")
+        raise documents.corrupt(reader.folder / layout.FOLDER / "lanes.bin", "expected lanes of a store")
     path = reader.folder / layout.FOLDER / "trajectories.bin"
     runs = np.frombuffer(reader.read_all(f"{layout.FOLDER}/trajectories.bin"), "<i8").reshape(-1, 5)
     lane, first, end, time, flags = runs.T
@@ -263,11 +258,13 @@ def _checked_runs(reader: PartReader, lane_length: int, columns: int) -> Ints:
     track = np.stack([lane, first % columns])[:, order]
     good[order[1:]] &= (track[:, 1:] != track[:, :-1]).any(0) | (first[order[1:]] >= end[order[:-1]])
     if not good.all():
-        raise corrupt(path, f"expected trajectories of the rows that are there, got {runs[np.argmin(good)].tolist()}")
+        raise documents.corrupt(
+            path, f"expected trajectories of the rows that are there, got {runs[np.argmin(good)].tolist()}"
+        )
     return runs
 
 
-def _blocks(reader: PartReader, runs: Ints, columns: int, block: int) -> Ints:
+def _blocks(reader: part_reader.PartReader, runs: Ints, columns: int, block: int) -> Ints:
     """Runs in pieces of so many steps, counted from their newest ones, as if each were a trajectory."""
     live, numbers = lanes_of(reader)[:, 1], read_rows_state(reader)["numbers"].numpy()
     steps = (runs[:, 2] - runs[:, 1]) // columns
@@ -278,10 +275,12 @@ def _blocks(reader: PartReader, runs: Ints, columns: int, block: int) -> Ints:
     first = np.maximum(end - block * columns, runs[run, 1])
     length = reader.geometry.lane_length  # type: ignore[union-attr] # it has runs
     last = runs[run, 0] * length + (end - columns) % live[runs[run, 0]]
-    return np.stack([runs[run, 0], first, end, numbers[last], np.full(len(run), HAS_FIRST | HAS_LAST)], 1)
+    return np.stack(
+        [runs[run, 0], first, end, numbers[last], np.full(len(run), description.HAS_FIRST | description.HAS_LAST)], 1
+    )
 
 
-def open_shards(checkpoint: Checkpoint, stack: contextlib.ExitStack) -> list[SavedShard]:
+def open_shards(checkpoint: checkpoints.Checkpoint, stack: contextlib.ExitStack) -> list[SavedShard]:
     """What all ranks saved. It is closed with the stack.
 
     Raises:
@@ -294,7 +293,7 @@ def open_shards(checkpoint: Checkpoint, stack: contextlib.ExitStack) -> list[Sav
     ]
 
 
-def saved_fields(checkpoint: Checkpoint) -> tuple[PartField, ...]:
+def saved_fields(checkpoint: checkpoints.Checkpoint) -> tuple[schema.PartField, ...]:
     """The fields of the first rank that was ever written; none: none was."""
     for rank in range(checkpoint.manifest.world):
         with parts.open_storage(checkpoint, rank) as reader:
@@ -331,7 +330,7 @@ def plan_by_trajectory(
     steps = _joined(source.steps for source in sources)
     kind = _joined(kinds_of(source.runs, source.columns) for source in sources).astype(np.int8)
     flags = _joined(source.runs[:, 4] for source in sources)
-    tail, head = flags & HAS_LAST != 0, flags & HAS_FIRST != 0
+    tail, head = flags & description.HAS_LAST != 0, flags & description.HAS_FIRST != 0
     del flags
     wanted = (tail | (incomplete.open != "drop")) & (head | (incomplete.headless != "drop"))
     reason = np.where(wanted, KEPT, kind - 1)  # the first reasons are the kinds but for complete

@@ -6,24 +6,16 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from engram._support import native
-from engram._support.checks import check_count
-from engram._support.field_paths import FieldPath, as_path
-from engram.samplers._base import SamplerAround, check_drawable, declared, picked
-from engram.samplers.consuming import FilteredSampler
-from engram.samplers.prioritized import PrioritizedSampler
-from engram.samplers.prompt_groups import PromptGroupSampler
-from engram.samplers.redraw import RandomSampler
-from engram.store import Masses
-from engram.store.ragged import RaggedStore
-from engram.store.sampled import SampledStorage
+from engram._support import checks, field_paths, native
+from engram.samplers import _base, consuming, prioritized, prompt_groups, redraw
+from engram.store import Masses, ragged, sampled
 from engram.types import Draw, Extent, Sampler, Traits
 
 #: Which bucket of a pool is handed out is drawn by this and the key, independently of the pool.
 _BUCKET = 0x2E0B4482A8F53C19
 
 
-class LengthBucketSampler(SamplerAround):
+class LengthBucketSampler(_base.SamplerAround):
     """Draws batches of rows whose ragged fields are about equally long, so that padded batches hold little padding.
 
     For a batch of ``B`` rows the other sampler draws ``pool * B``. They are put in the order of their lengths and cut into ``pool`` buckets
@@ -59,23 +51,29 @@ class LengthBucketSampler(SamplerAround):
     """
 
     def __init__(
-        self, sampler: Sampler | type[Sampler] = RandomSampler, *, field: str | FieldPath | None = None, pool: int = 8
+        self,
+        sampler: Sampler | type[Sampler] = redraw.RandomSampler,
+        *,
+        field: str | field_paths.FieldPath | None = None,
+        pool: int = 8,
     ) -> None:
         name, inner = "LengthBucketSampler", cast("Any", sampler() if isinstance(sampler, type) else sampler)
-        of = declared(inner).traits if isinstance(inner, Sampler) else Traits(draws_windows=True)
-        around = isinstance(inner, PromptGroupSampler | SamplerAround) and not isinstance(inner, FilteredSampler)
+        of = _base.declared(inner).traits if isinstance(inner, Sampler) else Traits(draws_windows=True)
+        around = isinstance(inner, prompt_groups.PromptGroupSampler | _base.SamplerAround) and not isinstance(
+            inner, consuming.FilteredSampler
+        )
         if around or of.draws_windows or of.draws_once:
             raise TypeError(
                 f"{name}: sampler: expected a sampler of single rows without epochs, such as RandomSampler(), got {inner!r:.80}."
             )
-        if isinstance(inner, PrioritizedSampler) and inner.normalize == "batch":
+        if isinstance(inner, prioritized.PrioritizedSampler) and inner.normalize == "batch":
             raise ValueError(
                 f'{name}: sampler: expected weights that are not those of normalize="batch", got {inner!r:.80}.'
             )
-        self.field = as_path(field, f"{name}: field")
-        self.pool = check_count(f"{name}: pool", pool, least=2)
-        self._storage: SampledStorage | None = None
-        self._source = declared(inner)
+        self.field = field_paths.as_path(field, f"{name}: field")
+        self.pool = checks.check_count(f"{name}: pool", pool, least=2)
+        self._storage: sampled.SampledStorage | None = None
+        self._source = _base.declared(inner)
         self.sampler = inner
 
     @property
@@ -85,15 +83,15 @@ class LengthBucketSampler(SamplerAround):
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
-    def bind(self, storage: SampledStorage) -> None:
+    def bind(self, storage: sampled.SampledStorage) -> None:
         self._storage = storage
         self._source.bind(storage)
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
-        check_drawable(extent.size)
+        _base.check_drawable(extent.size)
         storage = self._storage
         store = None if storage is None else storage.memory
-        if storage is None or not isinstance(store, RaggedStore):
+        if storage is None or not isinstance(store, ragged.RaggedStore):
             raise TypeError("sample: LengthBucketSampler: expected a storage with ragged fields, got one without.")
         drawn = self._source.draw(extent, batch_size * self.pool, key)
         try:
@@ -107,7 +105,7 @@ class LengthBucketSampler(SamplerAround):
             self._source.give_back(drawn, drawn.rows[:0])
             raise
         self._source.give_back(drawn, places)
-        return picked(drawn._replace(tickets=tickets), places)
+        return _base.picked(drawn._replace(tickets=tickets), places)
 
     # ---- the sampler inside ----------------------------------------------------------------------------------------------
 
@@ -131,13 +129,13 @@ class LengthBucketSampler(SamplerAround):
         """
         return self._source.used_rows(n)
 
-    def drawable(self, storage: SampledStorage) -> int:
+    def drawable(self, storage: sampled.SampledStorage) -> int:
         return self._source.drawable(storage)
 
-    def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
+    def can_sample(self, storage: sampled.SampledStorage, batch_size: int) -> bool:
         return self._source.can_sample(storage, batch_size)
 
-    def masses(self, storage: SampledStorage) -> Masses | None:
+    def masses(self, storage: sampled.SampledStorage) -> Masses | None:
         return self._source.masses(storage)
 
     @property
@@ -157,4 +155,4 @@ class LengthBucketSampler(SamplerAround):
         return {"sampler": self.sampler, "field": self.field, "pool": self.pool}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        vars(self).update(state, _storage=None, _source=declared(cast("Sampler", state["sampler"])))
+        vars(self).update(state, _storage=None, _source=_base.declared(cast("Sampler", state["sampler"])))

@@ -16,18 +16,15 @@ from engram._support.field_paths import plain
 from engram._support.state import Loads, Stateful, check_keys, mapped, prepare_load, saved
 from engram.errors import IncompatibleCheckpoint
 from engram.format.schema import DTYPES
-from engram.saved import disk
-from engram.saved.checkpoints import Checkpoint, replacing, standing
-from engram.saved.documents import corrupt
+from engram.saved import checkpoints, disk, documents, part_writer
 from engram.saved.part_reader import PartReader
-from engram.saved.part_writer import PartInfo, PartWriter
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
 from engram.types import Commit, Declared
 
 S_co = TypeVar("S_co", covariant=True)
 
 
-def write_part(folder: Path, part: str, kind: str, state: dict[str, object]) -> PartInfo:
+def write_part(folder: Path, part: str, kind: str, state: dict[str, object]) -> part_writer.PartInfo:
     """Write a state into a new folder.
 
     Args:
@@ -40,7 +37,7 @@ def write_part(folder: Path, part: str, kind: str, state: dict[str, object]) -> 
         TypeError: something else; names the way to it. Nothing that could be taken for a part is left.
         OSError: no space, or an I/O error.
     """
-    writer = PartWriter(folder, part, kind)
+    writer = part_writer.PartWriter(folder, part, kind)
     return writer.finish(described_state(writer, state, part))
 
 
@@ -77,7 +74,7 @@ class StateSnapshot(NamedTuple):
     state: dict[str, object]
     needs_pause: bool = False
 
-    def save(self, folder: Path) -> PartInfo:
+    def save(self, folder: Path) -> part_writer.PartInfo:
         return write_part(folder, self.part, self.kind, self.state)
 
 
@@ -129,7 +126,7 @@ class Dumpable(Stateful):
             TypeError: something that is neither a tensor nor a plain value; names the way to it.
             OSError: no space, or an I/O error. What lay there before still does.
         """
-        with replacing(Path(path)) as folder, disk.batched_fsync():
+        with checkpoints.replacing(Path(path)) as folder, disk.batched_fsync():
             prepared = self.prepare_snapshot()
             with self.paused:
                 snapshot = prepared.take()
@@ -145,7 +142,7 @@ class Dumpable(Stateful):
             CorruptCheckpoint: damaged; names file and byte.
             IncompatibleCheckpoint: of another kind of component. Otherwise as ``load_state_dict``. Nothing is changed.
         """
-        with PartReader.open(standing(Path(path))) as reader:
+        with PartReader.open(checkpoints.standing(Path(path))) as reader:
             self.prepare_part(reader).commit()
 
     dump = save = dumps
@@ -173,10 +170,10 @@ def check_kind(reader: PartReader | SavedPart, part: str, *kinds: str) -> None:
 def check_blocks(reader: PartReader) -> None:
     """Read everything, before anything changes. Raises ``CorruptCheckpoint``: the first block that is not as it was."""
     for problem in reader.damage():
-        raise corrupt(*problem)
+        raise documents.corrupt(*problem)
 
 
-def described_state(writer: PartWriter, state: dict[str, object], where: str) -> dict[str, object]:
+def described_state(writer: part_writer.PartWriter, state: dict[str, object], where: str) -> dict[str, object]:
     """The state as JSON values, its tensors written as arrays. Raises as :func:`write_part`."""
 
     def written(value: torch.Tensor) -> dict[str, int]:
@@ -234,7 +231,7 @@ def _read(value: object, reader: PartReader) -> object:
 def _array(reader: PartReader, number: int) -> torch.Tensor:
     array = reader.arrays[number]
     if not hasattr(torch, array.dtype):
-        raise corrupt(reader.folder, f"expected a dtype that this torch has, got {array.dtype}")
+        raise documents.corrupt(reader.folder, f"expected a dtype that this torch has, got {array.dtype}")
     made = torch.empty(array.shape, dtype=DTYPE_OF[array.dtype], device="cpu")
     reader.read(number, 0, made.reshape(-1).view(torch.uint8).numpy().data)
     return made
@@ -354,7 +351,7 @@ class Parts(NamedTuple):
     kinds: dict[str, str]
 
 
-def write_parts(folder: Path, parts: Parts) -> Iterator[PartInfo]:
+def write_parts(folder: Path, parts: Parts) -> Iterator[part_writer.PartInfo]:
     """Write a folder for each part that says something.
 
     Raises:
@@ -367,7 +364,9 @@ def write_parts(folder: Path, parts: Parts) -> Iterator[PartInfo]:
         yield write_part(folder / name, name, parts.kinds[name], state)
 
 
-def read_parts(checkpoint: Checkpoint, rank: int, *, without: Collection[str] = (STORAGE,)) -> dict[str, SavedPart]:
+def read_parts(
+    checkpoint: checkpoints.Checkpoint, rank: int, *, without: Collection[str] = (STORAGE,)
+) -> dict[str, SavedPart]:
     """The parts of a rank, by the name of their folder.
 
     Raises:
@@ -401,7 +400,7 @@ def checked_states(
         elif name in EMPTY:
             states[name] = dict(EMPTY[name])
         else:
-            raise corrupt(shard / "shard.json", _no_part(name))
+            raise documents.corrupt(shard / "shard.json", _no_part(name))
     return states
 
 
@@ -459,18 +458,18 @@ def index_state(storage: PartReader, sampler: Mapping[str, object]) -> dict[str,
     name = sampler[INDEX]
     found = storage.state.get("priorities", {})
     if not isinstance(name, str) or not isinstance(found, dict) or name not in found:
-        raise corrupt(storage.folder, f"expected the priorities {name!r:.100} of the sampler, found none")
+        raise documents.corrupt(storage.folder, f"expected the priorities {name!r:.100} of the sampler, found none")
     states = read_state(storage)["priorities"]
     assert isinstance(states, dict)  # as the part says it
     return cast("dict[str, object]", states[name])
 
 
-def open_storage(checkpoint: Checkpoint, rank: int) -> PartReader:
+def open_storage(checkpoint: checkpoints.Checkpoint, rank: int) -> PartReader:
     """The part with the rows. Raises ``CorruptCheckpoint``: it is missing, or a file has another size."""
     try:
         return checkpoint.part(rank, STORAGE)
     except KeyError as error:
-        raise corrupt(checkpoint.shard_folder(rank) / "shard.json", _no_part(STORAGE)) from error
+        raise documents.corrupt(checkpoint.shard_folder(rank) / "shard.json", _no_part(STORAGE)) from error
 
 
 def _no_part(name: str) -> str:

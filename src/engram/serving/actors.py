@@ -21,9 +21,8 @@ from ray.exceptions import RayError, RayTaskError
 from engram._support import checks, nested
 from engram.buffer import ReplayBuffer
 from engram.buffer.wiring import component
-from engram.checkpoint import checkpointer, save
+from engram.checkpoint import checkpointer, reports, save
 from engram.checkpoint.ranks import Ranks
-from engram.checkpoint.reports import Options, RestoreOptions, RestoreReport, SaveReport, Wanted
 from engram.errors import CorruptCheckpoint, RankFailed
 from engram.format.schema import decode
 from engram.remote import awaited, connection, protocol
@@ -125,7 +124,7 @@ class ShardSaver:
         if key != self._key:
             raise RankFailed(_OTHER_JOB)
 
-    def open(self, key: str, root: Path, options: Options, holder: Handle) -> None:
+    def open(self, key: str, root: Path, options: reports.Options, holder: Handle) -> None:
         """Make the Checkpointer of a job, in place of that of an older one. Raises what making it raises."""
         if self._rank == 0:
             self.board = Board(key)
@@ -143,7 +142,7 @@ class ShardSaver:
         with self._lock:
             self._handle = handle
 
-    def end(self, key: str) -> SaveReport:
+    def end(self, key: str) -> reports.SaveReport:
         """Wait for the save. Raises as ``Checkpointer.save``."""
         self._check(key)
         if self._handle is None:
@@ -161,7 +160,7 @@ class ShardSaver:
                 attempts.refuse(handle.path, rank, why)
         return True
 
-    def restore(self, key: str, wanted: Wanted, options: RestoreOptions) -> RestoreReport:
+    def restore(self, key: str, wanted: reports.Wanted, options: reports.RestoreOptions) -> reports.RestoreReport:
         """As ``Checkpointer.restore``."""
         self._check(key)
         which = {"step": wanted.step, "name": wanted.name, "at_most": wanted.at_most, "allow_partial": wanted.partial}

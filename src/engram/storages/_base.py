@@ -14,9 +14,8 @@ from torch import Tensor
 from engram._support import checks, closing, fork, words
 from engram._support.overrides import doing, meanwhile, overrides
 from engram.errors import IncompatibleCheckpoint, RowError
-from engram.saved import checkpoints, part_reader
+from engram.saved import checkpoints, part_reader, parts
 from engram.saved.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer, accepted, prepare_dumped
-from engram.saved.parts import Dumpable, PartSnapshot, Preparation, check_kind, read_state
 from engram.storages.ragged import NO_RAGGED, RaggedOptions
 from engram.storages.tensor_state import KeptRows, unwritten
 from engram.store import keys, open_rows, row_indexes, sampled
@@ -213,7 +212,7 @@ class Port(sampled.SampledStorage, Protocol):
 __all__ = ["Count", "Rows", "Storage", "check_count"]
 
 
-class Storage(Declared, Dumpable, Port):
+class Storage(Declared, parts.Dumpable, Port):
     """Holds what is written. Base class of all storages, for type checks. A storage of one's own is a :class:`RowStorage`.
 
     A storage may serve several buffers: what is written through one is seen by the samplers of all.
@@ -811,10 +810,10 @@ class Storage(Declared, Dumpable, Port):
         [0, 1, 2]
         """
         self._check_kind(reader)
-        return self.prepare_load(read_state(reader))
+        return self.prepare_load(parts.read_state(reader))
 
     def _check_kind(self, reader: part_reader.PartReader) -> None:
-        check_kind(reader, "storage", *dict.fromkeys((*self._loads, type(self).__name__)))
+        parts.check_kind(reader, "storage", *dict.fromkeys((*self._loads, type(self).__name__)))
 
     # ---- rows that are placed one by one: only where they are tensors ---------------------------------------------------
 
@@ -1010,7 +1009,7 @@ class Storage(Declared, Dumpable, Port):
 
         def prepare_snapshot(
             self, *, without: Collection[tuple[str, str]] = (), whole: bool = True
-        ) -> Preparation[PartSnapshot]: ...
+        ) -> parts.Preparation[parts.PartSnapshot]: ...
 
         def state_without_rows(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, object]: ...
 

@@ -12,14 +12,9 @@ from typing import Any
 
 import torch
 
-from engram._support.checks import check_count as check_number_of
-from engram._support.nested import describe, flatten, has_entries, map_with_paths
-from engram._support.tensordicts import is_lazy_stack, is_non_tensor, is_tensor_collection
+from engram._support import checks, nested, tensordicts
 from engram.format.layout import SINGLE
-from engram.storages._base import Count, Storage, check_count
-from engram.storages._ragged_structure import RowCounts, is_uneven, structure_of
-from engram.storages._structure import Structure, leading_size, stacked
-from engram.storages._types import Dtypes, as_tensor, at
+from engram.storages import _base, _ragged_structure, _structure, _types
 
 
 def rows_of_batch(data: object, ndim: int, call: str, time: int) -> tuple[object, tuple[int, ...]]:
@@ -41,13 +36,13 @@ def rows_of_slot(data: object, ndim: int, call: str) -> tuple[object, tuple[int,
 
 def rows_of_written(
     data: object,
-    storage: Storage,
+    storage: _base.Storage,
     call: str,
-    dtypes: Dtypes,
+    dtypes: _types.Dtypes,
     *,
     batched: bool,
-    count: Count | None,
-    known: Structure | None = None,
+    count: _base.Count | None,
+    known: _structure.Structure | None = None,
     ignored: Iterable[str] = (),
 ) -> tuple[object, int | None, tuple[int, ...]]:
     """What is written to a storage as rows, how many, or None of one without a dimension, and the columns.
@@ -57,39 +52,41 @@ def rows_of_written(
     """
     columns: tuple[int, ...] = ()
     ragged = storage.ragged
-    if batched and is_uneven(data, known, ragged):
+    if batched and _ragged_structure.is_uneven(data, known, ragged):
         data = list(data.unbind(0))  # type: ignore[attr-defined] # as was looked
     if batched and (isinstance(data, list) or (isinstance(data, tuple) and not data)):
         rows = data
 
-        def made(row: object) -> Structure:
-            return structure_of(row, batched=False, call=call, dtypes=dtypes, ragged=ragged.of_rows(rows))
+        def made(row: object) -> _structure.Structure:
+            return _ragged_structure.structure_of(
+                row, batched=False, call=call, dtypes=dtypes, ragged=ragged.of_rows(rows)
+            )
 
-        data = stacked(rows, call, made, known, ignored)
+        data = _structure.stacked(rows, call, made, known, ignored)
     if storage.ndim > 1:
         slots = rows_of_batch(data, storage.ndim, call, storage.dim_extend) if batched else None
         data, columns = slots or rows_of_slot(data, storage.ndim, call)
         batched = True
-    n = leading_size(data, call, ragged=RowCounts(known, ragged)) if batched else None
+    n = _structure.leading_size(data, call, ragged=_ragged_structure.RowCounts(known, ragged)) if batched else None
     if columns and storage.memory is not None and columns != storage.columns:
         raise RuntimeError(f"{call}: expected columns {storage.columns} as in the first write, got {columns}.")
-    check_count(call, count, n or 1)
+    _base.check_count(call, count, n or 1)
     return data, n, columns
 
 
 def rows_of_stored(data: object, ndim: int, call: str) -> tuple[object, tuple[int, ...]]:
     """Data in the store's own layout ``[time, *columns, ...]`` as rows, and the columns."""
-    ndim = check_number_of(f"{call}: ndim", ndim)
+    ndim = checks.check_count(f"{call}: ndim", ndim)
     rows, shape = _rearrange(data, ndim, lambda x: x.flatten(0, ndim - 1), call, "data laid out [time, *columns, …]")
     return rows, shape[1:]
 
 
-def rows_of_selection(data: object, shape: torch.Size, call: str, structure: Structure) -> object:
+def rows_of_selection(data: object, shape: torch.Size, call: str, structure: _structure.Structure) -> object:
     """Data for rows that an index selected, ``[*shape, ...]`` or what is broadcast to that, as rows ``[n, ...]``."""
     own = {field.key: field.shape for field in structure.fields}
 
     def spread(x: object, path: tuple[str, ...]) -> object:
-        if is_tensor_collection(x):
+        if tensordicts.is_tensor_collection(x):
             return x.expand(*shape) if shape[len(shape) - x.ndim :] == x.batch_size else x
         with contextlib.suppress(RuntimeError):  # what differs is said below
             return structure.number(x, path).expand(*shape, *own.get(path or (SINGLE,), ()))
@@ -98,7 +95,7 @@ def rows_of_selection(data: object, shape: torch.Size, call: str, structure: Str
     def merge(x: Any) -> object:
         return x.flatten(0, len(shape) - 1) if shape else x.unsqueeze(0)
 
-    spreads = map_with_paths(data, spread)
+    spreads = nested.map_with_paths(data, spread)
     rows, found = _rearrange(spreads, len(shape), merge, call, "data for the rows of the index")
     if found != tuple(shape):
         raise RuntimeError(f"{call}: expected leading dimensions {list(shape)} of the index, got {list(found)}.")
@@ -144,22 +141,22 @@ def coordinates(rows: torch.Tensor, columns: tuple[int, ...]) -> torch.Tensor:
 
 def check_even(data: Any, call: str, path: tuple[str, ...] = ()) -> None:
     """Raise ``RuntimeError`` where the TensorDicts of a lazy stack have tensors of several shapes under a key."""
-    if is_lazy_stack(data):
-        rows: list[dict[tuple[str, ...], object]] = [dict(flatten(row, path)) for row in data.tensordicts]
+    if tensordicts.is_lazy_stack(data):
+        rows: list[dict[tuple[str, ...], object]] = [dict(nested.flatten(row, path)) for row in data.tensordicts]
         for key in rows[0]:
             shapes = {str(list(it.shape)): None for row in rows if isinstance(it := row.get(key), torch.Tensor)}
             if len(shapes) > 1:
                 raise RuntimeError(
-                    f"{call}: {at(key)}: expected tensors of one shape in a stack, got {', '.join(shapes)}. Pad them, or use a "
+                    f"{call}: {_types.at(key)}: expected tensors of one shape in a stack, got {', '.join(shapes)}. Pad them, or use a "
                     "LazyStackStorage, whose rows may have several shapes."
                 ) from None
-    elif has_entries(data) and not is_non_tensor(data):
+    elif nested.has_entries(data) and not tensordicts.is_non_tensor(data):
         for key, child in data.items():
             check_even(child, call, (*path, str(key)))
 
 
 def _shape(x: Any) -> tuple[int, ...]:
-    return tuple(x.batch_size if is_tensor_collection(x) else x.shape)
+    return tuple(x.batch_size if tensordicts.is_tensor_collection(x) else x.shape)
 
 
 def _rearrange(
@@ -169,26 +166,26 @@ def _rearrange(
     seen: list[tuple[tuple[str, ...], tuple[int, ...]]] = []
 
     def rearrange(x: object, path: tuple[str, ...]) -> object:
-        if not (is_tensor_collection(x) or isinstance(x, torch.Tensor)):
-            x = as_tensor(x, path, call)
+        if not (tensordicts.is_tensor_collection(x) or isinstance(x, torch.Tensor)):
+            x = _types.as_tensor(x, path, call)
         if isinstance(x, torch.Tensor) and x.is_nested:
             raise RuntimeError(
-                f"{call}: {at(path)}: expected rows of one size where ndim > 1, got a nested tensor. Use ndim=1."
+                f"{call}: {_types.at(path)}: expected rows of one size where ndim > 1, got a nested tensor. Use ndim=1."
             )
         shape = _shape(x)
         if len(shape) < count:
             raise RuntimeError(
-                f"{call}: {at(path)}: expected {layout} with {count} leading dimensions, got {list(shape)}."
+                f"{call}: {_types.at(path)}: expected {layout} with {count} leading dimensions, got {list(shape)}."
             )
         seen.append((path, shape[:count]))
         if shape[:count] != seen[0][1]:
             raise RuntimeError(
-                f"{call}: {at(path)}: expected leading dimensions {list(seen[0][1])} as in {at(seen[0][0])}, "
+                f"{call}: {_types.at(path)}: expected leading dimensions {list(seen[0][1])} as in {_types.at(seen[0][0])}, "
                 f"got {list(shape[:count])}."
             )
         return change(x)
 
-    rows = map_with_paths(data, rearrange)
+    rows = nested.map_with_paths(data, rearrange)
     if not seen:
-        raise TypeError(f"{call}: expected at least one tensor, got {describe(data)}.")
+        raise TypeError(f"{call}: expected at least one tensor, got {nested.describe(data)}.")
     return rows, seen[0][1]

@@ -23,9 +23,7 @@ from engram._support.tensordicts import (
     wrap,
 )
 from engram.format.schema import DTYPES, Field, Node, Schema
-from engram.store import Store
-from engram.store.memory import DTYPE_NAMES, DTYPE_OF
-from engram.store.row_indexes import GroupDraw, GroupRules, Groups, not_known
+from engram.store import Store, memory, row_indexes
 from engram.types import WritePlan
 
 if TYPE_CHECKING:
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from engram.storages.list import ListStorage
-    from engram.store.row_indexes import Drawn
 
 T = TypeVar("T")
 
@@ -45,7 +42,7 @@ _KEY, _REWARD, _READY, _VERSION = ("key",), ("reward",), ("ready",), ("version",
 _NUMBERS_OF = ("_reward_of", "_ready_of", "_version_of")
 
 
-class ItemGroups(Groups):
+class ItemGroups(row_indexes.Groups):
     """The groups of a list's items. The list tells it of every change, with its lock held.
 
     Args:
@@ -55,7 +52,9 @@ class ItemGroups(Groups):
         rules: which items are in a group, by other entries.
     """
 
-    def __init__(self, storage: ListStorage, key: FieldPath, reward: FieldPath | None, rules: GroupRules) -> None:
+    def __init__(
+        self, storage: ListStorage, key: FieldPath, reward: FieldPath | None, rules: row_indexes.GroupRules
+    ) -> None:
         numbers = {key[0]: Field(key, "float64", ()) for key in (_REWARD, _READY, _VERSION)}
         fields = {"key": Field(_KEY, "uint8", (_DIGEST,)), **numbers}
         structure = Node("dict", children={key: Node("leaf", field=i) for i, key in enumerate(fields)})
@@ -100,7 +99,7 @@ class ItemGroups(Groups):
         for failed in self._without.values():
             failed.clear()
 
-    def draw(self, key: int, draw: GroupDraw, without: Tensor) -> Drawn:
+    def draw(self, key: int, draw: row_indexes.GroupDraw, without: Tensor) -> row_indexes.Drawn:
         """As :meth:`engram.store.row_indexes.Groups.draw`."""
         with self._storage.paused:  # so that the tickets are those of what was drawn
             for name, failed in self._without.items():
@@ -129,7 +128,7 @@ class ItemGroups(Groups):
         """What stands for the key of an item. Raises ``KeyError``: it has none. ``TypeError``: that is no key."""
         value = _entry(item, self._key)
         if value is None:
-            raise not_known("group_key", self._key, _keys_of(item))
+            raise row_indexes.not_known("group_key", self._key, _keys_of(item))
         if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex()):
             if value.numel() == 1:
                 value = int(value)
@@ -155,7 +154,7 @@ class ItemGroups(Groups):
             return 0.0
         value = _entry(item, self._reward_key)
         if value is None:
-            raise not_known("reward_key", self._reward_key, _keys_of(item))
+            raise row_indexes.not_known("reward_key", self._reward_key, _keys_of(item))
         return float(_numbers(value, f"{public(self._reward_key)!r}: expected rewards that are real numbers").mean())
 
     def _ready_of(self, item: object) -> float:
@@ -179,7 +178,7 @@ class ItemGroups(Groups):
             return 0.0
         value = _entry(item, path)
         if value is None:
-            raise not_known("policy_version", path, _keys_of(item))
+            raise row_indexes.not_known("policy_version", path, _keys_of(item))
         said = f"policy_version: {public(path)!r}: expected one real number per row"
         numbers = _numbers(value, said)
         if numbers.numel() != 1:
@@ -266,13 +265,13 @@ def _tree(item: Any, parts: list[tuple[Tensor | None, list[int]]], where: str, d
     if depth > _MAX_DEPTH:
         raise TypeError(f"{where}: expected items that are at most {_MAX_DEPTH} deep.")
     if isinstance(item, Tensor):
-        if item.dtype not in DTYPE_NAMES or item.layout is not torch.strided:
+        if item.dtype not in memory.DTYPE_NAMES or item.layout is not torch.strided:
             raise TypeError(
                 f"{where}: expected a dense tensor of one of {sorted(DTYPES)}, got {item.dtype}, {item.layout}."
             )
         value = item.detach().resolve_conj().resolve_neg().to("cpu")
         parts.append((copies.raw_bytes(value), list(item.shape)))
-        return ["tensor", DTYPE_NAMES[item.dtype], item.ndim, str(item.device)]
+        return ["tensor", memory.DTYPE_NAMES[item.dtype], item.ndim, str(item.device)]
     if is_plain_tensordict(item):
         parts.append((None, list(item.batch_size)))
         entries = [[key, _tree(value, parts, f"{where}[{key!r}]", depth + 1)] for key, value in item.items()]
@@ -342,7 +341,7 @@ class _Unpacking(NamedTuple):
         """The items of a tree."""
         match tree if depth <= _MAX_DEPTH else None:
             case ["tensor", str(name), int(ndim), str(saved)] if name in DTYPES:
-                return self._tensors(DTYPE_OF[name], ndim, self.device or torch.device(saved))
+                return self._tensors(memory.DTYPE_OF[name], ndim, self.device or torch.device(saved))
             case ["tensordict", int(ndim), None | str() as saved, list(entries)]:
                 raw, sizes = self._part(ndim)
                 if raw.numel():

@@ -12,8 +12,7 @@ from typing import Annotated, ClassVar, Unpack
 
 import torch
 
-from engram._support import checks, tensordicts
-from engram._support.unsupported import Later, TracingArguments, carriers, reject_unsupported, take_compilable
+from engram._support import checks, tensordicts, unsupported
 from engram.errors import IncompatibleCheckpoint, IncompatibleStore
 from engram.format import layout
 from engram.format import schema as schemas
@@ -21,17 +20,17 @@ from engram.storages import _base, _geometry, _home, _ragged_structure, _structu
 from engram.store import Store, holds_store, occupied, open_readonly, open_store
 
 
-class LaterMemmapArguments(TracingArguments, total=False):
+class LaterMemmapArguments(unsupported.TracingArguments, total=False):
     """As those, of this storage."""
 
-    shared_init: Annotated[object, Later("rb.share()", (True,))]
+    shared_init: Annotated[object, unsupported.Later("rb.share()", (True,))]
 
 
 class MemmapArguments(LaterMemmapArguments, ragged.RaggedArguments, total=False):
     """As those, and what ragged fields there are."""
 
 
-_NOT_YET = carriers(LaterMemmapArguments)
+_NOT_YET = unsupported.carriers(LaterMemmapArguments)
 
 
 class LazyMemmapStorage(own.LazyTensorStorage):
@@ -105,8 +104,8 @@ class LazyMemmapStorage(own.LazyTensorStorage):
     ) -> None:
         geometry = _geometry.Geometry.checked(type(self).__name__, max_size, lanes, ndim, dtypes)
         geometry = geometry.with_ragged(more, type(self).__name__)
-        reject_unsupported("LazyMemmapStorage", more, _NOT_YET, type(self))
-        take_compilable(self, more)
+        unsupported.reject_unsupported("LazyMemmapStorage", more, _NOT_YET, type(self))
+        unsupported.take_compilable(self, more)
         if str(device).split(":")[0] not in ("cpu", "None"):
             raise ValueError(
                 f"LazyMemmapStorage: device: expected 'cpu', files are mapped into RAM; got {str(device)!r}."

@@ -9,8 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, cast, get_arg
 import numpy as np
 import torch
 
-from engram._support import checks, nested, words
-from engram._support.field_paths import checked_path, public
+from engram._support import checks, field_paths, nested, words
 from engram.format.schema import DTYPES, MAX_DIMS, ItemsKind, RaggedItems
 from engram.storages._types import at, dtype_name
 from engram.store import memory, ragged_rows
@@ -80,7 +79,7 @@ class Ragged:
         kind: ItemsKind = dtype_or_kind if isinstance(dtype_or_kind, str) and dtype_or_kind in TEXT else ""  # type: ignore[assignment]
         self.kind, self.dtype = kind, "uint8" if kind else _dtype_name(dtype_or_kind)
         self.shape = _checked_shape(shape)
-        self.like = None if like is None else checked_path(like, "Ragged: like")
+        self.like = None if like is None else field_paths.checked_path(like, "Ragged: like")
         self.max_length = None
         if max_length is not None:
             self.max_length = checks.check_count("Ragged: max_length", max_length, "items", most=MAX_ITEMS_OF_ROW)
@@ -116,7 +115,7 @@ class Ragged:
         if self.max_length is not None:
             said.append(f"max_length={self.max_length}")
         if self.like is not None:
-            said.append(f"like={public(self.like)!r}")
+            said.append(f"like={field_paths.public(self.like)!r}")
         if self.shape:
             said.append(f"shape={self.shape}")
         return f"Ragged({', '.join(said)})"
@@ -230,13 +229,13 @@ def checked_ragged(given: object, where: str) -> dict[Path, Ragged]:
             raise TypeError(
                 f"{where}: ragged: {key!r}: expected a Ragged, got {field!r:.80}. Write Ragged({field!r:.40}, …)."
             )
-        fields[checked_path(key, f"{where}: ragged")] = field
-    leaders = [public(path) for path, field in fields.items() if field.like is None]
+        fields[field_paths.checked_path(key, f"{where}: ragged")] = field
+    leaders = [field_paths.public(path) for path, field in fields.items() if field.like is None]
     for path, field in fields.items():
         if field.like is not None and (field.like not in fields or fields[field.like].like is not None):
             raise ValueError(
-                f"{where}: ragged: {public(path)!r}: like: expected a declared field that has lengths of its own, one of {leaders}, got "
-                f"{public(field.like)!r}."
+                f"{where}: ragged: {field_paths.public(path)!r}: like: expected a declared field that has lengths of its own, "
+                f"one of {leaders}, got {field_paths.public(field.like)!r}."
             )
     return fields
 

@@ -10,9 +10,7 @@ from dataclasses import KW_ONLY, dataclass
 from time import monotonic
 from typing import NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar
 
-from engram._support.checks import check_count
-from engram._support.native import NotAdmitted
-from engram._support.words import count
+from engram._support import checks, native, words
 from engram.errors import NoSampleable, RateLimited
 from engram.store import Store
 
@@ -46,7 +44,7 @@ class SamplesPerInsert:
 
     def __post_init__(self) -> None:
         vars(self)["ratio"] = _number("SamplesPerInsert: ratio", self.ratio, above=True)
-        vars(self)["min_size"] = check_count("SamplesPerInsert: min_size", self.min_size, "row", most=1 << 48)
+        vars(self)["min_size"] = checks.check_count("SamplesPerInsert: min_size", self.min_size, "row", most=1 << 48)
         vars(self)["tolerance"] = _number("SamplesPerInsert: tolerance", self.tolerance, above=False)
 
 
@@ -62,7 +60,7 @@ class MinSize:
     rows: int
 
     def __post_init__(self) -> None:
-        vars(self)["rows"] = check_count("MinSize: rows", self.rows, "row", most=1 << 48)
+        vars(self)["rows"] = checks.check_count("MinSize: rows", self.rows, "row", most=1 << 48)
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ class MaxInFlight:
     rows: int
 
     def __post_init__(self) -> None:
-        vars(self)["rows"] = check_count("MaxInFlight: rows", self.rows, "row", most=1 << 48)
+        vars(self)["rows"] = checks.check_count("MaxInFlight: rows", self.rows, "row", most=1 << 48)
 
 
 Limit: TypeAlias = SamplesPerInsert | MinSize | MaxInFlight
@@ -266,7 +264,7 @@ class Gate:
             try:
                 with self.admitted(store, rows):
                     return draw(None)
-            except NotAdmitted:
+            except native.NotAdmitted:
                 waited = self.wait(store, rows, deadline, samples=True, counted=waited)
             except NoSampleable:
                 self.await_rows(store, rows, written, deadline, uses_up=uses_up)
@@ -312,7 +310,7 @@ class Gate:
             yield
             return
         if not store.core.admit_samples(rows):
-            raise NotAdmitted(rows)
+            raise native.NotAdmitted(rows)
         clock = store.core.next_ticket
         try:
             yield
@@ -321,14 +319,14 @@ class Gate:
             if isinstance(error, NoSampleable) and (
                 uses_up or store.core.next_ticket != clock or not store.core.admits_samples(rows)
             ):
-                raise NotAdmitted(rows) from error
+                raise native.NotAdmitted(rows) from error
             raise
 
     def admits(self, store: Store | None, rows: int) -> bool:
         """Whether so many rows could be sampled now."""
         return store is None or not store.core.limited or store.core.admits_samples(rows)
 
-    def written(self, write: Callable[[None], T], store: Store, refused: NotAdmitted, timeout: float) -> T:
+    def written(self, write: Callable[[None], T], store: Store, refused: native.NotAdmitted, timeout: float) -> T:
         """What a write returns that was refused, once its rows are admitted. Raises as :meth:`sampled`."""
         deadline, waited = monotonic() + timeout, False
         rows = refused.rows
@@ -336,7 +334,7 @@ class Gate:
             waited = self.wait(store, rows, deadline, samples=False, counted=waited)
             try:
                 return write(None)
-            except NotAdmitted as again:
+            except native.NotAdmitted as again:
                 rows = again.rows
 
     def created(self, storage: Limited, rows: int, deadline: float) -> Store | None:
@@ -417,16 +415,16 @@ def _refuse(store: Store, rows: int, *, samples: bool) -> NoReturn:
     band = max(rules.tolerance * centre, by)
     there = in_flight if rules.in_flight else live
     if samples and there < rules.min_size:
-        advice = f"Insert {count(rules.min_size - there, 'more row')}"
+        advice = f"Insert {words.count(rules.min_size - there, 'more row')}"
     elif samples and rules.in_flight and in_flight >= rules.in_flight:  # and none can be drawn, else it would have been
         advice = "Wait until those who read the rows in flight are done with them"
     elif samples:
         missing = math.ceil((centre - band + by - counts["limit_level"]) / rules.ratio) if rules.ratio else 1
-        advice = f"Insert {count(max(1, missing), 'more row')}"
+        advice = f"Insert {words.count(max(1, missing), 'more row')}"
     elif rules.in_flight and in_flight + rows > rules.in_flight:
-        advice = f"Sample until {count(in_flight + rows - rules.in_flight, 'more row')} are used up"
+        advice = f"Sample until {words.count(in_flight + rows - rules.in_flight, 'more row')} are used up"
     else:
-        advice = f"Sample {count(max(1, math.ceil(counts['limit_level'] + by - centre - band)), 'more row')}"
+        advice = f"Sample {words.count(max(1, math.ceil(counts['limit_level'] + by - centre - band)), 'more row')}"
     facts = [f"{live} rows are live"]
     if rules.ratio:
         level, low, high = counts["limit_level"], centre - rules.tolerance * centre, centre + rules.tolerance * centre
@@ -434,7 +432,7 @@ def _refuse(store: Store, rows: int, *, samples: bool) -> NoReturn:
     if rules.in_flight:
         facts.append(f"{in_flight} are in flight")
     if unknown := int(counts.get("limit_stores_unknown", 0)):
-        facts.append(f"{count(unknown, 'store')} of the fleet never answered this buffer")
+        facts.append(f"{words.count(unknown, 'store')} of the fleet never answered this buffer")
     since = f"{counts['limit_inserts']:.0f} rows were inserted and {counts['limit_samples']:.0f} sampled since"
     raise RateLimited(
         f"{'sample' if samples else 'extend'}: {rows} rows were not admitted in time by {_named(rules)}: {', '.join(facts)}; {since}. "

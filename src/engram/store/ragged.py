@@ -9,10 +9,9 @@ import torch
 
 from engram._support import native
 from engram.errors import RowError
-from engram.store.memory import as_rows, dlpack_specs
+from engram.store import memory, store
 from engram.store.ragged_rows import Items, addresses_of, check_room, sharing, source_of
 from engram.store.rings import RingsTarget, heads_of
-from engram.store.store import Store, StoreState
 from engram.types import Draw, RowsTarget, Write, WritePlan
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ class RowsWithin(dict[object, float]):
         self[form] = 0.9 * self.get(form, rows) + 0.1 * rows
 
 
-class RaggedStore(Store):
+class RaggedStore(store.Store):
     """As :class:`Store`. Where columns are written and read, ragged fields have :class:`Items` in the place of tensors."""
 
     reads_apart = True
@@ -74,7 +73,7 @@ class RaggedStore(Store):
         heads = heads_of(self.core, self.schema)
         return heads if self.item_shifts is None else heads - self.item_shifts
 
-    def replace(self, state: StoreState, fill: Callable[[RowsTarget], object]) -> None:
+    def replace(self, state: store.StoreState, fill: Callable[[RowsTarget], object]) -> None:
         """As for every store; ``fill`` puts items to their places, too. Offsets never fall."""
         rings = RingsTarget(self.core, self.schema, self.items)
 
@@ -107,7 +106,7 @@ class RaggedStore(Store):
             at, given, _kept = addresses_of(groups, columns)
             return self._write_by_number(plan, plan.rows, n, self._which[: len(at)], at, given)
         assert plan.lane is not None  # a WritePlan has rows or a lane
-        lanes = plan.lane if isinstance(plan.lane, int) else as_rows(plan.lane, "extend")
+        lanes = plan.lane if isinstance(plan.lane, int) else memory.as_rows(plan.lane, "extend")
         check_room(groups, columns, lanes, self.lane_length)
         addresses, sources, _kept = addresses_of(groups, columns)
         rows = native.empty_rows(n)
@@ -122,7 +121,7 @@ class RaggedStore(Store):
         """
         if self.items.keys().isdisjoint(which):
             return super().edit(rows, which, cast("Sequence[Tensor]", columns))
-        rows = as_rows(rows, "edit")
+        rows = memory.as_rows(rows, "edit")
         tickets = self.tickets_of(rows)
         if bool((tickets < 0).any()):
             row = int(rows[tickets < 0][0])
@@ -148,7 +147,7 @@ class RaggedStore(Store):
         """
         if self.items.keys().isdisjoint(which):
             return super().patch(rows, which, cast("Sequence[Tensor]", columns), expected, unedited=unedited)
-        rows, expected = as_rows(rows, call), as_rows(expected, call)
+        rows, expected = memory.as_rows(rows, call), memory.as_rows(expected, call)
         parts = dict(zip(which, columns, strict=True))
         tickets = expected if unedited else self.tickets_of_writes(rows, expected)
         groups = [it for it in enumerate(self.schema.ragged_groups) if not parts.keys().isdisjoint(it[1].members)]
@@ -245,8 +244,8 @@ class RaggedStore(Store):
         leaders = [it.leader for it in self.schema.ragged_groups if not {*it.members}.isdisjoint(wanted)]
         if not leaders:
             return super().read(rows, expected=expected, which=which)
-        rows = as_rows(rows, "read")
-        tickets = self.tickets_of(rows) if expected is None else as_rows(expected, "read")
+        rows = memory.as_rows(rows, "read")
+        tickets = self.tickets_of(rows) if expected is None else memory.as_rows(expected, "read")
         together = [*wanted, *(leader for leader in leaders if leader not in wanted)]
         columns, moved = super().read(rows, expected=tickets, which=None if which is None else together)
         at = {number: place for place, number in enumerate(together)}
@@ -290,13 +289,13 @@ class RaggedStore(Store):
 
     @cached_property
     def _item_layout(self) -> native.ItemLayout:
-        specs = dict(zip(self.schema.ragged, dlpack_specs([*self.schema.ragged.values()]), strict=True))
+        specs = dict(zip(self.schema.ragged, memory.dlpack_specs([*self.schema.ragged.values()]), strict=True))
         return native.ItemLayout(tuple(tuple((n, specs[n]) for n in it.members) for it in self.schema.ragged_groups))
 
 
-def store_class(schema: Schema) -> type[Store]:
+def store_class(schema: Schema) -> type[store.Store]:
     """The class of a store on the CPU for such rows."""
-    return RaggedStore if schema.ragged else Store
+    return RaggedStore if schema.ragged else store.Store
 
 
 def _put(groups: ItemsRead, columns: list[Tensor], rows: Tensor, at: Mapping[int, int] | None = None) -> None:

@@ -9,9 +9,7 @@ import torch
 from engram._support.nested import map_tensors
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.samplers import PrioritizedSampler
-from engram.storages import LazyTensorStorage, Storage
-from engram.storages._structure import Structure, leading_size
-from engram.storages.own import OwnColumns
+from engram.storages import LazyTensorStorage, Storage, _structure, own
 from engram.testing.contract import BufferContract, Contract, check, refuses, same, steps
 from engram.types import RowStorage
 
@@ -34,24 +32,24 @@ class RowStorageContract(Contract):
         """``n`` rows to write, each of which differs from all others."""
         return steps(first, n)
 
-    def _columns_of(self, storage: RowStorage) -> OwnColumns:
+    def _columns_of(self, storage: RowStorage) -> own.OwnColumns:
         """A storage, field by field."""
-        made = OwnColumns(storage)
-        made.take(Structure.of(self.rows(0, 1), batched=True, call="rows"))
+        made = own.OwnColumns(storage)
+        made.take(_structure.Structure.of(self.rows(0, 1), batched=True, call="rows"))
         return made
 
     def _fields(self, first: int, n: int) -> list[torch.Tensor]:
         data = self.rows(first, n)
-        check(leading_size(data, "rows") == n, f"expected {n} rows of rows()")
-        structure = Structure.of(data, batched=True, call="rows")
+        check(_structure.leading_size(data, "rows") == n, f"expected {n} rows of rows()")
+        structure = _structure.Structure.of(data, batched=True, call="rows")
         return [column.clone() for column in structure.flatten(data, n, "rows")]
 
-    def _append(self, columns: OwnColumns, first: int, n: int) -> torch.Tensor:
+    def _append(self, columns: own.OwnColumns, first: int, n: int) -> torch.Tensor:
         rows = columns.place(n)
         columns.write(rows, self._fields(first, n), append=True)
         return rows
 
-    def _check_read(self, columns: OwnColumns, rows: Sequence[int], steps_there: Sequence[int], when: str) -> None:
+    def _check_read(self, columns: own.OwnColumns, rows: Sequence[int], steps_there: Sequence[int], when: str) -> None:
         """Rows hold the steps with these numbers."""
         found = columns.read(torch.tensor(rows, device="cpu"))
         expected = [torch.cat(column) for column in zip(*(self._fields(step, 1) for step in steps_there), strict=True)]
@@ -62,7 +60,7 @@ class RowStorageContract(Contract):
     def test_follows_the_protocol(self) -> None:
         made = self.make(_CAPACITY)
         check(isinstance(made, RowStorage), "expected the methods of engram.RowStorage: extent, place, write, read")
-        OwnColumns(made)  # raises for traits that are none
+        own.OwnColumns(made)  # raises for traits that are none
 
     def test_begins_without_rows(self) -> None:
         extent = self._columns_of(self.make(_CAPACITY)).extent()

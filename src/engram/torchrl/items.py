@@ -15,9 +15,8 @@ from engram._support.tensordicts import tensordict_type
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format import layout, strict
 from engram.format.schema import DTYPES, INTEGER, MAX_DEPTH, Field, Node, Schema, renumbered
-from engram.saved.checkpointers import DumpedPriorities, SavedStorage, rows_state
+from engram.saved import checkpointers, snapshot
 from engram.saved.folder import Folder, convert
-from engram.saved.snapshot import bytes_of
 from engram.store.memory import DTYPE_OF
 from engram.torchrl.layouts import Count, DumpedRows, Leaf, Shape, check_bools, check_key, known_dtype, read_tensor
 
@@ -52,7 +51,7 @@ class TorchRLDump:
     structure: Node
     batch_size: int | None = None
     #: None without a prioritized sampler.
-    priorities: DumpedPriorities | None
+    priorities: checkpointers.DumpedPriorities | None
     #: uint8 ``[n]``, CPU: state of the generator that was given to the buffer; None if there was none.
     rng_state: Tensor | None = None
     #: What is in the folder and not here, each with its reason.
@@ -100,9 +99,9 @@ class TorchRLDump:
 
         ``schema``: as :meth:`schema` made it.
         """
-        return rows_state(schema, self.length, self.position, self.write_count)
+        return checkpointers.rows_state(schema, self.length, self.position, self.write_count)
 
-    def prepare(self, storage: SavedStorage, without: Collection[str]) -> StorageLoad:
+    def prepare(self, storage: checkpointers.SavedStorage, without: Collection[str]) -> StorageLoad:
         """Check the rows for a storage. Raises as :meth:`schema`; ``IncompatibleCheckpoint``: it holds no tensors, or other ones."""
         if not storage.form.takes_rows:
             raise IncompatibleCheckpoint(
@@ -125,7 +124,7 @@ class TorchRLDump:
         """
         if out.numel():
             folder, parts, row = Folder(self.path), self._files[key], out[:1].nbytes
-            folder.read_into(bytes_of(out), parts, row * self.capacity, row * first)
+            folder.read_into(snapshot.bytes_of(out), parts, row * self.capacity, row * first)
             check_bools(out, folder.name(parts))
 
 
@@ -424,7 +423,7 @@ class TorchRLItems(NamedTuple):
     writes: int | None
     batch_size: int | None
     #: None without a prioritized sampler.
-    priorities: DumpedPriorities | None
+    priorities: checkpointers.DumpedPriorities | None
     #: uint8 ``[n]``, CPU: state of the generator that was given to the buffer; None if there was none.
     rng_state: Tensor | None
     #: What is in the folder and not here, each with its reason.
@@ -463,7 +462,7 @@ class TorchRLItems(NamedTuple):
         """As :meth:`CompressedItems.read`."""
         return self.items.read(decompress, whole=whole, without=self.without)
 
-    def prepare(self, storage: SavedStorage, without: Collection[str]) -> StorageLoad:
+    def prepare(self, storage: checkpointers.SavedStorage, without: Collection[str]) -> StorageLoad:
         """Read and check all items for a storage. Raises as :meth:`read`; ``IncompatibleCheckpoint``: it is no list, or another one."""
         return storage.prepare_items(self._replace(without=without))
 

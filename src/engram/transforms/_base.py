@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram._support import checks, nested
-from engram._support.field_paths import as_paths, checked_path, public
+from engram._support import checks, field_paths, nested
 from engram._support.state import HasState, Loads, Stateful, check_keys, has_state, prepare_load, saved
 from engram._support.tensordicts import is_tensor_collection, tensordict_type
 
@@ -142,7 +141,7 @@ def as_key(key: object, name: str) -> Key:
     """A user's key. Raises ``TypeError``: it is neither a string or int nor a tuple of them."""
     if isinstance(key, list):
         raise TypeError(f"{name}: expected keys that are strings or tuples of strings, got {key!r}.")
-    return public(checked_path(key, name))
+    return field_paths.public(field_paths.checked_path(key, name))
 
 
 def _pairs(given: object, others: object, who: str, which: str) -> tuple[list[Key], list[Key]]:
@@ -332,17 +331,17 @@ class Compose(Stateful):
         >>> len(Compose(DoubleToFloat(["a"]), DoubleToFloat(["b"])).needed(["b"]))
         1
         """
-        paths = {(*prefix, *checked_path(key, "needed")) for key in keys for prefix in ((), ("next",))}
+        paths = {(*prefix, *field_paths.checked_path(key, "needed")) for key in keys for prefix in ((), ("next",))}
         chain = Compose()
         for number, step in reversed([*enumerate(self._steps)]):
             written, read = (getattr(step.transform, name, None) for name in ("out_keys", "in_keys"))
             if step.forward is not None and (step.invert or not written):
                 chain._steps[:0] = self._steps[: number + 1]
                 break
-            found = as_paths(written or [], "out_keys", empty=True) or ()
+            found = field_paths.as_paths(written or [], "out_keys", empty=True) or ()
             if any(one[: len(other)] == other[: len(one)] for one in found for other in paths):
                 chain._steps.insert(0, step)
-                paths.update(as_paths(read, "in_keys", empty=True) or ())
+                paths.update(field_paths.as_paths(read, "in_keys", empty=True) or ())
         chain._update_directions()
         return chain
 

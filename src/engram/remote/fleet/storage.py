@@ -24,7 +24,6 @@ from engram.errors import RowError
 from engram.format.schema import decode
 from engram.format.sizes import without_rings
 from engram.remote import awaited, protocol
-from engram.remote.awaited import AtServers, Awaited, awaited_at
 from engram.remote.connection import Access, Connection, Final, Found
 from engram.remote.fleet import draws, plans
 from engram.remote.fleet.members import SKIP_S, Joining, Ledger, Members, Missing, Shard, at_once, combined
@@ -381,7 +380,7 @@ def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedS
         if connection.served.schema:
             return RemoteStorage(connection)
         connection.close()
-        return awaited_at(awaited.OneStore(AtServers(*access)), connection.served)
+        return awaited.awaited_at(awaited.OneStore(awaited.AtServers(*access)), connection.served)
     served = _ask_servers(access, missing)
     stores: dict[str, list[protocol.Address]] = {}
     for address, answer in served.items():
@@ -390,18 +389,18 @@ def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedS
     silent = [address for address in access.addresses if address not in served]
     new = next((one for one in served.values() if not one.schema), None)
     if new is not None:
-        makers = [AtServers(tuple(addresses), *access[1:]) for addresses in stores.values()]
+        makers = [awaited.AtServers(tuple(addresses), *access[1:]) for addresses in stores.values()]
         if silent:
             raise ConnectionError(
                 f"connect: no server answers at {', '.join(map(str, silent))}: expected all of them, as the first write makes stores."
             )
         if len(makers) == 1 and stratum is None and access.members is None:
-            return awaited_at(awaited.OneStore(makers[0]), new)
+            return awaited.awaited_at(awaited.OneStore(makers[0]), new)
         check_stores([one for one in served.values() if not one.schema], access.full)
         brief = access._replace(patience_s=_patience(access, missing), hurried=missing == "skip")
-        hurried = [AtServers(one.addresses, *brief[1:]) for one in makers]
+        hurried = [awaited.AtServers(one.addresses, *brief[1:]) for one in makers]
         joining = Silent(access, silent) if access.members is not None else None
-        return awaited_at(AwaitedFleet(hurried, makers, missing, stratum, random_turn, joining), new)
+        return awaited.awaited_at(AwaitedFleet(hurried, makers, missing, stratum, random_turn, joining), new)
     if silent:
         alone = len(stores) == 1 and access.members is None
         others = "are taken for further servers of the one that does" if alone else "join when they answer"
@@ -577,9 +576,9 @@ class AwaitedFleet(NamedTuple):
     """A fleet of shards, some of whose stores may not exist yet."""
 
     #: In the order of their numbers.
-    shards: Sequence[Awaited]
+    shards: Sequence[awaited.Awaited]
     #: The same, which are waited for as long as it takes to make stores.
-    makers: Sequence[Awaited]
+    makers: Sequence[awaited.Awaited]
     #: What happens to one that does not answer: see ``ReplayBuffer.connect``.
     missing: Missing
     #: The number of the store that draws all batches, which was checked; None: all draw.
