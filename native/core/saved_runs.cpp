@@ -20,9 +20,12 @@ class Track {
     const std::int64_t place = position - static_cast<std::int64_t>(live) + static_cast<std::int64_t>(column);
     const bool from_the_beginning = position == static_cast<std::int64_t>(live);
     const std::size_t mine = found_.size();
+    const auto row_of = [&](std::uint64_t i) { return first_row + column + (i < tail ? seam + i : i - tail) * columns; };
     std::optional<Open> open;
     for (std::uint64_t i = 0, before = 0; i < steps; ++i) {
-      const std::uint64_t row = first_row + column + (i < tail ? seam + i : i - tail) * columns;
+      if (open) i = unmarked(i, i < tail ? tail : steps, row_of(i), columns, &before);
+      if (i == steps) break;
+      const std::uint64_t row = row_of(i);
       const bool there = numbers_[row] != 0, follows = i > 0 && numbers_[before] != 0;
       const bool over = i > 0 && (is(marks_.ends, before) || is_other(row, before)), starts = is(marks_.starts, row);
       if (!there || !follows || over || starts) {
@@ -33,8 +36,8 @@ class Track {
         if (there) open = Open{i, marks_.starts != nullptr ? starts : i == 0 ? from_the_beginning : follows};
       }
       before = row;
-      if (i + 1 == steps && open) close(*open, lane, place, columns, steps, row, false, true);
     }
+    if (open) close(*open, lane, place, columns, steps, row_of(steps - 1), false, true);
     for (std::size_t k = found_.size(); k-- > mine + 1;) found_[k - 1].time = std::min(found_[k - 1].time, found_[k].time);
   }
 
@@ -43,6 +46,15 @@ class Track {
     std::uint64_t first;
     bool has_first;
   };
+
+  /// Where no field says more, the first of steps [i, end) whose row holds nothing; row is that of step i. The row before it is noted.
+  std::uint64_t unmarked(std::uint64_t i, std::uint64_t end, std::uint64_t row, std::uint64_t columns, std::uint64_t* before) const {
+    if (marks_.ids != nullptr || marks_.ends != nullptr || marks_.starts != nullptr) return i;
+    const std::uint64_t first = i;
+    for (; i < end && numbers_[row] != 0; row += columns) ++i;
+    if (i > first) *before = row - columns;
+    return i;
+  }
 
   static bool is(const std::uint8_t* flags, std::uint64_t row) { return flags != nullptr && flags[row] != 0; }
   bool is_other(std::uint64_t row, std::uint64_t before) const {
