@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "check.h"
+#include "fence.h"
 
 namespace engram {
 namespace {
@@ -100,16 +101,20 @@ std::vector<std::int64_t> rows_from(const Store& store, std::uint64_t group, con
   check(ragged != nullptr && group < ragged->groups().size() && !ragged->slots(), "a group of ragged fields whose items lie in rings");
   check(rows.lane < store.control().lanes() && rows.live <= store.control().lane_length(), "live rows of a lane of the store");
   check(rows.oldest < std::max<std::uint64_t>(rows.live, 1), "the oldest of the live rows");
-  const std::uint64_t leader[] = {ragged->groups()[group].leader}, first = rows.lane * store.control().lane_length();
+  const Control& control = store.control();
+  const Field& leader = store.field(ragged->groups()[group].leader);
+  const std::uint64_t first = rows.lane * control.lane_length();
   // The offset of the items of the row that lies behind i others, if it holds what it is said to.
   const auto offset_of = [&](std::uint64_t i) -> std::optional<std::uint64_t> {
     const std::uint64_t at = i + rows.oldest < rows.live ? i + rows.oldest : i + rows.oldest - rows.live;
-    if (rows.numbers[at] == 0) return std::nullopt;
-    const auto row = static_cast<std::int64_t>(first + at);
-    std::byte column[Span::kBytes];
-    std::byte* const out[] = {column};
-    if (!store.gather(&row, 1, leader, out, rows.numbers + at, nullptr).empty()) return std::nullopt;
-    const Span span = Span::at(column);
+    const auto number = static_cast<std::uint64_t>(rows.numbers[at]);
+    const Word& word = control.word(first + at);
+    if (number == 0 || !is_committed_as(word.load(std::memory_order_acquire), number)) return std::nullopt;
+    const Span span = Span::at(leader.row(first + at));
+#ifndef ENGRAM_WITHOUT_TICKET_CHECK  // the tests must fail then: make negative-controls
+    fence(std::memory_order_acquire);
+    if (!is_committed_as(word.load(std::memory_order_relaxed), number)) return std::nullopt;
+#endif
     return span.length > 0 ? std::optional(span.offset) : std::nullopt;
   };
   std::vector<std::int64_t> found;
