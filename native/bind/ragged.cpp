@@ -3,10 +3,12 @@
 #include "ragged.h"
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -15,6 +17,7 @@
 
 #include "../core/check.h"
 #include "../core/ragged.h"
+#include "../core/saved_runs.h"
 #include "../core/store.h"
 #include "interpreter.h"
 #include "memory.h"
@@ -183,6 +186,20 @@ void bind_reads(nb::class_<Store>& type) {
           "Copies the items of rows with these tickets (int64 [n]) and spans (12 bytes each): of each field to an output, or 0, from item "
           "places[i] on. The positions of rows that have them no more.")
       .def(
+          "rows_from",
+          [](const Store& self, std::uint64_t group, std::uint64_t lane, std::uint64_t oldest, std::uint64_t live, Address numbers, Address offsets,
+             std::uint64_t n) {
+            std::vector<std::int64_t> found;
+            {
+              const WithoutInterpreter running(false);
+              found = rows_from(self, group, {lane, oldest, live, at<const std::int64_t>(numbers)}, {at<const std::int64_t>(offsets), n});
+            }
+            return array_of(std::move(found));
+          },
+          "group"_a, "lane"_a, "oldest"_a, "live"_a, "numbers"_a, "offsets"_a, "n"_a,
+          "For each of n offsets, int64: how many of a lane's live rows, which have these tickets (int64 [live]; 0: none), lie before "
+          "the oldest whose items begin there or behind it.")
+      .def(
           "read_items",
           [](const Store& self, const ItemLayout& layout, const std::vector<std::uint64_t>& which, Address rows, std::uint64_t n,
              Address tickets, const nb::tuple& spans, std::vector<std::int64_t> moved) {
@@ -291,6 +308,25 @@ void bind_ragged(nb::module_& m, nb::class_<Store>& type) {
         Ragged::format(block(memory, bytes), {capacity, lanes, capacity / lanes}, found);
       },
       "memory"_a, "nbytes"_a, "capacity"_a, "lanes"_a, "groups"_a, "Of zeroed memory. `groups`: (field of the spans, items of a lane's ring) each.");
+  m.def(
+      "find_runs",
+      [](Address lanes, std::uint64_t count, std::uint64_t lane_length, std::uint64_t columns, Address numbers, std::uint64_t n, Address ids,
+         std::uint64_t id_bytes, const std::array<Address, 3>& flags) {
+        static_assert(sizeof(SavedRun) == 5 * sizeof(std::int64_t));
+        std::vector<std::int64_t> table;
+        {
+          const WithoutInterpreter running(false);
+          const RowMarks marks{at<const std::byte>(ids), id_bytes, at<const std::uint8_t>(flags[0]), at<const std::uint8_t>(flags[1]),
+                               at<const std::uint8_t>(flags[2])};
+          for (const SavedRun& it : runs_of({at<const std::int64_t>(lanes), 2 * count}, lane_length, columns, at<const std::int64_t>(numbers), n, marks)) {
+            table.insert(table.end(), {it.lane, it.begin, it.end, it.time, it.flags});
+          }
+        }
+        return array_of(std::move(table));
+      },
+      "lanes"_a, "count"_a, "lane_length"_a, "columns"_a, "numbers"_a, "n"_a, "ids"_a, "id_bytes"_a, "flags"_a,
+      "Live steps that belong together: lane, first position, position behind the last one, time and flags of each run, int64 [5 · runs]. "
+      "`lanes`: int64 [count, 2], position and live rows. Of n rows: tickets int64, ids of so many bytes, and flags: ends, cut, starts; 0: none.");
   type.def(
           "use_ragged",
           [](Store& self, Address memory, std::uint64_t bytes, const nb::tuple& groups, bool alone) {

@@ -1,6 +1,11 @@
 // Rows by version against a model, beside writers in threads, and what a draw draws.
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <atomic>
+#include <csignal>
 #include <cstdint>
+#include <cstring>
 #include <map>
 #include <set>
 #include <thread>
@@ -100,6 +105,60 @@ TEST(rules_without_a_version_are_refused) {
   rules = Drawing::rules();
   rules.version.bits = 32;  // of a field of eight bytes
   EXPECT_THROWS(std::invalid_argument, Versions(control, rules, fields));
+}
+
+namespace {
+
+/// A row that is edited at the first look at its version, whose memory nobody may read before.
+struct EditedAtALook {
+  explicit EditedAtALook(Word& word) : word(word) {
+    memory = mmap(nullptr, kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    EXPECT(memory != MAP_FAILED);
+    put(1);
+    EXPECT_EQ(mprotect(memory, kPage, PROT_NONE), 0);
+    now = this;
+    struct sigaction action {};
+    action.sa_handler = [](int) { now->edit(); };
+    EXPECT_EQ(sigaction(SIGSEGV, &action, &before), 0);
+  }
+  ~EditedAtALook() {
+    sigaction(SIGSEGV, &before, nullptr);
+    munmap(memory, kPage);
+  }
+
+  void edit() {
+    if (edits++ > 0 || mprotect(memory, kPage, PROT_READ | PROT_WRITE) != 0) _exit(1);
+    put(2);
+    word.store(ticket(number_of(word.load()) + 1, State::committed));
+  }
+  void put(double version) const { std::memcpy(memory, &version, sizeof version); }
+
+  static inline EditedAtALook* now = nullptr;
+  Word& word;
+  void* memory;
+  int edits = 0;
+  struct sigaction before {};
+};
+
+}  // namespace
+
+// Else the version of the edit would stand beside the number that the row had before.
+TEST(a_row_that_is_edited_between_its_ticket_and_its_version_is_looked_at_again) {
+  const Versioned shared(4);
+  Writing(shared).append({1});
+  const Control control = shared.blocks().view();
+  EditedAtALook row(control.word(0));
+  std::vector<Field> fields = shared.blocks().fields;
+  fields[1].data = static_cast<std::byte*>(row.memory);
+  Versions index(control, Drawing::rules(), fields);
+  index.scan(0, 1);
+  EXPECT_EQ(row.edits, 1);
+  std::int64_t rows = -1, numbers = -1;
+  double versions = 0;
+  const double of[] = {1, 2}, weights[] = {1, 1};
+  EXPECT(index.draw(1, 1, of, weights, &rows, &numbers, &versions));
+  EXPECT_EQ(versions, 2.0);
+  EXPECT_EQ(static_cast<std::uint64_t>(numbers), number_of(control.word(0).load()));
 }
 
 // What is drawn while rows are written and edited was stored under the number that comes with it.

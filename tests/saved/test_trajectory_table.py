@@ -80,14 +80,9 @@ def test_runs_are_those_of_a_plain_loop(data):
     cut = flags() if ends is not None and data.draw(st.booleans()) else None
     starts = flags() if data.draw(st.booleans()) else None
 
-    def marks(rows):
-        def of(values):
-            return None if values is None else values[rows]
-
-        return Marks(None if ids is None else ids[rows][:, None].astype(np.uint8), of(ends), of(cut), of(starts))
-
-    piece = data.draw(st.sampled_from([1, 3, 1000]))
-    found = find_runs(np.array(lanes, np.int64), numbers, marks, lane_length=length, columns=columns, piece=piece)
+    words = None if ids is None else ids[:, None].astype(np.uint8)
+    marks = Marks(words, ends, cut, starts)
+    found = find_runs(np.array(lanes, np.int64), numbers, marks, lane_length=length, columns=columns)
     expected = oracle(lanes, numbers, ids, ends, cut, starts, columns)
     assert found.tolist() == expected.tolist()
     counted = count_kinds(found, columns)
@@ -98,7 +93,7 @@ def test_runs_are_those_of_a_plain_loop(data):
 
 def test_rows_by_number_ahead_of_the_cursor_are_older():
     numbers = np.array([4, 5, 1, 2, 0, 0])
-    runs = find_runs(np.array([[2, 4]]), numbers, lambda rows: Marks(ids=rows[:, None].astype(np.uint8)), lane_length=6)
+    runs = find_runs(np.array([[2, 4]]), numbers, Marks(ids=np.arange(6)[:, None].astype(np.uint8)), lane_length=6)
     assert runs[:, 1].tolist() == [-2, -1, 0, 1]
     assert runs[:, 3].tolist() == [1, 2, 4, 5]
 
@@ -108,9 +103,7 @@ def test_kinds():
     ends[[2, 5]] = True  # of rows whose oldest is row 9
     starts = np.zeros(12, bool)
     starts[[3, 7]] = True
-    runs = find_runs(
-        np.array([[21, 12]]), np.arange(1, 13), lambda rows: Marks(ends=ends[rows], starts=starts[rows]), lane_length=12
-    )
+    runs = find_runs(np.array([[21, 12]]), np.arange(1, 13), Marks(ends=ends, starts=starts), lane_length=12)
     kinds = count_kinds(runs)
     assert {kind: tuple(count.values()) for kind, count in kinds.items()} == {
         "complete": (1, 3),

@@ -333,7 +333,7 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler[ConsumptionIn
         if isinstance(inner, ConsumingSampler):
             inner._rules, inner.index_name = self._rules, self.index_name  # noqa: SLF001 - one index counts
         if isinstance(inner, StalenessAwareSampler):
-            inner._ready, inner._table = self._rules.ready, None  # noqa: SLF001 - it draws no others
+            inner.require(self._rules.ready)
         self.sampler = inner
 
     @property

@@ -157,7 +157,6 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
     _index_kind = ConsumerVersionIndex.kind
     _storage: SampledStorage | None = None
     _table: native.Versions | None = None
-    #: Fields that are to be ready: those of a filter around it.
     _ready: tuple[FieldPath, ...] = ()
 
     def __init__(
@@ -204,6 +203,20 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
     def moved(self) -> None:
         super().moved()
         self._table = None
+
+    def require(self, ready: tuple[FieldPath, ...]) -> None:
+        """Draw only rows in which none of these fields holds a NaN. A :class:`FilteredSampler` around this one says so.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer, StalenessAwareSampler
+        >>> sampler = StalenessAwareSampler()
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=1)
+        >>> _ = rb.extend({"policy_version": torch.zeros(2), "reward": torch.tensor([1.0, torch.nan])})
+        >>> sampler.require((("reward",),))
+        >>> rb.sample()["reward"].tolist()
+        [1.0]
+        """
+        self._ready, self._table = ready, None
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
 

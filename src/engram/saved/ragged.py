@@ -70,18 +70,28 @@ class _LaneRows(NamedTuple):
     group: RaggedGroup
     lane: int
     rows: NDArray[np.int64]
+    #: Where their items are in the store, int32 ``[n, 3]``.
+    spans: NDArray[np.int32]
     #: Their offsets, as they are saved.
     first: NDArray[np.int64]
-    end: NDArray[np.int64]
+
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        return self.spans[:, 2]
+
+    @property
+    def end(self) -> NDArray[np.int64]:
+        """The offsets behind their items."""
+        return self.first + self.lengths
 
     @property
     def items(self) -> int:
         """Items of all of them."""
-        return int((self.end - self.first).sum())
+        return int(self.lengths.sum())
 
-    def cut(self, begin: int, end: int) -> _LaneRows:
-        """Rows ``[begin, end)`` of these."""
-        return self._replace(rows=self.rows[begin:end], first=self.first[begin:end], end=self.end[begin:end])
+    def picked(self, which: slice | NDArray[np.int64] | NDArray[np.bool_]) -> _LaneRows:
+        """Some of these."""
+        return self._replace(rows=self.rows[which], spans=self.spans[which], first=self.first[which])
 
 
 class ItemsWriter:
@@ -113,47 +123,39 @@ class ItemsWriter:
         self._theirs = _by_lane(() if parent is None else parent.reader.listing.pieces)
         none = torch.zeros((store.lanes, len(store.schema.ragged_groups)), dtype=torch.int64, device="cpu")
         self._shifts = (none if store.item_shifts is None else store.item_shifts).numpy()
-        self._spans: dict[int, Tensor] = {}
-        #: Of each leader the offset of each row, as it is saved, int64 ``[n]``; of slots, as the parent has it where nothing changed.
+        #: Of slots, by leader: the offset of each row, as the parent has it until others are given, int64 ``[n]``, and its items there.
         self._saved: dict[int, NDArray[np.int64]] = {}
-        #: Of slots: how many items the parent has at that offset.
-        self._there: dict[int, NDArray[np.int64]] = {}
+        self._there: dict[int, NDArray[np.int32]] = {}
         #: What was written and linked.
         self.pieces: list[ItemsPiece] = []
 
     def write(self, numbers: NDArray[np.int64]) -> None:
-        """Write the items of rows that have these ticket numbers, which become 0 for those that have others by now.
+        """Write the items of rows that have these ticket numbers, which become 0 for those that are found to have others by now.
 
         Raises:
             RuntimeError: ``paranoid``, and items were changed through a view, which no ticket says.
         """
-        store, groups, rows = self._store, self._store.schema.ragged_groups, numbers.nonzero()[0]
         self._numbers = numbers
         self._same = np.zeros(len(numbers), np.bool_) if self._parent is None else self._parent.same
-        # By NumPy, as torch's threads would wait for each other where others have the cores.
-        read, moved = store.read_spans(torch.from_numpy(rows), torch.from_numpy(numbers[rows]))
-        numbers[rows[moved]] = 0
-        for number, (group, column) in enumerate(zip(groups, read, strict=True)):
-            leader, own = group.leader, column.numpy()
-            if len(rows) < len(numbers):
-                own = np.zeros((len(numbers), 3), np.int32)
-                own[rows] = column.numpy()
-            self._spans[leader] = torch.from_numpy(own)
-            before = own if not group.slot else self._column_of_parent(leader, len(numbers)).numpy()
-            self._saved[leader] = before[:, :2].copy().view(np.int64).ravel()
-            self._there[leader] = before[:, 2]
-            for lane, shift in enumerate(self._shifts[:, number].tolist()):
-                if shift:
-                    self._saved[leader][lane * store.lane_length : (lane + 1) * store.lane_length] -= shift
-                (self._write_slots if group.slot else self._write_lane)(group, lane)
+        for number, group in enumerate(self._store.schema.ragged_groups):
+            if group.slot:
+                before = self._column_of_parent(group.leader, len(numbers)).numpy()
+                self._saved[group.leader] = before[:, :2].copy().view(np.int64).ravel()
+                self._there[group.leader] = before[:, 2]
+            for lane in range(self._store.lanes):
+                (self._write_slots if group.slot else self._write_lane)(number, group, lane)
 
     def columns(self, begin: int, end: int) -> dict[int, Tensor]:
         """Of each leader the column of rows ``[begin, end)`` as it is saved, int32 ``[n, 3]``."""
-        there, columns = self._numbers[begin:end] != 0, {}
-        for leader, saved in self._saved.items():
-            lengths = np.where(there, self._spans[leader].numpy()[begin:end, 2], 0)
-            offsets = np.where(lengths > 0, saved[begin:end], 0)
-            columns[leader] = Spans(torch.from_numpy(offsets), torch.from_numpy(lengths)).column
+        rows = self._numbers[begin:end].nonzero()[0] + begin
+        read, lanes, columns = self._read_spans(rows), rows // self._store.lane_length, {}
+        there = self._numbers[rows] != 0
+        for number, group in enumerate(self._store.schema.ragged_groups):
+            spans, both = read[number], np.zeros((2, end - begin), np.int64)
+            found = there & (spans[:, 2] > 0)
+            both[0, (rows - begin)[found]] = self._offsets(number, rows, spans, lanes)[found]
+            both[1, (rows - begin)[found]] = spans[found, 2]
+            columns[group.leader] = Spans(*torch.from_numpy(both)).column
         return columns
 
     def _column_of_parent(self, leader: int, n: int) -> Tensor:
@@ -161,69 +163,111 @@ class ItemsWriter:
             return torch.zeros((n, 3), dtype=torch.int32, device="cpu")
         return read_column(self._parent.reader, leader, n)
 
-    def _rows(self, group: RaggedGroup, lane: int, which: NDArray[np.int64]) -> _LaneRows:
-        first = self._saved[group.leader][which]
-        return _LaneRows(group, lane, which, first, first + self._spans[group.leader].numpy()[which, 2])
+    def _read_spans(self, rows: NDArray[np.int64]) -> list[NDArray[np.int32]]:
+        """Where the items of rows are, of each group; 0 becomes the number of those that moved."""
+        # By NumPy, as torch's threads would wait for each other where others have the cores.
+        read, moved = self._store.read_spans(torch.from_numpy(rows), torch.from_numpy(self._numbers[rows]))
+        self._numbers[rows[moved]] = 0
+        return [spans.numpy() for spans in read]
 
-    def _lane(self, group: RaggedGroup, lane: int) -> tuple[NDArray[np.int64], int]:
-        """The rows of a lane that have items, oldest first; and the items that pieces begin among."""
-        (position, live), begin = self._lanes[lane], lane * self._store.lane_length
-        lengths = self._spans[group.leader].numpy()[begin : begin + live, 2]
-        rows = ((self._numbers[begin : begin + live] != 0) & (lengths > 0)).nonzero()[0] + begin
-        seam = position % live if live == self._store.lane_length else 0
+    def _offsets(
+        self, number: int, rows: NDArray[np.int64], spans: NDArray[np.int32], lanes: NDArray[np.int64] | int
+    ) -> NDArray[np.int64]:
+        """The offsets of rows, as they are saved."""
+        saved = self._saved.get(self._store.schema.ragged_groups[number].leader)
+        if saved is not None:
+            return saved[rows]
+        offsets: NDArray[np.int64] = (
+            np.ascontiguousarray(spans[:, :2]).view(np.int64)[:, 0] - self._shifts[lanes, number]
+        )
+        return offsets
+
+    def _ages(self, lane: int, begin: int, end: int) -> list[tuple[int, int]]:
+        """Of a lane's rows, the oldest first, those from the ``begin``-th to the ``end``-th: from which row to which, once or twice."""
+        live, first, seam = self._lanes[lane][1], lane * self._store.lane_length, self._seam(lane)
+        begin, end = begin + seam, end + seam
+        both = (begin, min(end, live)), (max(begin - live, 0), end - live)
+        return [(first + a, first + b) for a, b in both if a < b]
+
+    def _seam(self, lane: int) -> int:
+        """Behind how many rows of a lane its oldest one is."""
+        position, live = self._lanes[lane]
+        return position % live if live == self._store.lane_length else 0
+
+    def _rows(self, number: int, group: RaggedGroup, lane: int, begin: int, end: int) -> _LaneRows:
+        """Of a lane's rows, the oldest first, those from the ``begin``-th to the ``end``-th that have items."""
+        every = [self._numbers[a:b].nonzero()[0] + a for a, b in self._ages(lane, begin, end)]
+        rows = np.concatenate([np.zeros(0, np.int64), *every])
+        spans = self._read_spans(rows)[number]
+        found = _LaneRows(group, lane, rows, spans, self._offsets(number, rows, spans, lane))
+        return found.picked((self._numbers[rows] != 0) & (found.lengths > 0))
+
+    def _block(self, group: RaggedGroup) -> int:
+        """Items that pieces begin among."""
         item_bytes = sum(self._store.schema.ragged[member].item_bytes for member in group.members)
-        block = max(_BLOCK // item_bytes, group.items // _BLOCKS_OF_A_RING, 1)
-        return np.roll(rows, -np.searchsorted(rows, begin + seam)), block
+        return max(_BLOCK // item_bytes, group.items // _BLOCKS_OF_A_RING, 1)
 
-    def _write_slots(self, group: RaggedGroup, lane: int) -> None:
+    def _write_slots(self, number: int, group: RaggedGroup, lane: int) -> None:
         """As :meth:`_write_lane`, of rows that have slots."""
-        there, block = self._lane(group, lane)
-        lengths, saved = self._spans[group.leader].numpy()[:, 2], self._saved[group.leader]
-        known = there[self._there[group.leader][there] == lengths[there]]
-        rows = self._rows(group, lane, known[saved[known].argsort()])
+        there, block = self._rows(number, group, lane, 0, self._lanes[lane][1]), self._block(group)
+        rows = there.picked(self._there[group.leader][there.rows] == there.lengths)
+        rows = rows.picked(rows.first.argsort())
         pieces, linked = self._theirs.get((lane, group.leader), []), np.zeros(len(self._numbers), bool)
         many = sum(piece.items < block // 2 for piece in pieces) >= _PIECES_OF_A_BLOCK
         for piece in pieces:
             if many and piece.items < block // 2:
                 continue
-            own = rows.cut(*np.searchsorted(rows.first, [piece.first, piece.end]).tolist())
-            same = self._rows(group, lane, own.rows[self._same[own.rows]])
+            own = rows.picked(slice(*np.searchsorted(rows.first, [piece.first, piece.end]).tolist()))
+            same = own.picked(self._same[own.rows])
             whole = own.items == piece.items  # then other fields of its rows may have been edited
             found = (it for it in [own] * whole + [same] if 2 * it.items >= piece.items and self._linked(it, piece))
             if (kept := next(found, None)) is not None:
                 linked[kept.rows] = True
-        others = there[~linked[there]]
+        others = there.picked(~linked[there.rows])
         behind = max((piece.end for piece in pieces), default=0)
-        saved[others] = behind + lengths[others].cumsum() - lengths[others]
-        self._write_pieces(self._rows(group, lane, others), 0, len(others), block)
+        saved = self._saved[group.leader]
+        saved[others.rows] = behind + others.lengths.cumsum() - others.lengths
+        self._write_pieces(others._replace(first=saved[others.rows]), block)
 
-    def _write_lane(self, group: RaggedGroup, lane: int) -> None:
+    def _write_lane(self, number: int, group: RaggedGroup, lane: int) -> None:
         """Link the pieces of the parent whose rows are as they were, and write the others, oldest first."""
-        there, block = self._lane(group, lane)
-        rows, at = self._rows(group, lane, there), 0
-        for begin, end, piece in self._linkable(rows, block):
-            if at < begin:
-                self._write_pieces(rows, at, begin, block)
-            some, at = rows.cut(begin, end), end
-            if not self._linked(some, piece):
-                self._write_piece(some)
-        self._write_pieces(rows, at, len(there), block)
+        at, block = 0, self._block(group)
+        for begin, end, piece, rows in self._linkable(number, group, lane, block):
+            self._write_pieces(self._rows(number, group, lane, at, begin), block)
+            at = end
+            if not self._linked(rows, piece):
+                self._write_pieces(self._rows(number, group, lane, begin, end), block)
+        self._write_pieces(self._rows(number, group, lane, at, self._lanes[lane][1]), block)
 
-    def _linkable(self, rows: _LaneRows, block: int) -> list[tuple[int, int, ItemsPiece]]:
-        """Pieces of the parent of which there are rows here: from which row to which, and the piece."""
-        pieces = self._theirs.get((rows.lane, rows.group.leader), [])
-        edges = np.searchsorted(rows.first, [[piece.first, piece.end] for piece in pieces]).reshape(-1, 2).tolist()
-        every = [(begin, end, piece) for (begin, end), piece in zip(edges, pieces, strict=True)]
-        found = [it for it in every if it[0] < it[1] and rows.end[it[1] - 1] <= it[2].end]
-        blocks = np.array([piece.first // block for *_, piece in found], np.int64)
-        _, number, counts = np.unique(blocks, return_inverse=True, return_counts=True)
-        return [it for it, many in zip(found, counts[number] >= _PIECES_OF_A_BLOCK, strict=True) if not many]
+    def _linkable(
+        self, number: int, group: RaggedGroup, lane: int, block: int
+    ) -> list[tuple[int, int, ItemsPiece, _LaneRows | None]]:
+        """Pieces of the parent of which there are rows here: from which row to which, the oldest first, the piece, and these rows, where
+        not all are as they were.
+        """
+        live, first = self._lanes[lane][1], lane * self._store.lane_length
+        pieces, found = self._theirs.get((lane, group.leader), []), []
+        ends = np.array([[piece.first, piece.end] for piece in pieces], np.int64) + self._shifts[lane, number]
+        numbers = np.ascontiguousarray(self._numbers[first : first + live])
+        told = numbers.ctypes.data, ends.ctypes.data, ends.size
+        edges = self._store.core.rows_from(number, lane, self._seam(lane), live, *told)
+        for piece, (begin, end) in zip(pieces, edges.reshape(-1, 2).tolist(), strict=True):
+            same = not self._paranoid and all(self._same[a:b].all() for a, b in self._ages(lane, begin, end))
+            rows = None if same else self._rows(number, group, lane, begin, end)
+            if begin < end and (rows is None or (len(rows.rows) and rows.end[-1] <= piece.end)):
+                found.append((begin, end, piece, rows))
+        blocks = np.array([it[2].first // block for it in found], np.int64)
+        _, which, counts = np.unique(blocks, return_inverse=True, return_counts=True)
+        return [it for it, many in zip(found, counts[which] >= _PIECES_OF_A_BLOCK, strict=True) if not many]
 
-    def _linked(self, rows: _LaneRows, piece: ItemsPiece) -> bool:
-        """Link a piece of the parent that has the items of rows, of which other fields may have been edited. False: it was not."""
+    def _linked(self, rows: _LaneRows | None, piece: ItemsPiece) -> bool:
+        """Link a piece of the parent that has the items of rows, of which other fields may have been edited. False: it was not.
+
+        ``rows``: None: all of them are as they were.
+        """
         assert self._parent is not None  # whose piece it is
         reader, name = self._parent.reader, piece.name
-        if not self._same[rows.rows].all():
+        if rows is not None and not self._same[rows.rows].all():
             summing = description.Summing(reader.listing.blocks.get(name, description.BLOCK))
             summing.update(self._gathered(rows, piece, self._numbers).numpy().data)
             if summing.done() != reader.listing.sums_of(name):
@@ -232,15 +276,15 @@ class ItemsWriter:
             return False
         self.pieces.append(piece)
         self._progress(piece.nbytes)
-        if self._paranoid:
+        if self._paranoid and rows is not None:
             self._compare(rows, piece, np.frombuffer(reader.read_all(name), np.uint8))
         return True
 
-    def _write_pieces(self, rows: _LaneRows, begin: int, end: int, block: int) -> None:
-        """Write rows ``[begin, end)``, those that begin in the same block as one piece."""
-        borders = (np.diff(rows.first[begin:end] // block) != 0).nonzero()[0] + begin + 1
-        for at, after in itertools.pairwise([begin, *borders.tolist(), end] if begin < end else []):
-            self._write_piece(rows.cut(at, after))
+    def _write_pieces(self, rows: _LaneRows, block: int) -> None:
+        """Write rows, those that begin in the same block as one piece."""
+        borders = (np.diff(rows.first // block) != 0).nonzero()[0] + 1
+        for some in itertools.pairwise([0, *borders.tolist(), len(rows.rows)] if len(rows.rows) else []):
+            self._write_piece(rows.picked(slice(*some)))
 
     def _write_piece(self, rows: _LaneRows) -> None:
         first = int(rows.first[0])
@@ -267,7 +311,7 @@ class ItemsWriter:
         room = torch.zeros(description.segment_layout(fields, piece.items)[1], dtype=torch.uint8, device="cpu")
         columns = columns_in(room, fields, piece.items)
         own, places = torch.from_numpy(rows.rows), torch.from_numpy(rows.first - piece.first)
-        tickets, spans = torch.from_numpy(numbers[rows.rows]), self._spans[piece.leader][own]
+        tickets, spans = torch.from_numpy(numbers[rows.rows]), torch.from_numpy(rows.spans)
         moved = self._store.gather(rows.group, own, tickets, spans, columns, places)
         for row in moved:
             for column in columns:

@@ -116,7 +116,7 @@ class RowsWriter:
         self,
         numbers: Ints,
         stored: Ints,
-        marks: Callable[[Ints], Marks],
+        marks: Marks,
         writes: Ints,
         *,
         segment_rows: int | None = None,
@@ -126,19 +126,20 @@ class RowsWriter:
 
         Args:
             numbers: of all rows as they are saved, 0 for those that hold nothing.
-            stored: of the rows that the files hold, in their order.
+            stored: of the rows that the files hold, in their order; empty where segments have tickets themselves.
             marks: what rows say of trajectories.
-            writes: of all rows the numbers of their writes.
+            writes: of all rows the numbers of their writes. Becomes 0 for those that hold nothing.
             segment_rows: rows of a whole segment, if files are segments.
             segments: what they hold.
         """
         snapshot = self._snapshot
         state = snapshot.state
-        apart = segment_rows is None or not with_tickets(self.fields)
-        totals = self._write_tables(numbers, stored if apart else stored[:0], marks)
+        totals = self._write_tables(numbers, stored, marks)
         rest = {name: value for name, value in state.items() if name not in TABLES}
-        rest |= named_writes(numbers, np.where(numbers != 0, writes[: len(numbers)], 0))
-        lost = snapshot.live - int(np.count_nonzero(stored))
+        writes = writes[: len(numbers)]
+        writes[numbers == 0] = 0
+        rest |= named_writes(numbers, writes)
+        lost = snapshot.live - totals.steps
         info = self.part.finish(
             described_state(self.part, rest, "storage"),
             geometry=self.geometry,
@@ -150,7 +151,7 @@ class RowsWriter:
         cut = Cut(state["clock"], exact=not lost, lost_rows=lost)
         return SavedRows(info, ShardRows(cut, totals, schema_sum(self.fields)))
 
-    def _write_tables(self, numbers: Ints, stored: Ints, marks: Callable[[Ints], Marks]) -> Totals:
+    def _write_tables(self, numbers: Ints, stored: Ints, marks: Marks) -> Totals:
         """Write lanes, tickets and trajectories."""
         store, lanes = self._snapshot.store, self._snapshot.state["lanes"].numpy().copy()
         columns = int(np.prod(store.schema.columns))
@@ -419,7 +420,7 @@ class RowsSnapshot(NamedTuple):
         in_use = np.zeros(store.rows_in_use(self.state["lanes"]), np.int64)
         in_use[: len(known)] = known
         boundaries = writer.boundaries
-        marks = boundaries.marks_now(store, in_use) if copies is None else boundaries.marks_of(copies)
+        marks = boundaries.marks_now(store, in_use) if copies is None else boundaries.marks_of(copies, len(in_use))
         spans = writer.write_items(in_use)
         numbers = in_use[: int(in_use.nonzero()[0].max(initial=-1)) + 1]  # the last ones may be void
         _write_flat(writer.part, store, numbers, copies, spans)
@@ -483,9 +484,11 @@ class RowsSnapshot(NamedTuple):
                 its_sum = sum_of(wanted, base)
             segments.append(it._replace(tickets_sum=its_sum))
             progress(it.rows * store.schema.row_bytes)
-        np.subtract(numbers, base, out=numbers, where=numbers != 0)
-        in_order = np.concatenate([numbers[:0], *(numbers[it.first_row : it.end] for it in sorted(segments))])
-        return writer.finish(numbers, in_order, marks, writes, segment_rows=size, segments=segments)
+        if base:
+            np.subtract(numbers, base, out=numbers, where=numbers != 0)
+        apart = [] if with_tickets(fields) else [numbers[it.first_row : it.end] for it in sorted(segments)]
+        stored = np.concatenate([numbers[:0], *apart])
+        return writer.finish(numbers, stored, marks, writes, segment_rows=size, segments=segments)
 
 
 #: What a storage held at one moment.
