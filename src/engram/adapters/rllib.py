@@ -281,7 +281,7 @@ class _Stored(Episode):  # type: ignore[misc] # as above
     observations = property(lambda self: self.read("observation", following=("next", "observation")))
     actions = property(lambda self: self.read("action"))
     rewards = property(lambda self: self.read(*_REWARD))
-    infos = property(lambda self: InfiniteLookbackBuffer([{} for _ in range(len(self) + 1)]))
+    infos = property(lambda self: InfiniteLookbackBuffer([{}] * (len(self) + 1)))
     extra_model_outputs = property(lambda self: {p[1]: self.read(*p[:2]) for p in self.buffer.stored if p[0] == _EXTRA})
 
     def __init__(self, buffer: EpisodeReplayBuffer, id_: str, rows: Rows, *, ended: bool = False) -> None:
