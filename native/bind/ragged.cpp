@@ -167,6 +167,28 @@ void bind_writes(nb::class_<Store>& type) {
           "As patch, of the items of a group's fields whose address is not 0: as many as each row has, else ValueError.");
 }
 
+void bind_runs(nb::module_& m) {
+  m.def(
+      "find_runs",
+      [](Address lanes, std::uint64_t count, std::uint64_t lane_length, std::uint64_t columns, Address numbers, std::uint64_t n, Address ids,
+         std::uint64_t id_bytes, const std::array<Address, 3>& flags) {
+        static_assert(sizeof(SavedRun) == 5 * sizeof(std::int64_t));
+        std::vector<std::int64_t> table;
+        {
+          const WithoutInterpreter running(false);
+          const RowMarks marks{at<const std::byte>(ids), id_bytes, at<const std::uint8_t>(flags[0]), at<const std::uint8_t>(flags[1]),
+                               at<const std::uint8_t>(flags[2])};
+          for (const SavedRun& it : runs_of({at<const std::int64_t>(lanes), 2 * count}, lane_length, columns, at<const std::int64_t>(numbers), n, marks)) {
+            table.insert(table.end(), {it.lane, it.begin, it.end, it.time, it.flags});
+          }
+        }
+        return array_of(std::move(table));
+      },
+      "lanes"_a, "count"_a, "lane_length"_a, "columns"_a, "numbers"_a, "n"_a, "ids"_a, "id_bytes"_a, "flags"_a,
+      "Live steps that belong together: lane, first position, position behind the last one, time and flags of each run, int64 [5 · runs]. "
+      "`lanes`: int64 [count, 2], position and live rows. Of n rows: tickets int64, ids of so many bytes, and flags: ends, cut, starts; 0: none.");
+}
+
 void bind_reads(nb::class_<Store>& type) {
   type
       .def(
@@ -308,25 +330,7 @@ void bind_ragged(nb::module_& m, nb::class_<Store>& type) {
         Ragged::format(block(memory, bytes), {capacity, lanes, capacity / lanes}, found);
       },
       "memory"_a, "nbytes"_a, "capacity"_a, "lanes"_a, "groups"_a, "Of zeroed memory. `groups`: (field of the spans, items of a lane's ring) each.");
-  m.def(
-      "find_runs",
-      [](Address lanes, std::uint64_t count, std::uint64_t lane_length, std::uint64_t columns, Address numbers, std::uint64_t n, Address ids,
-         std::uint64_t id_bytes, const std::array<Address, 3>& flags) {
-        static_assert(sizeof(SavedRun) == 5 * sizeof(std::int64_t));
-        std::vector<std::int64_t> table;
-        {
-          const WithoutInterpreter running(false);
-          const RowMarks marks{at<const std::byte>(ids), id_bytes, at<const std::uint8_t>(flags[0]), at<const std::uint8_t>(flags[1]),
-                               at<const std::uint8_t>(flags[2])};
-          for (const SavedRun& it : runs_of({at<const std::int64_t>(lanes), 2 * count}, lane_length, columns, at<const std::int64_t>(numbers), n, marks)) {
-            table.insert(table.end(), {it.lane, it.begin, it.end, it.time, it.flags});
-          }
-        }
-        return array_of(std::move(table));
-      },
-      "lanes"_a, "count"_a, "lane_length"_a, "columns"_a, "numbers"_a, "n"_a, "ids"_a, "id_bytes"_a, "flags"_a,
-      "Live steps that belong together: lane, first position, position behind the last one, time and flags of each run, int64 [5 · runs]. "
-      "`lanes`: int64 [count, 2], position and live rows. Of n rows: tickets int64, ids of so many bytes, and flags: ends, cut, starts; 0: none.");
+  bind_runs(m);
   type.def(
           "use_ragged",
           [](Store& self, Address memory, std::uint64_t bytes, const nb::tuple& groups, bool alone) {

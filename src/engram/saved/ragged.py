@@ -233,7 +233,8 @@ class ItemsWriter:
         """Link the pieces of the parent whose rows are as they were, and write the others, oldest first."""
         at, block = 0, self._block(group)
         for begin, end, piece, rows in self._linkable(number, group, lane, block):
-            self._write_pieces(self._rows(number, group, lane, at, begin), block)
+            if at < begin:
+                self._write_pieces(self._rows(number, group, lane, at, begin), block)
             at = end
             if not self._linked(rows, piece):
                 self._write_pieces(self._rows(number, group, lane, begin, end), block)
