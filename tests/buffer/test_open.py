@@ -9,6 +9,7 @@ from tensordict import TensorDict, tensorclass
 from engram import (
     CorruptStore,
     ImmutableDatasetWriter,
+    IncompatibleCheckpoint,
     LazyMemmapStorage,
     LazyTensorStorage,
     PrioritizedReplayBuffer,
@@ -74,6 +75,17 @@ def test_where_there_is_none(tmp_path):
 # ---- recorded components -------------------------------------------------------------------------------------------------------
 
 
+def test_dumps_and_stores_are_told_apart(tmp_path):
+    with ReplayBuffer(storage=LazyMemmapStorage(5, scratch_dir=tmp_path / "store")) as rb:
+        rb.extend({"a": torch.arange(3)})
+        rb.dumps(tmp_path / "dump")
+        with pytest.raises(FileNotFoundError, match=r"a dump or one checkpoint: rb\.loads"):
+            ReplayBuffer.open(tmp_path / "dump")
+        with pytest.raises(IncompatibleCheckpoint, match=r"got a store\. ReplayBuffer\.open\('.*store'\) goes on"):
+            rb.loads(tmp_path / "store")
+        assert rb["a"].tolist() == [0, 1, 2]
+
+
 @pytest.mark.parametrize("buffer", [ReplayBuffer, TensorDictReplayBuffer])
 def test_the_buffer_class_comes_back(folder, buffer):
     written(folder, buffer=buffer)
@@ -130,6 +142,32 @@ def test_components_come_back_whoever_wrote_first(folder):
     rb = ReplayBuffer.open(folder)
     assert type(rb.sampler) is SamplerWithoutReplacement
     assert rb.batch_size == 2
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("reads", ["set_sampler", "sampler"])
+def test_a_writer_that_was_given_no_sampler_takes_no_place(folder, first, reads):
+    """Whichever comes first, an actor or the learner; until somebody asks for the default sampler."""
+
+    def writes():
+        with ReplayBuffer.open_or_create(folder, 50, batch_size=3) as actor:
+            actor.extend({"a": torch.arange(5)})
+
+    if first:
+        writes()
+    with PrioritizedReplayBuffer.open_or_create(folder, 50, alpha=0.7, beta=0.4, batch_size=2) as rb:
+        rb.extend({"a": torch.arange(3)})
+    writes()
+    with PrioritizedReplayBuffer.open(folder) as rb:
+        assert (type(rb), rb.sampler.alpha, rb.batch_size) == (PrioritizedReplayBuffer, 0.7, 2)
+    if reads == "sampler":
+        with ReplayBuffer.open_or_create(folder, 50, sampler=RandomSampler(), batch_size=3) as rb:
+            rb.extend({"a": torch.arange(1)})
+    else:
+        with ReplayBuffer.open_or_create(folder, 50, batch_size=3) as rb:
+            rb.set_sampler(RandomSampler())
+    with ReplayBuffer.open(folder) as rb:
+        assert (type(rb.sampler), rb.batch_size) == (RandomSampler, 3)
 
 
 def test_a_second_buffer_that_only_listens_leaves_the_record_alone(folder):

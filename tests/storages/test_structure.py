@@ -284,7 +284,12 @@ MISFITS = {
     "another shape": (
         changed(a=torch.zeros(3, 4)),
         RuntimeError,
-        r"field a: expected shape \[3, 2\] float32 as in the first row, got \[3, 4\] float32\.",
+        r"field a: expected shape \[3, 2\] float32 as in the first row, got \[3, 4\] float32\. If lengths differ .*\{'a': Ragged\(torch",
+    ),
+    "another number of rows": (
+        changed(next={"b": torch.zeros(2, 1, dtype=torch.int64)}),
+        RuntimeError,
+        r"\[2, 1\] int64\.$",
     ),
     "another order of sizes": (changed(a=torch.zeros(2, 3)), RuntimeError, r"Use \.reshape\(\[3, 2\]\)"),
     "one dimension less": (

@@ -47,13 +47,20 @@ class Recipe:
     def __init__(self, wiring: Wiring, settings: configuration.Settings) -> None:
         self._wiring = wiring
         self._settings = settings
+        unmade = settings.unmade
+        given = unmade is None or unmade.sampler is not None or unmade.consume_after_n_samples is not None
+        #: Of a buffer that was given none: it takes no other one's place in a directory.
+        self._default = None if given else wiring.sampler
         #: Whether the directory says what the buffer is now; True, too, where there is no directory.
         self.noted = False
         #: Whether it was read after a write of another buffer.
         self.looked = False
 
     def note(self) -> None:
-        """Write it down, if anything was ever stored. Raises ``OSError``: the directory cannot be written."""
+        """Write it down, if anything was ever stored. A buffer that was given no sampler leaves what one with a sampler has noted.
+
+        Raises ``OSError``: the directory cannot be written.
+        """
         if not self._wiring.storage.initialized:
             return
         folder = self._folder()
@@ -61,6 +68,12 @@ class Recipe:
         if folder is None:
             return
         entries = self.entries()
+        if (
+            self._wiring.sampler is self._default
+            and _read(folder).get("sampler", entries["sampler"]) != entries["sampler"]
+        ):
+            self.noted = True
+            return
         holder, finals = _finals_in(entries["sampler"]), around.finals_of(self._wiring.sampler)
         if holder is not None and finals is not None:
             holder["finals"] = finals.note(folder)

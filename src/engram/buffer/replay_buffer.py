@@ -1239,10 +1239,11 @@ class ReplayBuffer(Shown, growing.Grows, Iterates[Batch]):
     ) -> ReplayBuffer[Batch]:
         """Go on with a store in a directory: same rows, length, cursors and lanes, sampling at once.
 
-        Buffer class, sampler, writer, batch size, prefetch, output and dtypes are those of the buffer that last began to write rows or
-        priorities to it; an argument replaces one. If its process died, rows that were half written are set aside and that is logged.
-        Within one process, a store that is open already is attached to. Of rows of a dataclass or named tuple that this program has not
-        defined it makes named tuples with its fields, and warns once.
+        Buffer class, sampler, writer, batch size, prefetch, output and dtypes are those of the buffer that last began to write rows
+        or priorities to it, but one that was given no sampler takes no other one's place; an argument replaces one. If its process
+        died, rows that were half written are set aside and that is logged. Within one process, a store that is open already is
+        attached to. Of rows of a dataclass or named tuple that this program has not defined it makes named tuples with its fields,
+        and warns once.
 
         Args:
             directory: the ``scratch_dir`` of a ``LazyMemmapStorage``.

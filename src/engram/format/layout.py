@@ -42,6 +42,8 @@ CONTROL = "control"
 TICKETS = "tickets"
 ALIVE = "alive"
 BUFFER = "buffer.json"
+#: Of a dump or a checkpoint.
+MANIFEST = "manifest.json"
 INDEXES = "indexes"
 MAKER = "maker"
 TEMPORARY = "temporary"

@@ -21,6 +21,7 @@ import msgspec
 import xxhash
 
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from engram.format import layout
 from engram.format.files import Descriptor
 from engram.format.strict import MAX_BYTES, MAX_DEPTH, REFUSALS, describe, is_tame, parse, plain
 from engram.saved import disk
@@ -273,7 +274,7 @@ def _refuse_unknown(tree: object, known: object, where: str) -> None:
             _refuse_unknown(part, read, f"{where}[{i}]")
 
 
-MANIFEST = "manifest.json"
+MANIFEST = layout.MANIFEST
 SHARD = "shard.json"
 ATTEMPT = "attempt.json"
 REFUSAL = "error.json"

@@ -292,6 +292,14 @@ class Structure:
         if call == "extend" and value.dim() > 1 and value.shape[2:] == row:
             n, m = value.shape[:2]
             return message + f" If these are {n} x {m} rows, flatten them: TensorDicts by .reshape(-1)."
+        at = len(expected) - len(row)  # where the shape of a row begins
+        if (
+            row
+            and value.dim() == len(expected)
+            and (value.shape[:at], value.shape[at + 1 :]) == (expected[:at], row[1:])
+        ):
+            declared = f"ragged={{{field_paths.public(field.key)!r}: Ragged(torch.{field.dtype}, max_length=…)}}"
+            return message + f" If lengths differ from row to row, make the storage with {declared}."
         return message
 
     #: What to do in place of leaving fields out.

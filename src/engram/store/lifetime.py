@@ -353,12 +353,14 @@ def forget_temporary(directory: Path, maker: str, *, wait_s: float | None = None
 def check_store(directory: Path) -> None:
     """Raises ``FileNotFoundError`` unless there is a store."""
     if not (directory / layout.FOLDER).exists():
-        remedy = (
-            "It holds checkpoints, of which Checkpointer(directory, buffer).restore() loads the newest into a buffer, and engram inspect "
-            "says what they hold."
-            if layout.is_series(directory)
-            else "ReplayBuffer.open_or_create(directory, size) makes one where there is none."
-        )
+        remedy = "ReplayBuffer.open_or_create(directory, size) makes one where there is none."
+        if layout.is_series(directory):
+            remedy = (
+                "It holds checkpoints, of which Checkpointer(directory, buffer).restore() loads the newest into a buffer, and engram "
+                "inspect says what they hold."
+            )
+        elif (directory / layout.MANIFEST).is_file():
+            remedy = "It holds a dump or one checkpoint: rb.loads(directory) loads it into a buffer."
         raise FileNotFoundError(
             f"open: expected a store in {str(directory)!r} (a folder with {layout.FOLDER}/{layout.STORE}), found none. {remedy}"
         )
