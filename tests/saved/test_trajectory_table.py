@@ -98,6 +98,12 @@ def test_rows_by_number_ahead_of_the_cursor_are_older():
     assert runs[:, 3].tolist() == [1, 2, 4, 5]
 
 
+def test_marks_of_fewer_rows_are_refused():
+    """The native pass would read behind them."""
+    with pytest.raises(ValueError, match="expected marks of 12 rows"):
+        find_runs(np.array([[12, 12]]), np.arange(1, 13), Marks(ends=np.zeros(11, bool)), lane_length=12)
+
+
 def test_kinds():
     ends = np.zeros(12, bool)
     ends[[2, 5]] = True  # of rows whose oldest is row 9

@@ -206,7 +206,7 @@ class Saving:
                 f"{path}: expected a dump or one checkpoint, got a folder of them. Checkpointer({str(path)!r}, rb).restore() loads the "
                 "newest of it; loads takes the path of one."
             )
-        if (folder / layout.FOLDER).is_dir():
+        if (folder / layout.FOLDER / layout.STORE).exists():
             raise IncompatibleCheckpoint(
                 f"loads: {path}: expected a dump or one checkpoint, got a store. ReplayBuffer.open({str(path)!r}) goes on with it."
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -185,6 +186,8 @@ def find_runs(lanes: Ints, numbers: Ints, marks: Marks, *, lane_length: int, col
 
     Cost: O(rows): about 2 ns each.
     """
+    if any(column is not None and len(column) < len(numbers) for column in marks):
+        raise ValueError(f"find_runs: expected marks of {len(numbers)} rows, got those of fewer.")
     places, numbers = np.ascontiguousarray(lanes[:, :2], np.int64), np.ascontiguousarray(numbers, np.int64)
     ids, *flags = (None if column is None else np.ascontiguousarray(column) for column in marks)
     of_ids = (0, 0) if ids is None else (ids.ctypes.data, ids[:1].nbytes)
@@ -301,7 +304,7 @@ class Boundaries:
         ids: Tensor | None = None
         true: dict[str, list[NDArray[np.bool_]]] = {}
         for name, column in zip(self._names, columns, strict=True):
-            flat = column.cpu().reshape(len(column), -1)
+            flat = column.cpu().reshape(len(column), math.prod(column.shape[1:]))
             if name == "traj_id":
                 ids = flat
                 continue
