@@ -1,6 +1,7 @@
 """ReplayBuffer.open: going on with a store, and what it brings back."""
 
 import json
+import pickle
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from engram import (
     IncompatibleCheckpoint,
     LazyMemmapStorage,
     LazyTensorStorage,
+    Lifo,
     PrioritizedReplayBuffer,
     PrioritizedSampler,
     RandomSampler,
@@ -168,6 +170,34 @@ def test_a_writer_that_was_given_no_sampler_takes_no_place(folder, first, reads)
             rb.set_sampler(RandomSampler())
     with ReplayBuffer.open(folder) as rb:
         assert (type(rb.sampler), rb.batch_size) == (RandomSampler, 3)
+
+
+@pytest.mark.parametrize("comes", ["opened before", "as a copy"])
+def test_a_writer_by_another_way_takes_no_place_either(folder, comes):
+    with ReplayBuffer.open_or_create(folder, 50, batch_size=3) as actor:
+        actor.extend({"a": torch.arange(5)})
+    actor = ReplayBuffer.open(folder)
+    if comes == "as a copy":
+        actor = pickle.loads(pickle.dumps(ReplayBuffer(storage=actor.storage)))
+    with PrioritizedReplayBuffer.open_or_create(folder, 50, alpha=0.7, beta=0.4, batch_size=2) as rb:
+        rb.extend({"a": torch.arange(3)})
+        actor.extend({"a": torch.arange(5)})
+        actor.close()
+    assert type(ReplayBuffer.open(folder)) is PrioritizedReplayBuffer
+
+
+@pytest.mark.parametrize("how", ["writer", "set_writer", "remover"])
+def test_a_writer_that_was_chosen_is_noted_beside_a_sampler(folder, how):
+    with PrioritizedReplayBuffer.open_or_create(folder, 50, alpha=0.7, beta=0.4, batch_size=2) as rb:
+        rb.extend({"a": torch.arange(3)})
+    given = {"writer": {"writer": RoundRobinWriter(track_generations=True)}, "remover": {"remover": Lifo()}}
+    with ReplayBuffer.open_or_create(folder, 50, **given.get(how, {})) as rb:
+        rb.extend({"a": torch.arange(3)})
+        if how == "set_writer":
+            rb.set_writer(ImmutableDatasetWriter())
+        expected = repr(rb.writer)
+    with ReplayBuffer.open(folder) as rb:
+        assert (type(rb), repr(rb.writer), rb.sampler.alpha) == (PrioritizedReplayBuffer, expected, 0.7)
 
 
 def test_a_second_buffer_that_only_listens_leaves_the_record_alone(folder):

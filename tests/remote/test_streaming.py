@@ -241,6 +241,44 @@ def test_little_is_under_way_while_limits_refuse_rows():
     assert server.rows == [*range(60)]
 
 
+class Hesitant(Server):
+    """It refuses one message, and later admits one at a time, when it is let."""
+
+    def __init__(self):
+        super().__init__(NotAdmitted(1))
+        self.let = threading.Semaphore(0)
+
+    def send(self, batch):
+        self.let.acquire()
+        super().send(batch)
+
+
+def test_more_is_under_way_once_what_was_refused_is_admitted():
+    server = Hesitant()
+    server.go.set()
+    writes = WritesUnderWay("drop", server.send)
+    for number in range(3):
+        writes.put(rows_of(number), [0])
+    server.let.release()  # refused: three are under way
+    until(lambda: not server.errors)
+    writes.put(rows_of(3), [0])
+    writes.put(rows_of(99), [0])  # a fifth one is not taken now
+    assert writes.dropped == 1
+    server.let.release()
+    until(lambda: writes.rows == 3)
+    writes.put(rows_of(4), [0])
+    server.let.release()
+    until(lambda: writes.rows == 1)
+    assert server.rows == [0, 1, 2, 3]
+    for number in range(5, 20):  # there is always something under way
+        writes.put(rows_of(number), [0])
+    assert writes.dropped == 1
+    for _ in range(20):
+        server.let.release()
+    writes.close(wait=True)
+    assert server.rows == [*range(20)]
+
+
 def test_the_end_waits_as_long_as_rows_are_admitted(monkeypatch):
     monkeypatch.setattr("engram.remote.under_way._CLOSE_TIMEOUT_S", 2.0)
     monkeypatch.setattr("engram.remote.under_way.RETRY_INTERVAL_S", 0.1)

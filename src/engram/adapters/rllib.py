@@ -148,7 +148,8 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
         self._steps_of(chunks)  # raises before anything is changed
         self._evict(len(self.episodes), 0)
         self.add(chunks, *((1.0,) if self._by else ()))
-        if len(self.episodes) == len(chunks) and (tree is None or len(tree) == len(self._sum_segment.value)):
+        whole = self._num_timesteps == sum(map(len, chunks)) and len(self.episodes) == len(chunks)
+        if whole and (tree is None or len(tree) == len(self._sum_segment.value)):
             super().set_state({name: copy(value) for name, value in state.items()})
             if self._by and self._indices:
                 leaves = torch.tensor([self._sum_segment[node] for _, _, node in self._indices], dtype=torch.float64)

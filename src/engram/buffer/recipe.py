@@ -48,16 +48,18 @@ class Recipe:
         self._wiring = wiring
         self._settings = settings
         unmade = settings.unmade
-        given = unmade is None or unmade.sampler is not None or unmade.consume_after_n_samples is not None
-        #: Of a buffer that was given none: it takes no other one's place in a directory.
-        self._default = None if given else wiring.sampler
+        chosen = unmade is not None and (unmade.sampler is not None or unmade.consume_after_n_samples is not None)
+        #: Of a buffer that was given none: they take no other ones' place in a directory.
+        self._default_sampler = None if chosen or type(wiring.sampler) is not samplers.RandomSampler else wiring.sampler
+        chosen = unmade is not None and (unmade.writer is not None or unmade.remover is not None)
+        self._default_writer = None if chosen else wiring.writer
         #: Whether the directory says what the buffer is now; True, too, where there is no directory.
         self.noted = False
         #: Whether it was read after a write of another buffer.
         self.looked = False
 
     def note(self) -> None:
-        """Write it down, if anything was ever stored. A buffer that was given no sampler leaves what one with a sampler has noted.
+        """Write it down, if anything was ever stored. A buffer that was given no sampler leaves the one that another has noted.
 
         Raises ``OSError``: the directory cannot be written.
         """
@@ -68,12 +70,10 @@ class Recipe:
         if folder is None:
             return
         entries = self.entries()
-        if (
-            self._wiring.sampler is self._default
-            and _read(folder).get("sampler", entries["sampler"]) != entries["sampler"]
-        ):
-            self.noted = True
-            return
+        noted = _read(folder) if self._wiring.sampler is self._default_sampler else {}
+        if noted.get("sampler", entries["sampler"]) != entries["sampler"]:
+            left = {"writer"} if self._wiring.writer is self._default_writer else set()
+            entries = noted | {name: entries[name] for name in {"writer", "sample_unit"} & entries.keys() - left}
         holder, finals = _finals_in(entries["sampler"]), around.finals_of(self._wiring.sampler)
         if holder is not None and finals is not None:
             holder["finals"] = finals.note(folder)
@@ -164,6 +164,8 @@ def open_buffer(
             arguments["transform"] = finals
         if kind._prioritized and not (prioritized or draws_by_priority(arguments["sampler"])):  # noqa: SLF001 - of the family
             kind = kind.__mro__[1]  # that takes any sampler
+        if given.get("sampler") is None and type(arguments["sampler"]) is samplers.RandomSampler:
+            del arguments["sampler"]  # the default one, which takes no other one's place in the directory
         rb = kind(storage=storage, **(noted_settings(noted) | arguments), **kind.open_arguments(noted))
         if prioritized and not samplers.declared(rb.sampler).traits.prioritized:
             raise TypeError(

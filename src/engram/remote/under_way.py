@@ -48,8 +48,8 @@ class WritesUnderWay:
         self._changed = threading.Condition(fork.lock())
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        #: Whether limits refuse rows now, and whether they did since nothing was under way.
-        self._refused = self._throttled = self._closed = False
+        #: Whether limits refuse rows now, and how many of the rows that were under way when they last did still are.
+        self._refused, self._throttled, self._closed = False, 0, False
         #: Calls that wait for what is under way: nothing more is gathered then.
         self._awaited = 0
         #: Of all that is under way.
@@ -117,8 +117,9 @@ class WritesUnderWay:
                 return False
             if self._full == "raise":
                 raise RateLimited(
-                    f"extend: expected at most {CREDIT_ROWS} rows and {CREDIT_BYTES} bytes under way, got {self.rows} and "
-                    f"{self._bytes} before these {n} of {nbytes} bytes. Write less often, or connect with full='block'."
+                    f"extend: expected at most {CREDIT_ROWS} rows and {CREDIT_BYTES} bytes under way, or {_MAX_TOGETHER} writes while "
+                    f"limits refuse rows, got {self.rows} and {self._bytes} before these {n} of {nbytes} bytes. Write less often, or "
+                    "connect with full='block'."
                 )
             if self._refused:
                 raise NotAdmitted(n)
@@ -205,7 +206,7 @@ class WritesUnderWay:
                 most = 1
                 with self._changed:
                     self._split(some)
-                    self._refused = self._throttled = True
+                    self._refused, self._throttled = True, self.rows
                     self._changed.notify_all()
                     self._changed.wait(RETRY_INTERVAL_S)
             except Exception as error:  # noqa: BLE001 - the next call raises it
@@ -235,9 +236,9 @@ class WritesUnderWay:
             for one in some[: len(self._rows)]:  # none are left of a buffer that was closed
                 self._rows.popleft()
                 self._bytes, self.rows = self._bytes - one.nbytes, self.rows - one.rows
+                self._throttled = max(self._throttled - one.rows, 0)
                 self.dropped += 0 if are_written else one.rows
             self._error, self._refused = error or self._error, False
-            self._throttled = self._throttled and bool(self._rows)
             self._changed.notify_all()
 
 

@@ -103,6 +103,7 @@ class ItemsWriter:
         fields: as the part describes them.
         lanes: int64 ``[L, 4]``, as they were at the snapshot.
         parent: the same part of an older checkpoint of this very store.
+        now: the ticket numbers of all rows as the store has them when it is called, 0 of those that changed since the snapshot.
         paranoid: compare pieces that are linked with the items of the rows.
         progress: called with how many bytes were done.
     """
@@ -114,10 +115,12 @@ class ItemsWriter:
         fields: Sequence[PartField],
         lanes: Tensor,
         parent: Parent | None,
+        now: Callable[[], NDArray[np.int64]],
         *,
         paranoid: bool,
         progress: Callable[[int], None],
     ) -> None:
+        self._now = now
         self._part, self._store, self._fields, self._lanes = part, store, fields, lanes[:, :2].tolist()
         self._parent, self._paranoid, self._progress = parent, paranoid, progress
         self._theirs = _by_lane(() if parent is None else parent.reader.listing.pieces)
@@ -136,14 +139,25 @@ class ItemsWriter:
             RuntimeError: ``paranoid``, and items were changed through a view, which no ticket says.
         """
         self._numbers = numbers
+        #: bool ``[n]``: the rows that the parent has, too, and whose items lie elsewhere there.
+        self.displaced = np.zeros(len(numbers), np.bool_)
         self._same = np.zeros(len(numbers), np.bool_) if self._parent is None else self._parent.same
-        for number, group in enumerate(self._store.schema.ragged_groups):
+        groups, lanes = self._store.schema.ragged_groups, range(self._store.lanes)
+        edges = {it: self._edges(*it) for it in itertools.product(range(len(groups)), lanes) if self._theirs_of(*it)}
+        if edges:  # rows that were passed over have changed by now, so that their pieces may seem to hold others
+            now = self._now()[: len(numbers)]
+            changed = (numbers != 0) & (np.pad(now, (0, len(numbers) - len(now))) != numbers)
+            numbers[changed], self._same = 0, self._same & ~changed
+        for number, group in enumerate(groups):
             if group.slot:
                 before = self._column_of_parent(group.leader, len(numbers)).numpy()
                 self._saved[group.leader] = before[:, :2].copy().view(np.int64).ravel()
                 self._there[group.leader] = before[:, 2]
-            for lane in range(self._store.lanes):
-                (self._write_slots if group.slot else self._write_lane)(number, group, lane)
+            for lane in lanes:
+                if group.slot:
+                    self._write_slots(number, group, lane)
+                else:
+                    self._write_lane(number, group, lane, edges.get((number, lane), np.zeros((0, 2), np.int64)))
 
     def columns(self, begin: int, end: int) -> dict[int, Tensor]:
         """Of each leader the column of rows ``[begin, end)`` as it is saved, int32 ``[n, 3]``."""
@@ -151,11 +165,11 @@ class ItemsWriter:
         read, lanes, columns = self._read_spans(rows), rows // self._store.lane_length, {}
         there = self._numbers[rows] != 0
         for number, group in enumerate(self._store.schema.ragged_groups):
-            spans, both = read[number], np.zeros((2, end - begin), np.int64)
+            spans, offsets, lengths = read[number], *(np.zeros(end - begin, np.int64) for _ in range(2))
             found = there & (spans[:, 2] > 0)
-            both[0, (rows - begin)[found]] = self._offsets(number, rows, spans, lanes)[found]
-            both[1, (rows - begin)[found]] = spans[found, 2]
-            columns[group.leader] = Spans(*torch.from_numpy(both)).column
+            offsets[(rows - begin)[found]] = self._offsets(number, rows, spans, lanes)[found]
+            lengths[(rows - begin)[found]] = spans[found, 2]
+            columns[group.leader] = Spans(torch.from_numpy(offsets), torch.from_numpy(lengths)).column
         return columns
 
     def _column_of_parent(self, leader: int, n: int) -> Tensor:
@@ -225,14 +239,15 @@ class ItemsWriter:
                 linked[kept.rows] = True
         others = there.picked(~linked[there.rows])
         behind = max((piece.end for piece in pieces), default=0)
-        saved = self._saved[group.leader]
-        saved[others.rows] = behind + others.lengths.cumsum() - others.lengths
+        saved, offsets = self._saved[group.leader], behind + others.lengths.cumsum() - others.lengths
+        self.displaced[others.rows] |= saved[others.rows] != offsets
+        saved[others.rows] = offsets
         self._write_pieces(others._replace(first=saved[others.rows]), block)
 
-    def _write_lane(self, number: int, group: RaggedGroup, lane: int) -> None:
+    def _write_lane(self, number: int, group: RaggedGroup, lane: int, edges: NDArray[np.int64]) -> None:
         """Link the pieces of the parent whose rows are as they were, and write the others, oldest first."""
         at, block = 0, self._block(group)
-        for begin, end, piece, rows in self._linkable(number, group, lane, block):
+        for begin, end, piece, rows in self._linkable(number, group, lane, edges, block):
             if at < begin:
                 self._write_pieces(self._rows(number, group, lane, at, begin), block)
             at = end
@@ -240,19 +255,31 @@ class ItemsWriter:
                 self._write_pieces(self._rows(number, group, lane, begin, end), block)
         self._write_pieces(self._rows(number, group, lane, at, self._lanes[lane][1]), block)
 
+    def _theirs_of(self, number: int, lane: int) -> list[ItemsPiece]:
+        """The pieces that the parent has of a lane, of items in a ring."""
+        group = self._store.schema.ragged_groups[number]
+        return [] if group.slot else self._theirs.get((lane, group.leader), [])
+
+    def _edges(self, number: int, lane: int) -> NDArray[np.int64]:
+        """From which of a lane's rows to which, the oldest first, those of the parent's pieces are, int64 ``[pieces, 2]``."""
+        live, first = self._lanes[lane][1], lane * self._store.lane_length
+        ends = np.array([[piece.first, piece.end] for piece in self._theirs_of(number, lane)], np.int64)
+        ends += self._shifts[lane, number]
+        numbers = np.ascontiguousarray(self._numbers[first : first + live])
+        told = numbers.ctypes.data, ends.ctypes.data, ends.size
+        edges: NDArray[np.int64] = self._store.core.rows_from(number, lane, self._seam(lane), live, *told).reshape(
+            -1, 2
+        )
+        return edges
+
     def _linkable(
-        self, number: int, group: RaggedGroup, lane: int, block: int
+        self, number: int, group: RaggedGroup, lane: int, edges: NDArray[np.int64], block: int
     ) -> list[tuple[int, int, ItemsPiece, _LaneRows | None]]:
         """Pieces of the parent of which there are rows here: from which row to which, the oldest first, the piece, and these rows, where
         not all are as they were.
         """
-        live, first = self._lanes[lane][1], lane * self._store.lane_length
-        pieces, found = self._theirs.get((lane, group.leader), []), []
-        ends = np.array([[piece.first, piece.end] for piece in pieces], np.int64) + self._shifts[lane, number]
-        numbers = np.ascontiguousarray(self._numbers[first : first + live])
-        told = numbers.ctypes.data, ends.ctypes.data, ends.size
-        edges = self._store.core.rows_from(number, lane, self._seam(lane), live, *told)
-        for piece, (begin, end) in zip(pieces, edges.reshape(-1, 2).tolist(), strict=True):
+        pieces, found = self._theirs_of(number, lane), []
+        for piece, (begin, end) in zip(pieces, edges.tolist(), strict=True):
             same = not self._paranoid and all(self._same[a:b].all() for a, b in self._ages(lane, begin, end))
             rows = None if same else self._rows(number, group, lane, begin, end)
             if begin < end and (rows is None or (len(rows.rows) and rows.end[-1] <= piece.end)):

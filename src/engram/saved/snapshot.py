@@ -107,10 +107,21 @@ class RowsWriter:
             return lambda _, __: {}
         before = None if parent is None else ragged.Parent(parent, same(parent, numbers, snapshot.base))
         self._pieces = ragged.ItemsWriter(
-            self.part, store, self.fields, snapshot.state["lanes"], before, paranoid=paranoid, progress=progress
+            self.part,
+            store,
+            self.fields,
+            snapshot.state["lanes"],
+            before,
+            lambda: snapshot.numbers_now()[0],
+            paranoid=paranoid,
+            progress=progress,
         )
         self._pieces.write(numbers)
         return self._pieces.columns
+
+    def is_displaced(self, it: Segment) -> bool:
+        """Whether items of a row of a segment lie elsewhere than in the parent, which the tickets do not say."""
+        return self._pieces is not None and bool(self._pieces.displaced[it.first_row : it.end].any())
 
     def finish(
         self,
@@ -474,7 +485,8 @@ class RowsSnapshot(NamedTuple):
         for it in _ranges(lanes, store.lane_length, size):
             name, wanted = it.name, numbers[it.first_row : it.end]
             its_sum = sum_of(wanted, base)
-            if parent is not None and (*it[:4], its_sum) in known and part.link(name, parent, name):
+            stays = (*it[:4], its_sum) in known and not writer.is_displaced(it)
+            if parent is not None and stays and part.link(name, parent, name):
                 if paranoid:
                     _compare(rows, it, wanted, parent)
             else:

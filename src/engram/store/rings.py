@@ -164,7 +164,7 @@ class Spans(NamedTuple):
     def column(self) -> Tensor:
         """The column of a leader, int32 ``[n, 3]``."""
         column = torch.empty((len(self.offsets), 3), dtype=torch.int32, device="cpu")
-        column[:, :2] = self.offsets.contiguous().view(torch.int32).view(len(column), 2)
+        column[:, :2] = self.offsets.reshape(-1, 1).contiguous().view(torch.int32)
         column[:, 2] = self.lengths
         return column
 
