@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("engram.saved.description")
+from engram.errors import CorruptStore
 from engram.saved.description import KINDS
 from engram.saved.rows import Marks, count_kinds, find_runs
 
@@ -100,7 +101,7 @@ def test_rows_by_number_ahead_of_the_cursor_are_older():
 
 def test_marks_of_fewer_rows_are_refused():
     """The native pass would read behind them."""
-    with pytest.raises(ValueError, match="expected marks of 12 rows"):
+    with pytest.raises(CorruptStore, match="expected marks of 12 rows"):
         find_runs(np.array([[12, 12]]), np.arange(1, 13), Marks(ends=np.zeros(11, bool)), lane_length=12)
 
 

@@ -61,8 +61,9 @@ class _Episodes(of.Source):
                 episode = next(found)
             except (OSError, LookupError, ValueError, StopIteration) as error:
                 raise self.refuse(f"episode {n} of {self.finals} is missing or damaged ({error}).") from error
-            kept = ("observations", "actions", "rewards", "terminations", "truncations", "infos")
-            yield cast("of.Columns", dict(of.flat_names({name: episode[name] for name in kept})))
+            kept = ("observations", "actions", "rewards", "terminations", "truncations")
+            named = {name: episode[name] for name in kept} | {"infos": episode["infos"] or {}}
+            yield cast("of.Columns", dict(of.flat_names(named)))
 
     def _checked(self, n: int, episode: of.Columns) -> of.Columns:
         columns, steps = {}, len(episode["rewards",])

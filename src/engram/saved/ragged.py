@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engram._support.state import tensor_in
-from engram.errors import IncompatibleCheckpoint
+from engram._support.words import raise_as
+from engram.errors import CorruptStore, IncompatibleCheckpoint
 from engram.format.schema import PartField, RaggedGroup, Schema
 from engram.saved import description
 from engram.saved.description import ItemsPiece
@@ -267,10 +268,9 @@ class ItemsWriter:
         ends += self._shifts[lane, number]
         numbers = np.ascontiguousarray(self._numbers[first : first + live])
         told = numbers.ctypes.data, ends.ctypes.data, ends.size
-        edges: NDArray[np.int64] = self._store.core.rows_from(number, lane, self._seam(lane), live, *told).reshape(
-            -1, 2
-        )
-        return edges
+        with raise_as(CorruptStore, "its lanes"):
+            edges: NDArray[np.int64] = self._store.core.rows_from(number, lane, self._seam(lane), live, *told)
+        return edges.reshape(-1, 2)
 
     def _linkable(
         self, number: int, group: RaggedGroup, lane: int, edges: NDArray[np.int64], block: int

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from engram._support import native
 from engram._support.field_paths import public
+from engram._support.words import raise_as
 from engram.errors import CorruptStore
 from engram.format import layout
 from engram.format import schema as schemas
@@ -187,13 +188,14 @@ def find_runs(lanes: Ints, numbers: Ints, marks: Marks, *, lane_length: int, col
     Cost: O(rows): about 2 ns each.
     """
     if any(column is not None and len(column) < len(numbers) for column in marks):
-        raise ValueError(f"find_runs: expected marks of {len(numbers)} rows, got those of fewer.")
+        raise CorruptStore(f"its lanes: expected marks of {len(numbers)} rows, got those of fewer.")
     places, numbers = np.ascontiguousarray(lanes[:, :2], np.int64), np.ascontiguousarray(numbers, np.int64)
     ids, *flags = (None if column is None else np.ascontiguousarray(column) for column in marks)
     of_ids = (0, 0) if ids is None else (ids.ctypes.data, ids[:1].nbytes)
     ends, cut, starts = (0 if column is None else column.ctypes.data for column in flags)
     said = numbers.ctypes.data, len(numbers), *of_ids, (ends, cut, starts)
-    runs = native.find_runs(places.ctypes.data, len(places), lane_length, columns, *said).reshape(-1, 5)
+    with raise_as(CorruptStore, "its lanes"):
+        runs = native.find_runs(places.ctypes.data, len(places), lane_length, columns, *said).reshape(-1, 5)
     return runs if columns == 1 else runs[np.lexsort((runs[:, 1], runs[:, 0]))]
 
 
