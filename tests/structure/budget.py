@@ -10,7 +10,7 @@ ROOMS = {
     "_support": 1_663,
     "adapters": 1_602,
     "around": 3_801,
-    "buffer": 6_439,
+    "buffer": 6_441,
     "checkpoint": 1_949,
     "cli": 1_743,
     "datasets": 1_274,

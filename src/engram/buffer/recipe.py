@@ -50,7 +50,9 @@ class Recipe:
         unmade = settings.unmade
         chosen = unmade is not None and (unmade.sampler is not None or unmade.consume_after_n_samples is not None)
         #: Of a buffer that was given none: they take no other ones' place in a directory.
-        self._default_sampler = None if chosen or type(wiring.sampler) is not samplers.RandomSampler else wiring.sampler
+        self._default_sampler = (
+            None if chosen or not isinstance(wiring.sampler, samplers.RandomSampler) else wiring.sampler
+        )
         chosen = unmade is not None and (unmade.writer is not None or unmade.remover is not None)
         self._default_writer = None if chosen else wiring.writer
         #: Whether the directory says what the buffer is now; True, too, where there is no directory.
@@ -164,7 +166,7 @@ def open_buffer(
             arguments["transform"] = finals
         if kind._prioritized and not (prioritized or draws_by_priority(arguments["sampler"])):  # noqa: SLF001 - of the family
             kind = kind.__mro__[1]  # that takes any sampler
-        if given.get("sampler") is None and type(arguments["sampler"]) is samplers.RandomSampler:
+        if given.get("sampler") is None and isinstance(arguments["sampler"], samplers.RandomSampler):
             del arguments["sampler"]  # the default one, which takes no other one's place in the directory
         rb = kind(storage=storage, **(noted_settings(noted) | arguments), **kind.open_arguments(noted))
         if prioritized and not samplers.declared(rb.sampler).traits.prioritized:
