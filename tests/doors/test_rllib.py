@@ -318,6 +318,22 @@ def filled(ours, capacity=200, where=None, calls=40):
     return ours, theirs, runner
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [(RLlibs, EpisodeReplayBuffer), (TheirPrioritized, PrioritizedEpisodeReplayBuffer)]
+)
+def test_a_state_of_one_episode_beyond_the_capacity_is_cut(theirs, ours):
+    """RLlib's own buffer lets it grow."""
+    kept, buffer = theirs(64), ours(64)
+    for first in (0, 50):
+        times = np.arange(first, first + 51, dtype=np.float32)
+        said = {"observations": [*times[:, None]], "actions": [0] * 50, "rewards": [*times[:-1]]}
+        kept.add(SingleAgentEpisode(id_="x", **said, len_lookback_buffer=0, t_started=first))
+    buffer.set_state(kept.get_state())
+    assert len(buffer.rb) == buffer.get_num_timesteps() == len(buffer._indices) == 56
+    for one in buffer.sample(64, n_step=1, sample_episodes=True):
+        assert one.get_observations(0)[0] == one.get_rewards(0) >= 44
+
+
 @pytest.mark.parametrize("where", ["RAM", "directory"])
 @pytest.mark.parametrize("ours", KINDS)
 def test_states_go_from_and_to_rllibs_own(ours, where, tmp_path):
