@@ -379,7 +379,10 @@ TEST(who_dies_holding_the_mutex_or_a_row_is_replaced_at_once) {
       if (round % 8 > 4) {
         // A part of it: nothing may come of that, the rest of the row is torn.
         const std::uint64_t first[] = {0};
-        here.store.scatter(&row, 1, first, Columns(rows.in).first(1), false);
+        try {
+          here.store.scatter(&row, 1, first, Columns(rows.in).first(1), false);
+        } catch (const std::out_of_range&) {  // whoever looked after the dead has made it void already
+        }
         EXPECT(state_of(here.control.word(5)) == State::voided);
       }
       EXPECT(Clock::now() < start + 30s);
