@@ -211,4 +211,15 @@ inline std::vector<std::pair<std::uint64_t, std::int64_t>> live_rows(const Store
   return live;
 }
 
+/// A store in private memory.
+struct OwnStore {
+  OwnStore(Geometry g, Rings rings, bool in_slots = false) : pages(1 << 20), memory(pages.data(), g, rings, in_slots) {
+    memory.format();
+    store = memory.open(0, true);
+  }
+  SharedPages pages;
+  Memory memory;
+  std::unique_ptr<Store> store;
+};
+
 }  // namespace ragged

@@ -381,7 +381,7 @@ TEST(who_dies_holding_the_mutex_or_a_row_is_replaced_at_once) {
         const std::uint64_t first[] = {0};
         try {
           here.store.scatter(&row, 1, first, Columns(rows.in).first(1), false);
-        } catch (const std::out_of_range&) {  // whoever looked after the dead has made it void already
+        } catch (const std::out_of_range&) {  // a look after dead processes has made it void
         }
         EXPECT(state_of(here.control.word(5)) == State::voided);
       }

@@ -22,17 +22,6 @@ using namespace ragged;
 
 namespace {
 
-/// A store in private memory.
-struct Own {
-  Own(Geometry g, Rings rings) : pages(1 << 20), memory(pages.data(), g, rings) {
-    memory.format();
-    store = memory.open(0, true);
-  }
-  SharedPages pages;
-  Memory memory;
-  std::unique_ptr<Store> store;
-};
-
 /// A lane as a list: rows come, and the oldest go when their place, or their items', is needed.
 class List {
  public:
@@ -84,7 +73,7 @@ TEST(a_store_holds_what_a_list_does) {
                                 {2, 50, {16, 16}, {17, 17}}, {1, 1, {4, 4}, {4, 4}},         {1, 200, {64, 900}, {3, 40}}};
   Dice dice(7);
   for (const Case& one : cases) {
-    Own own(geometry(one.lanes, one.length), one.rings);
+    OwnStore own(geometry(one.lanes, one.length), one.rings);
     std::vector<List> lists(one.lanes, List(one.length, one.rings, one.most));
     std::uint64_t next = 1;
     for (int round = 0; round < 300; ++round) {
@@ -114,7 +103,7 @@ TEST(a_store_holds_what_a_list_does) {
 
 TEST(draws_are_uniform_over_the_rows_that_have_items) {
   const Rings rings{40, 400}, most{5, 3};
-  Own own(geometry(2, 1000), rings);  // most rows inside the extent have lost their items
+  OwnStore own(geometry(2, 1000), rings);  // most rows inside the extent have lost their items
   for (std::uint64_t id = 1; id <= 1500; ++id) Written({id}, most).append(*own.store, id % 3 == 0);
   bool torn = false;
   std::vector<std::uint64_t> counts(own.store->control().capacity());
@@ -135,7 +124,7 @@ TEST(draws_are_uniform_over_the_rows_that_have_items) {
 
 TEST(an_edit_of_the_same_length_is_in_place) {
   const Rings rings{64, 64}, most{8, 8};
-  Own own(geometry(1, 10), rings);
+  OwnStore own(geometry(1, 10), rings);
   std::int64_t rows[2];
   const std::uint64_t t0 = Written({5, 6}, most).append(*own.store, 0, rows);
   const std::uint32_t length = length_of(5, 0, most.tokens), other = length_of(6, 0, most.tokens);
@@ -164,7 +153,7 @@ TEST(an_edit_of_the_same_length_is_in_place) {
 
 TEST(what_a_caller_must_not_do_changes_nothing) {
   const Rings rings{16, 16}, most{4, 4};
-  Own own(geometry(1, 4), rings);
+  OwnStore own(geometry(1, 4), rings);
   std::int64_t rows[1];
   const std::uint64_t t0 = Written({5}, most).append(*own.store, 0, rows);
   const std::vector<std::byte> before(own.memory.all.begin(), own.memory.all.end());
@@ -200,7 +189,7 @@ TEST(what_a_caller_must_not_do_changes_nothing) {
 }
 
 TEST(memory_of_other_rings_is_refused) {
-  Own own(geometry(2, 4), {16, 16});
+  OwnStore own(geometry(2, 4), {16, 16});
   const auto open = [&](std::uint64_t items, std::uint64_t bytes) {
     std::vector<RaggedGroup> groups{{1, items, {{1, own.memory.tokens.data(), 8}, {2, own.memory.others.data(), 4}}},
                                     {3, 16, {{3, own.memory.text.data(), 1}}}};
@@ -216,7 +205,7 @@ TEST(memory_of_other_rings_is_refused) {
 
 TEST(threads_write_and_read_the_same_rings) {
   const Rings rings{256, 100}, most{20, 8};
-  Own own(geometry(2, 16), rings);
+  OwnStore own(geometry(2, 16), rings);
   std::atomic<bool> stop{false};
   std::atomic<std::uint64_t> read{0}, torn{0};
   std::vector<std::thread> threads;
@@ -257,7 +246,7 @@ TEST(threads_write_and_read_the_same_rings) {
 }
 
 TEST(a_slot_takes_what_it_has_room_for_and_refuses_the_rest) {
-  const Own own({16, 1, 16}, {40, 24});
+  const OwnStore own({16, 1, 16}, {40, 24});
   const OpenRows open(own.memory.open_rows);
   const SlotLayout& layout = Memory::slots();
   const std::uint64_t slot = *open.take(7, layout);

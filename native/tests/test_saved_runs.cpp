@@ -16,17 +16,6 @@ using namespace ragged;
 
 namespace {
 
-/// A store in private memory.
-struct Own {
-  Own(Geometry g, Rings rings, bool in_slots = false) : pages(1 << 20), memory(pages.data(), g, rings, in_slots) {
-    memory.format();
-    store = memory.open(0, true);
-  }
-  SharedPages pages;
-  Memory memory;
-  std::unique_ptr<Store> store;
-};
-
 /// The rows of a lane as a save sees them.
 struct Lane {
   Lane(const Store& store, std::uint64_t lane) : lane(lane), length(store.control().lane_length()) {
@@ -62,7 +51,7 @@ TEST(rows_are_found_by_their_items) {
   for (int round = 0; round < 60; ++round) {
     const std::uint64_t lanes = dice.in(1, 3), length = dice.in(1, 40);
     const Rings rings{dice.in(12, 120), dice.in(12, 120)}, most{dice.in(1, 11), dice.in(1, 11)};  // of 1: rows without items
-    Own own(geometry(lanes, length), rings);
+    OwnStore own(geometry(lanes, length), rings);
     std::uint64_t next = 1;
     const auto write = [&](std::uint64_t n) {
       for (std::uint64_t i = 0; i < n; ++i) Written({next++}, most).append(*own.store, dice.below(lanes));
@@ -87,7 +76,7 @@ TEST(rows_are_found_by_their_items) {
 }
 
 TEST(rows_that_no_store_has_are_refused) {
-  Own own(geometry(2, 5), {40, 40}), slots(geometry(2, 5), {40, 40}, true);
+  OwnStore own(geometry(2, 5), {40, 40}), slots(geometry(2, 5), {40, 40}, true);
   const std::vector<std::int64_t> numbers(6), offsets{0};
   EXPECT_THROWS(std::invalid_argument, rows_from(*own.store, 2, {0, 0, 5, numbers.data()}, offsets));
   EXPECT_THROWS(std::invalid_argument, rows_from(*own.store, 0, {2, 0, 5, numbers.data()}, offsets));

@@ -24,15 +24,8 @@ namespace {
 constexpr Rings kMost{9, 5};  // rows have fewer items than that
 
 /// A store in private memory, whose rows have slots of up to 8 tokens and 4 characters.
-struct Own {
-  explicit Own(Geometry g, Rings most = kMost)
-      : pages(1 << 20), memory(pages.data(), g, {g.lane_length * (most.tokens - 1), g.lane_length * (most.text - 1)}, true) {
-    memory.format();
-    store = memory.open(0, true);
-  }
-  SharedPages pages;
-  Memory memory;
-  std::unique_ptr<Store> store;
+struct Own : OwnStore {
+  explicit Own(Geometry g, Rings most = kMost) : OwnStore(g, {g.lane_length * (most.tokens - 1), g.lane_length * (most.text - 1)}, true) {}
 };
 
 /// What is in a store, by row; every row is whole.

@@ -109,7 +109,7 @@ TEST(rules_without_a_version_are_refused) {
 
 namespace {
 
-/// A row that is edited at the first look at its version, whose memory nobody may read before.
+/// Edits a row when its version is read for the first time: until then that memory may not be read.
 struct EditedAtALook {
   explicit EditedAtALook(Word& word) : word(word) {
     memory = mmap(nullptr, kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
