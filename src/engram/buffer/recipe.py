@@ -166,7 +166,7 @@ def open_buffer(
             arguments["transform"] = finals
         if kind._prioritized and not (prioritized or draws_by_priority(arguments["sampler"])):  # noqa: SLF001 - of the family
             kind = kind.__mro__[1]  # that takes any sampler
-        if given.get("sampler") is None and isinstance(arguments["sampler"], samplers.RandomSampler):
+        if given.get("sampler") is None and noted.get("sampler") == _described(samplers.RandomSampler(), _SAMPLERS):
             del arguments["sampler"]  # the default one, which takes no other one's place in the directory
         rb = kind(storage=storage, **(noted_settings(noted) | arguments), **kind.open_arguments(noted))
         if prioritized and not samplers.declared(rb.sampler).traits.prioritized:
