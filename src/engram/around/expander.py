@@ -9,6 +9,7 @@ import re
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -270,9 +271,10 @@ class Expansion:
     def _old(self, rows: Tensor) -> list[int]:
         """The places of rows that are among the oldest of a full lane: as it is after the read, which a writer may have overtaken."""
         length, extent = self.memory.lane_length, self.memory.extent()
-        filled, seam = (torch.tensor(each, device="cpu")[rows // length] for each in (extent.filled, extent.seam))
+        lanes, at = np.divmod(rows.numpy(), length)
+        filled, seam = np.array((extent.filled, extent.seam))[:, lanes]
         count = self._oldest * math.prod(self.memory.schema.columns)
-        return ((filled == length) & ((rows - seam) % length < count)).nonzero().flatten().tolist()
+        return ((filled == length) & ((at - seam) % length < count)).nonzero()[0].tolist()  # type: ignore[no-any-return]
 
     def read_windows(self, draw: Draw, goals: Goals | None = None) -> tuple[list[Tensor], list[int]]:
         """Columns of windows, and the places of rows that have changed since. A row with a neighbour that moves is read again."""
