@@ -36,13 +36,14 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find src native -name __pycache
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: gpu-pack help demo docs quick test golden recipes test-native test-asan test-tensordict test-ray test-transfer-queue test-doors wheel test-wheel check format bench bench-gpu gpu clean distclean FORCE configure-native negative-controls stress
+.PHONY: gpu-pack help demo docs quick test test-all golden recipes test-native test-asan test-tensordict test-ray test-transfer-queue test-doors wheel test-wheel check format bench bench-gpu gpu clean distclean FORCE configure-native negative-controls stress
 
 help:
 	@echo "make demo             train a small agent while its processes are killed  STEPS=2000 ARGS='...'"
 	@echo "                      on two nodes of a Ray cluster                  ARGS='--nodes 2'"
 	@echo "make quick            lint, types, and a case of each test that starts no processes: in a minute"
-	@echo "make test             the Python tests                                 ARGS='-k name' WORKERS=2"
+	@echo "make test             the Python tests, some cases of each             ARGS='-k name' WORKERS=2"
+	@echo "make test-all         all cases of all Python tests, in an hour        ARGS='-k name' WORKERS=2"
 	@echo "make test-native      the C++ tests, under address, undefined-behaviour and thread sanitizers   NATIVE=tsan"
 	@echo "make test-asan        Python tests beside other processes, under the address sanitizer         ASAN_TESTS=..."
 	@echo "make negative-controls  that they fail where a mechanism that they test is left out"
@@ -135,6 +136,10 @@ quick: $(VENV)/.engram-dev
 
 test: $(VENV)/.engram-dev
 	@$(PYTEST) $(WORKING) $(ARGS)
+
+# At night, and before a release: tests/stress.py says what `make test` leaves out.
+test-all: $(VENV)/.engram-dev
+	@$(PYTEST) $(WORKING) --all-cases $(ARGS)
 
 golden: $(VENV)/.engram-dev
 	@$(BIN)/python -m tests.golden.make

@@ -42,6 +42,7 @@ SLOW = re.compile(
 
 def pytest_addoption(parser):
     parser.addoption("--quick", action="store_true", help="a case of each test, of modules that start no processes")
+    parser.addoption("--all-cases", action="store_true", help="all cases of each test, not a sample of them")
     parser.addoption(
         "--torn-rows", type=int, help="rows that the tests of torn rows read on a device: default 10^8 on a GPU"
     )
@@ -137,7 +138,8 @@ def ram(tmp_path):
 def pytest_collection_modifyitems(config, items):
     """Tests of some folders ignore that a restore left rows out.
 
-    An ordinary run takes a sample of the cases of a test that is marked ``stress(sample=n)``; ``-m stress`` takes all."""
+    An ordinary run takes a sample of the cases of each test: as many as its mark ``stress(sample=n)`` says, or ``stress.CASES``.
+    ``--all-cases`` takes all, as do ``-m stress`` and larger sizes. Tests that are asked for by name are taken as they are."""
     for item in items:
         if item.path.parent.name in LEAVING_OUT:
             item.add_marker(LEFT_OUT)
@@ -145,12 +147,11 @@ def pytest_collection_modifyitems(config, items):
         deselect(config, items, {id(item) for item in items} - {id(item) for item in quick(items)})
         return
     chosen = any("::" in argument for argument in config.args) or "stress" in config.option.markexpr
-    if chosen or stress.SIZE != "small":
+    if chosen or config.option.all_cases or stress.SIZE != "small":
         return
-    sampled = [item for item in items if "sample" in stress_of(item)]
     left_out = set()
-    for cases in by_test(sampled):
-        left_out.update(id(item) for item in stress.others(cases, stress_of(cases[0])["sample"]))
+    for cases in by_test(items):
+        left_out.update(id(item) for item in stress.others(cases, stress_of(cases[0]).get("sample", stress.CASES)))
     deselect(config, items, left_out)
 
 

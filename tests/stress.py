@@ -1,8 +1,9 @@
 """How long stress tests run: ``ENGRAM_STRESS=small`` (an ordinary run of the tests), ``night`` or ``release``.
 
-A test marked ``stress`` takes its counts from :func:`size`; ``pytest -m stress`` runs those alone. Of the cases of a test
-marked ``stress(sample=n)`` an ordinary run takes ``n``, spread evenly, and ``pytest -m stress`` all. Draws follow from
-``ENGRAM_STRESS_SEED``, 0 if it is not set, so that nights can differ and a failure can be run again.
+A test marked ``stress`` takes its counts from :func:`size`; ``pytest -m stress`` runs those alone. Of the cases of each test an
+ordinary run takes :data:`CASES`, spread evenly, or ``n`` where it is marked ``stress(sample=n)``: 0 leaves the test to ``make
+test-all``, which takes all cases. Draws follow from ``ENGRAM_STRESS_SEED``, 0 if it is not set, so that nights can differ and a failure
+can be run again.
 """
 
 import os
@@ -13,6 +14,8 @@ SIZES = ("small", "night", "release")
 SIZE = os.environ.get("ENGRAM_STRESS") or "small"
 if SIZE not in SIZES:
     raise ValueError(f"ENGRAM_STRESS: expected one of {SIZES}, got {SIZE!r}.")
+#: Of each test in an ordinary run.
+CASES = 3
 SEED = int(os.environ.get("ENGRAM_STRESS_SEED") or 0)
 #: Above pytest's own limit of five minutes.
 LIMIT_S = {"small": 300, "night": 6 * 3600, "release": 24 * 3600}[SIZE]
