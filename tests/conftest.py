@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import signal
+import statistics
 import tempfile
 from pathlib import Path
 
@@ -44,6 +45,9 @@ def pytest_addoption(parser):
     parser.addoption("--quick", action="store_true", help="a case of each test, of modules that start no processes")
     parser.addoption("--all-cases", action="store_true", help="all cases of each test, not a sample of them")
     parser.addoption(
+        "--record-seconds", action="store_true", help="write to tests/seconds.json what a case of each test took"
+    )
+    parser.addoption(
         "--torn-rows", type=int, help="rows that the tests of torn rows read on a device: default 10^8 on a GPU"
     )
 
@@ -56,6 +60,8 @@ def pytest_configure(config):
         interpreter.share()
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Failures(config))
+        if config.option.record_seconds:
+            config.pluginmanager.register(_Seconds())
 
 
 class _Failures:
@@ -69,6 +75,20 @@ class _Failures:
             terminal = self._config.pluginmanager.get_plugin("terminalreporter")
             terminal.ensure_newline()
             terminal.write_line(f"failed in {report.when}: {report.nodeid}", red=True)
+
+
+class _Seconds:
+    """Notes what a case of each test took."""
+
+    def __init__(self):
+        self._took = {}
+
+    def pytest_runtest_logreport(self, report):
+        cases = self._took.setdefault(report.nodeid.partition("[")[0], {})
+        cases[report.nodeid] = cases.get(report.nodeid, 0) + report.duration
+
+    def pytest_sessionfinish(self):
+        stress.record({test: statistics.median(cases.values()) for test, cases in self._took.items()})
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -138,8 +158,8 @@ def ram(tmp_path):
 def pytest_collection_modifyitems(config, items):
     """Tests of some folders ignore that a restore left rows out.
 
-    An ordinary run takes a sample of the cases of each test: as many as its mark ``stress(sample=n)`` says, or ``stress.CASES``.
-    ``--all-cases`` takes all, as do ``-m stress`` and larger sizes. Tests that are asked for by name are taken as they are."""
+    An ordinary run takes a sample of the cases of each test: as many as its mark ``stress(sample=n)`` says, else as many as its time
+    allows. ``--all-cases`` takes all, as do ``-m stress`` and larger sizes. Tests that are asked for by name are taken as they are."""
     for item in items:
         if item.path.parent.name in LEAVING_OUT:
             item.add_marker(LEFT_OUT)
@@ -151,7 +171,10 @@ def pytest_collection_modifyitems(config, items):
         return
     left_out = set()
     for cases in by_test(items):
-        left_out.update(id(item) for item in stress.others(cases, stress_of(cases[0]).get("sample", stress.CASES)))
+        test = cases[0].nodeid.partition("[")[0]
+        left_out.update(
+            id(item) for item in stress.others(cases, stress_of(cases[0]).get("sample", stress.cases(test)))
+        )
     deselect(config, items, left_out)
 
 

@@ -1,11 +1,13 @@
 """How long stress tests run: ``ENGRAM_STRESS=small`` (an ordinary run of the tests), ``night`` or ``release``.
 
 A test marked ``stress`` takes its counts from :func:`size`; ``pytest -m stress`` runs those alone. Of the cases of each test an
-ordinary run takes :data:`CASES`, spread evenly, or ``n`` where it is marked ``stress(sample=n)``: 0 leaves the test to ``make
-test-all``, which takes all cases. Draws follow from ``ENGRAM_STRESS_SEED``, 0 if it is not set, so that nights can differ and a failure
-can be run again.
+ordinary run takes as many as its time allows, spread evenly: see :func:`cases`; or ``n`` where it is marked ``stress(sample=n)``. All
+cases run at night, by ``make test-all``. Draws follow from ``ENGRAM_STRESS_SEED``, 0 if it is not set, so that nights can differ and a
+failure can be run again.
 """
 
+import functools
+import json
 import os
 import random
 from pathlib import Path
@@ -14,8 +16,10 @@ SIZES = ("small", "night", "release")
 SIZE = os.environ.get("ENGRAM_STRESS") or "small"
 if SIZE not in SIZES:
     raise ValueError(f"ENGRAM_STRESS: expected one of {SIZES}, got {SIZE!r}.")
-#: Of each test in an ordinary run.
-CASES = 3
+#: Of each test in an ordinary run, at most so many cases that take so long; of one whose cases take longer, one; or none.
+CASES, SECONDS, LONGEST_S = 3, 1.0, 2.5
+#: What a case of a test took, by ``make test-all ARGS=--record-seconds`` on an idle machine. Shorter ones are left out.
+_TOOK = Path(__file__).with_name("seconds.json")
 SEED = int(os.environ.get("ENGRAM_STRESS_SEED") or 0)
 #: Above pytest's own limit of five minutes.
 LIMIT_S = {"small": 300, "night": 6 * 3600, "release": 24 * 3600}[SIZE]
@@ -26,6 +30,24 @@ RAM = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
 def size(small, night, release=None):
     """What a test uses in this run; ``release`` is ``night`` where it is not given."""
     return {"small": small, "night": night, "release": night if release is None else release}[SIZE]
+
+
+def cases(test):
+    """How many cases of a test, named as pytest does, an ordinary run takes."""
+    took = _took().get(test, 0)
+    return 0 if took > LONGEST_S else min(CASES, max(int(SECONDS / took), 1)) if took else CASES
+
+
+@functools.cache
+def _took():
+    return json.loads(_TOOK.read_text())
+
+
+def record(took):
+    """Write down what a case of each test took; of tests that did not run it stays."""
+    took = {**_took(), **{test: round(seconds, 1) for test, seconds in took.items()}}
+    kept = {test: seconds for test, seconds in sorted(took.items()) if seconds * CASES > SECONDS}
+    _TOOK.write_text(json.dumps(kept, indent=0) + "\n")
 
 
 def others(cases, n):
