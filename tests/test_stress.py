@@ -39,7 +39,8 @@ def test_tests_whose_seconds_are_known_exist():
         for name in names
         for module, *parts in [name.split("::")]
         if not all(
-            part == "runTest" or re.search(rf"\b(def|class) {part}\b|^{part} =", texts[module], re.MULTILINE) for part in parts
+            part == "runTest" or re.search(rf"\b(def|class) {part}\b|^{part} =", texts[module], re.MULTILINE)
+            for part in parts
         )
     ]
     assert not gone
