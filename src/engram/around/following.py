@@ -768,7 +768,7 @@ class Following:
         """
         numbers, after = tensors.pop(), tensors.pop()
         tensors.append(numbers)
-        if not bool(after.any()):  # all have a step after them
+        if not after.numpy().any():  # all have a step after them
             return moved, False
         stands = torch.ones(len(rows), dtype=torch.bool, device="cpu")
         stands[moved] = False
