@@ -211,7 +211,7 @@ test-tensordict: $(VENV)/.engram-dev $(NEWEST)/.installed
 
 # Not of CI: Ray is large, and its processes need more than two cores to be quick.
 test-ray: $(VENV)/.engram-dev $(VENV)/.ray
-	@$(PYTEST) tests/cluster $(ARGS)
+	@$(PYTEST) --all-cases tests/cluster $(ARGS)
 
 # Not of CI: TransferQueue needs Ray, and its tests and tutorial take seven minutes.
 $(VENV)/.transfer-queue: $(VENV)/.torch
@@ -220,7 +220,7 @@ $(VENV)/.transfer-queue: $(VENV)/.torch
 	@touch $@
 
 test-transfer-queue: $(VENV)/.engram-dev $(VENV)/.transfer-queue
-	@$(PYTEST) tests/adapters $(ARGS)
+	@$(PYTEST) --all-cases tests/adapters $(ARGS)
 
 # Not of CI: each framework brings packages that nothing else needs. They lie beside .venv, without their dependencies, so that none
 # swaps torch: what they need beyond .venv stands here, too. One more framework: its name, and its packages.
@@ -253,7 +253,7 @@ $(LEROBOT)/.installed: $(VENV)/.torch
 	@touch $@
 
 test-doors: $(VENV)/.engram-dev $(DOORS:%=build/doors/.%) $(LEROBOT)/.installed
-	@PYTHONPATH=build/doors $(PYTEST) tests/doors $(ARGS)
+	@PYTHONPATH=build/doors $(PYTEST) --all-cases tests/doors $(ARGS)
 	@$(PYTEST) tests/datasets/test_lerobot_itself.py $(ARGS)
 
 # Not of CI: Hydra and transformers are for TorchRL's recipes alone.
@@ -379,7 +379,7 @@ test-asan: $(VENV)/.engram-dev configure-native
 	@cp -r src/engram $(SANITIZED)
 	@echo "==> Testing it"
 	@PYTHONPATH=$(SANITIZED) LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so.6)" \
-	  ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 $(PYTEST) -p no:cacheprovider -s -q $(ASAN_TESTS) $(ARGS)
+	  ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 $(PYTEST) -p no:cacheprovider --all-cases -s -q $(ASAN_TESTS) $(ARGS)
 
 negative-controls: configure-native
 	@echo "==> Compiling the C++ tests without what they test"

@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import random
+import sys
 from pathlib import Path
 
 SIZES = ("small", "night", "release")
@@ -18,6 +19,8 @@ if SIZE not in SIZES:
     raise ValueError(f"ENGRAM_STRESS: expected one of {SIZES}, got {SIZE!r}.")
 #: Of each test in an ordinary run, at most so many cases that take so long; of one whose cases take longer, one; or none.
 CASES, SECONDS, LONGEST_S = 3, 1.0, 2.5
+#: Tests whose cases are pages, names and files: none stands for another, so that an ordinary run takes all.
+_WHOLE = ("tests/structure/", "tests/test_api.py", "tests/test_docs.py", "tests/test_golden.py", "tests/test_site.py")
 #: What a case of a test took, by ``make test-all ARGS=--record-seconds`` on an idle machine. Shorter ones are left out.
 _TOOK = Path(__file__).with_name("seconds.json")
 SEED = int(os.environ.get("ENGRAM_STRESS_SEED") or 0)
@@ -34,6 +37,8 @@ def size(small, night, release=None):
 
 def cases(test):
     """How many cases of a test, named as pytest does, an ordinary run takes."""
+    if test.startswith(_WHOLE):
+        return sys.maxsize
     took = _took().get(test, 0)
     return 0 if took > LONGEST_S else min(CASES, max(int(SECONDS / took), 1)) if took else CASES
 
@@ -52,6 +57,7 @@ def record(took):
 
 def others(cases, n):
     """The cases that are not among ``n`` spread evenly over all."""
+    n = min(n, len(cases))
     sample = {i * (len(cases) - 1) // max(n - 1, 1) for i in range(n)}
     return [case for i, case in enumerate(cases) if i not in sample]
 

@@ -10,7 +10,15 @@ from tests import stress
 
 @pytest.mark.parametrize(
     ("cases", "n", "kept"),
-    [(6, 3, [0, 2, 5]), (36, 4, [0, 11, 23, 35]), (2, 1, [0]), (2, 5, [0, 1]), (1, 1, [0]), (3, 0, [])],
+    [
+        (6, 3, [0, 2, 5]),
+        (36, 4, [0, 11, 23, 35]),
+        (2, 1, [0]),
+        (2, 5, [0, 1]),
+        (1, 1, [0]),
+        (3, 0, []),
+        (3, 99, [0, 1, 2]),
+    ],
 )
 def test_a_sample_is_spread_evenly(cases, n, kept):
     assert stress.others(list(range(cases)), n) == [case for case in range(cases) if case not in kept]
@@ -19,6 +27,7 @@ def test_a_sample_is_spread_evenly(cases, n, kept):
 def test_an_ordinary_run_takes_as_many_cases_as_their_time_allows(monkeypatch):
     monkeypatch.setattr(stress, "_took", lambda: {"a": 0.4, "b": 0.9, "c": 2.5, "d": 2.6})
     assert [stress.cases(test) for test in ("unknown", "a", "b", "c", "d")] == [3, 2, 1, 1, 0]
+    assert stress.cases("tests/test_docs.py::test_examples_of_a_page") > 1000
 
 
 def test_seconds_are_kept_of_tests_that_did_not_run(tmp_path, monkeypatch):
