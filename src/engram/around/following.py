@@ -20,8 +20,7 @@ from engram._support.tensordicts import is_tensor_collection, tensordict_type
 from engram.around.episodes import END_KEYS, numbers_by_path, usual_flags
 from engram.around.expander import MARK, Column, Expander, Expansion, Reading, TrajectoryArguments
 from engram.errors import ReadOnlyStore
-from engram.format.layout import is_store
-from engram.format.schema import Field
+from engram.format import layout, schema
 from engram.samplers import PrioritizedSampler
 from engram.storages import LazyMemmapStorage, LazyTensorStorage, TensorStorage
 from engram.storages.memmap import check_io
@@ -174,7 +173,7 @@ class FinalObservations(Stateful):
         check_keys(noted, ("keys", "end_keys", "max_size", "directory"), cls.__name__)
         folder = Path(os.path.normpath(base / typed(noted, "directory", str, cls.__name__)))
         keys, ends = noted["keys"], noted["end_keys"]
-        if not readonly and not is_store(folder):  # no episode has ended yet
+        if not readonly and not layout.is_store(folder):  # no episode has ended yet
             size = integer(noted, "max_size", 1, 1 << 62, cls.__name__)
             return cls.open_or_create(keys, folder, size, end_keys=ends, unclean=unclean, io=io)
         storage = LazyMemmapStorage.open(folder, unclean=unclean, readonly=readonly, io=io)
@@ -648,7 +647,7 @@ class NextFromFollowing(Expander):
             vars(self)["computed_keys"] = dict.fromkeys(map(public, following.names), False)
         return found
 
-    def beside_bytes(self, stored: Sequence[Field]) -> int:
+    def beside_bytes(self, stored: Sequence[schema.Field]) -> int:
         if not self.marks:
             return 0
         observations = sum(field.row_bytes for field in stored if field.key in self.finals.keys)

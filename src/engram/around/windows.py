@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NoReturn, TypeAlias, cast
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -16,23 +17,18 @@ from engram._support.retries import Retries
 from engram.around.episodes import StaticTable, TrajectoryKeys, fragments_table, numbers_by_path
 from engram.around.settings import Setting, WindowSettings, WindowSpec
 from engram.errors import EMPTY, NoSampleable
-from engram.samplers._base import MAX_DRAWS, NativeSampler, key_for
+from engram.format.schema import Schema
+from engram.samplers import _base, prioritized
 from engram.store import Key as DrawKey
 from engram.store import Masses, Store, dlpack_specs
+from engram.store.sampled import SampledStorage
 from engram.types import Draw, Entry, Extent, Info, NativeBatch, ReadBatch, ReadDraw, Shown
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from engram.format.schema import Schema
-    from engram.samplers.prioritized import PrioritizedSampler
-    from engram.store.sampled import SampledStorage
-
-    Merge: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-    Table: TypeAlias = _native.Trajectories | _native.Fragments
-    Arguments: TypeAlias = tuple[
-        _native.Store, _native.Layout, int, int, _native.WindowSpec, _native.Batched, _native.Marks
-    ]
+Merge: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+Table: TypeAlias = _native.Trajectories | _native.Fragments
+Arguments: TypeAlias = tuple[
+    _native.Store, _native.Layout, int, int, _native.WindowSpec, _native.Batched, _native.Marks
+]
 
 #: The entry of a draw's info that says at which places windows end: int64 ``[windows]``.
 LAST_STEPS = "engram.ends"
@@ -69,13 +65,13 @@ class _Bound(NamedTuple):
         return memory is not None and self.memory is memory and self.schema is memory.schema
 
 
-class WindowSampler(NativeSampler):
+class WindowSampler(_base.NativeSampler):
     """Base of the slice samplers. A subclass says how windows are chosen: :meth:`_choose`."""
 
-    traits = NativeSampler.traits._replace(reads_natively=True, draws_windows=True)
+    traits = _base.NativeSampler.traits._replace(reads_natively=True, draws_windows=True)
 
     #: Draws the first steps of windows by priority, and holds the priorities; None: they are drawn without.
-    anchors: PrioritizedSampler | None = None
+    anchors: prioritized.PrioritizedSampler | None = None
 
     #: Says of rows, int64 ``[n]``, with their tickets which ones may be drawn, bool ``[n]``; None: all. Windows have no others.
     admits: Callable[[Tensor, Tensor], Tensor] | None = None
@@ -281,7 +277,7 @@ class WindowSampler(NativeSampler):
         """
         parts: list[list[Tensor]] = []
         count, tries = self.settings.split(n)[0], Retries()
-        while tries.count < MAX_DRAWS:
+        while tries.count < _base.MAX_DRAWS:
             bits = key if tries.count == 0 else DrawKey.of(tries.key_of(key.value))
             marks, tensors = self._draw(storage, bits, n, numbered=True, shown="apart", finished=finished)
             if self.admits is None:
@@ -295,7 +291,7 @@ class WindowSampler(NativeSampler):
             if not count:
                 return marks, [torch.cat(tensor) for tensor in zip(*parts, strict=True)]
         raise NoSampleable(
-            f"sample: expected windows of rows that can be drawn, got others at {MAX_DRAWS} draws. {self._shorter()}, or wait until more "
+            f"sample: expected windows of rows that can be drawn, got others at {_base.MAX_DRAWS} draws. {self._shorter()}, or wait until more "
             "rows can be drawn."
         )
 
@@ -467,7 +463,7 @@ class WindowSampler(NativeSampler):
         """Draw from a storage with a key of torch's default generator: ``((int64 [B],), info)``."""
         self.bind(storage)
         self._bound_to(storage, self.settings.split(batch_size)[1])  # raises for a storage without windows
-        key = key_for(storage, generator=self._rng)
+        key = _base.key_for(storage, generator=self._rng)
         _, rows, info = self.sample_natively(storage, key, batch_size)
         assert rows is not None  # as they are shown
         info.pop(WINDOW_ENDS, None)

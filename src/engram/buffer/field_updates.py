@@ -22,7 +22,7 @@ from engram._support.nested import find, flatten, has_entries
 from engram._support.tensordicts import tensordict_type
 from engram.errors import RowError
 from engram.format.schema import Field
-from engram.storages import _columns, _structure
+from engram.storages import Rows, Storage, _columns, _structure
 from engram.storages._types import as_tensor, cast
 from engram.store import DTYPE_NAMES, DTYPE_OF
 from engram.store import add_field as add_to_store
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
     from engram.buffer.output import Source
     from engram.buffer.wiring import Wiring
-    from engram.storages import Rows, Storage
 
 
 CALL = "update_if_present"

@@ -27,7 +27,7 @@ from engram.buffer.replay_buffer import ReplayBuffer, shows
 from engram.buffer.wiring import checked_size, component
 from engram.buffer.write_path import HELD_BACK, WritePath, rows_of
 from engram.store.limits import WAIT_S, checked_timeout
-from engram.types import Sampler, Size
+from engram.types import Sampler, Size, Told
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
     M = TypeVar("M", bound=Callable[..., object])
 
-    from engram.types import Told
 
 __all__ = [
     "HERReplayBuffer",

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from engram._support import native
 from engram._support.retries import Retries
 from engram._support.state import Change, typed
-from engram.samplers._base import NativeSampler, check_drawable
+from engram.samplers._base import Accept, NativeSampler, check_drawable
 from engram.store import Key, Masses, Store, check_index_name
 from engram.store.row_indexes import NONE, EpochIndex, Progress, checked_progress
+from engram.store.sampled import SampledStorage
 from engram.types import Commit, Draw, Extent, Info, NativeBatch, Shown, Write
-
-if TYPE_CHECKING:
-    from engram.samplers._base import Accept
-    from engram.store.sampled import SampledStorage
 
 #: Rows that are looked at together.
 _SOME = 256

@@ -14,8 +14,7 @@ from torch import Tensor
 from engram._support import checks, closing, fork, words
 from engram._support.overrides import doing, meanwhile, overrides
 from engram.errors import IncompatibleCheckpoint, RowError
-from engram.saved import checkpoints, part_reader, parts
-from engram.saved.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer, accepted, prepare_dumped
+from engram.saved import checkpointers, checkpoints, part_reader, parts
 from engram.storages.ragged import NO_RAGGED, RaggedOptions
 from engram.storages.tensor_state import KeptRows, unwritten
 from engram.store import keys, open_rows, row_indexes, sampled
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
     from engram._support.field_paths import FieldPath
     from engram.format.schema import Schema
-    from engram.saved.checkpointers import LoadHook, SaveHook
     from engram.store import Store
     from engram.store.limits import Rules
 
@@ -961,11 +959,11 @@ class Storage(Declared, parts.Dumpable, Port):
         return None
 
     #: What saves the rows and loads them; None: the storage itself does.
-    _checkpointer: StorageCheckpointerBase | None = None
-    _default_checkpointer: type[StorageCheckpointerBase] = TensorStorageCheckpointer
+    _checkpointer: checkpointers.StorageCheckpointerBase | None = None
+    _default_checkpointer: type[checkpointers.StorageCheckpointerBase] = checkpointers.TensorStorageCheckpointer
 
     @property
-    def checkpointer(self) -> StorageCheckpointerBase:
+    def checkpointer(self) -> checkpointers.StorageCheckpointerBase:
         """What :meth:`dumps` and ``rb.dumps`` save the rows with. None sets the default one.
 
         >>> from engram import FlatStorageCheckpointer, LazyTensorStorage
@@ -979,13 +977,13 @@ class Storage(Declared, parts.Dumpable, Port):
         return self._checkpointer
 
     @checkpointer.setter
-    def checkpointer(self, given: StorageCheckpointerBase | None) -> None:
-        taken = accepted(given)
-        if not isinstance(taken, StorageCheckpointerBase | None):
+    def checkpointer(self, given: checkpointers.StorageCheckpointerBase | None) -> None:
+        taken = checkpointers.accepted(given)
+        if not isinstance(taken, checkpointers.StorageCheckpointerBase | None):
             raise TypeError(f"checkpointer: expected a storage checkpointer, got {type(given).__name__}.")
         self._checkpointer = taken
 
-    def register_save_hook(self, hook: SaveHook) -> None:
+    def register_save_hook(self, hook: checkpointers.SaveHook) -> None:
         """Call ``hook(data, path=folder)`` with the rows before they are saved, after earlier hooks; its result is saved.
 
         The hook is the checkpointer's: it is not saved, and copies of the storage in other processes have it only if it was there before.
@@ -996,7 +994,7 @@ class Storage(Declared, parts.Dumpable, Port):
         """
         self.checkpointer.register_save_hook(hook)
 
-    def register_load_hook(self, hook: LoadHook) -> None:
+    def register_load_hook(self, hook: checkpointers.LoadHook) -> None:
         """Call ``hook(data, out=None)`` with what was loaded, after earlier hooks; its result becomes the rows.
 
         >>> from engram import Flat2TED, LazyTensorStorage
@@ -1059,7 +1057,7 @@ class Storage(Declared, parts.Dumpable, Port):
         """
         if self._checkpointer is None or self._checkpointer.is_plain:
             with part_reader.PartReader.open(checkpoints.standing(Path(path))) as reader:
-                prepare_dumped(self, reader).commit()
+                checkpointers.prepare_dumped(self, reader).commit()
             self.notify(None, None)
         else:
             self._checkpointer.loads(self, path)

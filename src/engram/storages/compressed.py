@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram._support import tensordicts, words
+from engram._support import field_paths, tensordicts, unsupported, words
 from engram._support.checks import check_callable, check_count, check_type
 from engram._support.copies import deflated, inflated, raw_bytes, zstd
 from engram._support.nested import map_leaves
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from tensordict import TensorDict
 
-    from engram._support import field_paths, unsupported
 
 #: In a saved item: a tensor, a TensorDict, and what is said of them.
 _TENSOR, _TENSORDICT = "engram.tensor", "engram.tensordict"
