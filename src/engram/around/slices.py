@@ -18,7 +18,10 @@ from engram.around.settings import Setting, StreamingArguments, WindowArguments,
 from engram.around.windows import Arguments, Table, WindowSampler, _Bound
 from engram.errors import NoSampleable
 from engram.samplers import _base, prioritized
-from engram.store import Masses, Store, origin_of, priorities, sampled
+from engram.store import priorities, sampled
+from engram.store.blocks import Masses
+from engram.store.opening import origin_of
+from engram.store.store import Store
 from engram.types import Commit, Write
 
 

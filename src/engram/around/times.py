@@ -18,7 +18,8 @@ from engram.around.sequence import Expanded, ExpandedReader, Named, SampleUnit, 
 from engram.format.schema import Schema
 from engram.samplers._base import DeclaredSampler
 from engram.storages import Storage
-from engram.store import Store, as_rows
+from engram.store.memory import as_rows
+from engram.store.store import Store
 from engram.types import Draw
 
 #: Times before and after a row, of each field: a dict, or pairs of keys and times.

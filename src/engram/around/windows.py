@@ -19,9 +19,10 @@ from engram.around.settings import Setting, WindowSettings, WindowSpec
 from engram.errors import EMPTY, NoSampleable
 from engram.format.schema import Schema
 from engram.samplers import _base, prioritized
-from engram.store import Key as DrawKey
-from engram.store import Masses, Store, dlpack_specs
+from engram.store import blocks
+from engram.store.memory import dlpack_specs
 from engram.store.sampled import SampledStorage
+from engram.store.store import Store
 from engram.types import Draw, Entry, Extent, Info, NativeBatch, ReadBatch, ReadDraw, Shown
 
 Merge: TypeAlias = Callable[[Tensor, Tensor], Tensor]
@@ -228,7 +229,7 @@ class WindowSampler(_base.NativeSampler):
         raise NotImplementedError
 
     def _draw(
-        self, storage: SampledStorage, key: DrawKey, n: int, *, numbered: bool, shown: Way, finished: Finished = None
+        self, storage: SampledStorage, key: blocks.Key, n: int, *, numbered: bool, shown: Way, finished: Finished = None
     ) -> tuple[EndMarks, list[Tensor]]:
         """Draw windows in one native call: all fields, but none apart, rows and marks as shown, tickets if numbered.
 
@@ -269,7 +270,7 @@ class WindowSampler(_base.NativeSampler):
         return marks, tensors
 
     def _draw_admitted(
-        self, storage: SampledStorage, key: DrawKey, n: int, finished: Finished = None
+        self, storage: SampledStorage, key: blocks.Key, n: int, finished: Finished = None
     ) -> tuple[EndMarks, list[Tensor]]:
         """Draw windows all of whose rows are admitted, without their fields: rows ``[B * T]``, marks and tickets.
 
@@ -278,7 +279,7 @@ class WindowSampler(_base.NativeSampler):
         parts: list[list[Tensor]] = []
         count, tries = self.settings.split(n)[0], Retries()
         while tries.count < _base.MAX_DRAWS:
-            bits = key if tries.count == 0 else DrawKey.of(tries.key_of(key.value))
+            bits = key if tries.count == 0 else blocks.Key.of(tries.key_of(key.value))
             marks, tensors = self._draw(storage, bits, n, numbered=True, shown="apart", finished=finished)
             if self.admits is None:
                 return marks, tensors
@@ -291,8 +292,8 @@ class WindowSampler(_base.NativeSampler):
             if not count:
                 return marks, [torch.cat(tensor) for tensor in zip(*parts, strict=True)]
         raise NoSampleable(
-            f"sample: expected windows of rows that can be drawn, got others at {_base.MAX_DRAWS} draws. {self._shorter()}, or wait until more "
-            "rows can be drawn."
+            f"sample: expected windows of rows that can be drawn, got others at {_base.MAX_DRAWS} draws. {self._shorter()}, or wait until "
+            "more rows can be drawn."
         )
 
     def _drawn_later(self, bound: _Bound, storage: SampledStorage, arguments: Arguments, length: int) -> list[Tensor]:
@@ -311,7 +312,7 @@ class WindowSampler(_base.NativeSampler):
         return self._raise_without_windows(bound.table, length)
 
     def sample_natively(
-        self, storage: SampledStorage, key: DrawKey, n: int, *, numbered: bool = False, shown: Shown = "beside"
+        self, storage: SampledStorage, key: blocks.Key, n: int, *, numbered: bool = False, shown: Shown = "beside"
     ) -> NativeBatch:
         """Draw windows, read them and mark their ends in one native call: ``(columns, rows, info)``.
 
@@ -348,7 +349,7 @@ class WindowSampler(_base.NativeSampler):
     def sample_apart(
         self,
         storage: SampledStorage,
-        key: DrawKey,
+        key: blocks.Key,
         n: int,
         read: ReadDraw,
         *,
@@ -382,7 +383,7 @@ class WindowSampler(_base.NativeSampler):
             if not moved:
                 break
             retries.again(rows, moved, ", of a window,")
-            bits = DrawKey.of(retries.key_of(key.value))
+            bits = blocks.Key.of(retries.key_of(key.value))
         there = [tensor.to(store.device) for tensor in (*marked, store.writes_of(rows, tickets))]
         numbered = numbered or self.anchors is not None
         stored = columns[: marks.fields]
@@ -404,7 +405,7 @@ class WindowSampler(_base.NativeSampler):
         self._bound_to(storage, self.settings.split(batch_size)[1])  # raises for a storage without windows
         assert storage is not None
         assert storage.memory is not None
-        _, drawn = self._draw_admitted(storage, DrawKey.of(key), batch_size)
+        _, drawn = self._draw_admitted(storage, blocks.Key.of(key), batch_size)
         return Draw(drawn[0], drawn[-1])
 
     def _raise_without_windows(self, table: Table, length: int) -> NoReturn:
@@ -427,12 +428,12 @@ class WindowSampler(_base.NativeSampler):
 
     # ---- the rest of a sampler ---------------------------------------------------------------------------------------
 
-    def masses(self, storage: SampledStorage) -> Masses:
+    def masses(self, storage: SampledStorage) -> blocks.Masses:
         self.bind(storage)
         length = self.settings.length
         bound = self._bound_to(storage, length)
         choices = bound.table.choices(bound.memory.core, self.settings.native(length, type(self).__name__))
-        return Masses(choices, 1.0, len(storage))
+        return blocks.Masses(choices, 1.0, len(storage))
 
     def rows_together(self) -> tuple[int, int]:
         settings = self.settings

@@ -24,8 +24,8 @@ from engram.errors import RowError
 from engram.format.schema import Field
 from engram.storages import Rows, Storage, _columns, _structure
 from engram.storages._types import as_tensor, cast
-from engram.store import DTYPE_NAMES, DTYPE_OF
-from engram.store import add_field as add_to_store
+from engram.store.adding import add_field as add_to_store
+from engram.store.memory import DTYPE_NAMES, DTYPE_OF
 from engram.store.open_rows import OpenRowIndex
 from engram.store.ragged_rows import items_in
 from engram.types import Write

@@ -13,8 +13,7 @@ from engram._support.tensordicts import children, is_plain_tensordict, tensordic
 from engram.buffer.prefetch import Prefetcher
 from engram.errors import NoSampleable
 from engram.storages.items import pack, unpack
-from engram.store import Copied, Key
-from engram.store.limits import LimitWait
+from engram.store import blocks, limits, memory
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -98,10 +97,10 @@ class Prefetching(Prefetcher):
 
     # ---- the stages of a batch -------------------------------------------------------------------------------------------
 
-    def ask(self, key: Key) -> None:
+    def ask(self, key: blocks.Key) -> None:
         self._reading.draw_key(key)
 
-    def read(self, key: Key) -> tuple[object, dict[str, object] | None]:
+    def read(self, key: blocks.Key) -> tuple[object, dict[str, object] | None]:
         wiring, reading, batch_size = self._wiring, self._reading, self._settings.batch_size
         assert batch_size is not None
         before = self.place()
@@ -111,10 +110,10 @@ class Prefetching(Prefetcher):
             with wiring.pinning.gathering():
                 return reading.read(key, batch_size), before
 
-    def room(self) -> LimitWait | None:
+    def room(self) -> limits.LimitWait | None:
         """What the thread that reads sleeps on, if it is not admitted; None: there are no limits."""
         assert self._settings.batch_size is not None  # it prefetches
-        return LimitWait.of(self._wiring.storage.memory, self._settings.batch_size)
+        return limits.LimitWait.of(self._wiring.storage.memory, self._settings.batch_size)
 
     def finish(self, raw: Any) -> object:
         """``(data, rows, info)``: the info is made when it is asked for. Pinned, it is complete, and the rows are None."""
@@ -260,7 +259,7 @@ def _by_value(data: object) -> Any:
     def copied(leaf: object) -> object:
         if is_plain_tensordict(leaf):
             return _ByValue(leaf)
-        return Copied(leaf.detach().clone()) if isinstance(leaf, Tensor) else leaf
+        return memory.Copied(leaf.detach().clone()) if isinstance(leaf, Tensor) else leaf
 
     return nested.map_leaves(data, copied)
 
@@ -271,6 +270,6 @@ def _from_value(data: object) -> Any:
     def restored(leaf: object) -> object:
         if isinstance(leaf, _ByValue):
             return leaf.restored()
-        return leaf.tensor if isinstance(leaf, Copied) else leaf
+        return leaf.tensor if isinstance(leaf, memory.Copied) else leaf
 
     return nested.map_leaves(data, restored)

@@ -24,7 +24,7 @@ from engram.errors import NoSampleable
 from engram.remote.served import Drawn
 from engram.samplers.redraw import Redraw
 from engram.storages.ragged import RaggedLayout
-from engram.store import Key, ThreadKey
+from engram.store.blocks import Key, ThreadKey
 from engram.types import Draw, Entry, Info, Shown
 
 

@@ -27,7 +27,7 @@ from engram.device.direct import Replays
 from engram.errors import EMPTY, RowError
 from engram.format.schema import Field
 from engram.saved.rows import Boundaries, Roles, boundary_fields, roles_of
-from engram.store import DeviceStore
+from engram.store.device.store import DeviceStore
 from engram.store.keys import count_keys
 from engram.types import Draw
 

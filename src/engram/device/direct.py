@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from tensordict import TensorDictBase
 
-    from engram.store import Store
     from engram.store.priorities import PriorityIndex
+    from engram.store.store import Store
 
 #: How many bytes of rows go in one block.
 _AT_ONCE = 64 << 20

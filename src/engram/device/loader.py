@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from tensordict import TensorDictBase
 
-    from engram.store import Store
+    from engram.store.store import Store
 
 __all__ = ["DeviceLoader", "Streams"]
 

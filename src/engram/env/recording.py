@@ -47,7 +47,7 @@ from engram.env.values import (
     some,
 )
 from engram.storages import DefaultStorage, Storage
-from engram.store import dlpack_specs
+from engram.store.memory import dlpack_specs
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
     from engram.env.values import Array, Mask, Nested, Spec, Told
     from engram.saved.rows import Roles
-    from engram.store import Store
+    from engram.store.store import Store
 
 Names: TypeAlias = Mapping[str, Key] | Mapping[tuple[str, ...], Key] | Mapping[Key, Key]
 Form: TypeAlias = "dict[str, int | Form]"

@@ -19,7 +19,10 @@ from engram.inspect.plots import Ends, Scan, Watched, check_here, effective, ind
 from engram.samplers import PrioritizedSampler
 from engram.samplers._base import DeclaredSampler
 from engram.storages import Storage
-from engram.store import Store, priorities, read_block, row_indexes, shared_memory
+from engram.store import priorities, row_indexes
+from engram.store.lifetime import shared_memory
+from engram.store.memory import read_block
+from engram.store.store import Store
 from engram.types import Extent
 
 #: Rows that estimates are of.

@@ -16,7 +16,7 @@ from engram.members.components import SamplerEnsemble, naming
 from engram.remote.fleet import plans
 from engram.samplers._base import check_drawable, key_for
 from engram.storages import items
-from engram.store import Key, Store, ragged_rows
+from engram.store import blocks, ragged_rows, store
 from engram.store.limits import WAIT_S, LimitWait
 
 if TYPE_CHECKING:
@@ -211,9 +211,9 @@ class Member:
         return not (wiring.transform.reads or wiring.collates or wiring.storage.gets or wiring.pinning is not None)
 
     @property
-    def memory(self) -> Store | None:
+    def memory(self) -> store.Store | None:
         """Where its fields are; None: of a list, or before the first write."""
-        return cast("Store | None", self.wiring.storage.memory)
+        return cast("store.Store | None", self.wiring.storage.memory)
 
 
 def check_alike(members: Sequence[Member]) -> None:
@@ -306,11 +306,11 @@ class EnsembleReadPath(read_path.ReadPath):
     def gathers_pinned(self) -> bool:
         return False  # parts are put together first
 
-    def sample_with(self, key: Key, batch_size: int, return_info: bool, timeout: float | None) -> object:
+    def sample_with(self, key: blocks.Key, batch_size: int, return_info: bool, timeout: float | None) -> object:
         raw = self._drawn(key.value, batch_size, WAIT_S if timeout is None else timeout)
         return self.finish(*raw, return_info)
 
-    def read(self, key: Key, n: int, shown: Shown = "beside") -> _Raw:  # type: ignore[override]  # noqa: ARG002 - it joins parts, not columns
+    def read(self, key: blocks.Key, n: int, shown: Shown = "beside") -> _Raw:  # type: ignore[override]  # noqa: ARG002 - it joins parts, not columns
         """As of a buffer; for batches ahead, which do not wait for the limits of members."""
         return self._drawn(key.value, n, 0.0)
 

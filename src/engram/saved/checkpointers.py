@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from tensordict import TensorDict
 
-    from engram.store import Store
+    from engram.store.store import Store
     from engram.types import Form, ItemsSource, RowsSource, RowsTarget, StorageLoad, Traits
 
 Key: TypeAlias = tuple[str, ...]

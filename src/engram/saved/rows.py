@@ -27,7 +27,8 @@ from engram.saved import description, disk, parts
 from engram.saved.documents import corrupt
 from engram.saved.part_reader import PartReader, Stretch, stretches
 from engram.saved.ragged import PartItems, WholeItems
-from engram.store import Store, memory, rings
+from engram.store import memory, rings
+from engram.store.store import Store
 from engram.types import RowsTarget
 
 Ints: TypeAlias = NDArray[np.int64]

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from engram._support.field_paths import FieldPath
     from engram.format.schema import Schema
-    from engram.store import Store
     from engram.store.limits import Rules
+    from engram.store.store import Store
 
 
 class Rows(NamedTuple):

@@ -19,7 +19,7 @@ from engram.format.sizes import resized, rings_of, with_rings
 from engram.storages import _ragged_structure, _structure
 from engram.storages import ragged as ragged_fields
 from engram.storages._types import NO_DTYPES, Dtypes, check_stored, checked_dtypes
-from engram.store import Store
+from engram.store.store import Store
 from engram.types import Declared
 
 #: What takes rows of another size. A layout, a storage saved alone and a state dict have no such way.

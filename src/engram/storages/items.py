@@ -23,7 +23,8 @@ from engram._support.tensordicts import (
     wrap,
 )
 from engram.format.schema import DTYPES, Field, Node, Schema
-from engram.store import Store, memory, row_indexes
+from engram.store import memory, row_indexes
+from engram.store.store import Store
 from engram.types import WritePlan
 
 if TYPE_CHECKING:

@@ -23,9 +23,11 @@ from engram.storages._base import Count, Rows, Storage, check_count, check_plan
 from engram.storages._geometry import Geometry
 from engram.storages.items import ItemGroups, pack, unpack
 from engram.storages.tensor_state import checked_priorities, saved_priorities
-from engram.store import Store, StoreState, check_index_name, reattach
+from engram.store.indexes import check_index_name
+from engram.store.opening import reattach
 from engram.store.priorities import PriorityConfig, PriorityIndex
 from engram.store.row_indexes import ALL_ROWS, ConsumptionIndex, GroupRules, Groups
+from engram.store.store import Store, StoreState
 from engram.types import Decompress, Extent, ItemsSource, StorageLoad, Write, WritePlan
 
 if TYPE_CHECKING:

@@ -33,10 +33,13 @@ from engram.storages.list import ListStorage
 from engram.storages.ragged import NO_RAGGED, RaggedLayout
 from engram.storages.tensor import TensorStorage
 from engram.storages.tensor_state import RowsLoad, SnapshotPreparation
-from engram.store import DeviceStore, ForeignStore, Mirror, Store, copy_rows, holds_store, open_store, skip_numbers
+from engram.store import elsewhere, limits
+from engram.store.device.mirror import Mirror, copy_rows
+from engram.store.device.store import DeviceStore
 from engram.store.keys import key_field, key_of
-from engram.store.limits import Rules
+from engram.store.opening import holds_store, open_store, skip_numbers
 from engram.store.ragged import store_class
+from engram.store.store import Store
 from engram.types import Extent, Form, RowsSource, RowStorage, StorageLoad, Traits
 
 GivenStorage: TypeAlias = Storage | RowStorage | Callable[[], Storage | RowStorage]
@@ -175,7 +178,7 @@ class OwnStorage(TensorStorage):
 
     def _make(self, structure: Structure) -> None:
         self._columns.take(structure)
-        store = ForeignStore(self._geometry.schema(structure, ()), self._columns)
+        store = elsewhere.ForeignStore(self._geometry.schema(structure, ()), self._columns)
         store.take_extent(self._columns.extent())
         self._adopt(store, structure)
         self._note_schema()
@@ -217,7 +220,7 @@ class OwnStorage(TensorStorage):
     def share(self, maker: str | None = None) -> None:
         self._unsupported("share", "Share a LazyTensorStorage, or serve the buffer: rb.serve().")
 
-    def limit(self, rules: Rules, unconsumed: int) -> None:
+    def limit(self, rules: limits.Rules, unconsumed: int) -> None:
         if any(rules):
             self._unsupported("limit", "Limit a LazyTensorStorage or LazyMemmapStorage.")
 
@@ -249,7 +252,7 @@ class OwnStorage(TensorStorage):
 
     def _first_rows(self, n: int) -> list[torch.Tensor]:
         store = self.store
-        assert isinstance(store, ForeignStore)
+        assert isinstance(store, elsewhere.ForeignStore)
         return store.first_rows(n)
 
     def prepare_rows(self, state: dict[str, object], source: RowsSource) -> RowsLoad:
@@ -449,7 +452,7 @@ class LazyTensorStorage(TensorStorage):
                 data, call = row
                 first = data[0] if batched and isinstance(data, list) else data
                 Structure.of(first, batched=batched and first is data, call=str(call))
-            before, limit, key = self.written(), Rules(*store.core.limit), key_of(store)
+            before, limit, key = self.written(), limits.Rules(*store.core.limit), key_of(store)
             self._looking = True  # it is still there
             try:
                 del self.memory

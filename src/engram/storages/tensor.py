@@ -30,10 +30,11 @@ from engram.storages._structure import Structure, device_of, leading_size
 from engram.storages._types import as_tensor
 from engram.storages.ragged import RaggedLayout
 from engram.storages.tensor_state import RowsLoad, RowsState
-from engram.store import DeviceStore, Store, reattach
+from engram.store.device.store import DeviceStore
+from engram.store.opening import reattach
 from engram.store.priorities import Priorities, PriorityConfig, PriorityIndex, priorities_of
 from engram.store.ragged import RaggedStore
-from engram.store.store import NativeWrite, T
+from engram.store.store import NativeWrite, Store, T
 from engram.types import Extent, Form, RowsSource, StorageLoad, Traits, Write, WritePlan
 
 

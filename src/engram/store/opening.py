@@ -24,7 +24,7 @@ from engram.format import files as controls
 from engram.format import schema as schemas
 from engram.store import lifetime, memory
 from engram.store.adding import changed_description, encoded, put_in_order
-from engram.store.device import DeviceStore
+from engram.store.device.store import DeviceStore
 from engram.store.indexes import INDEX_KINDS, Host, Indexes
 from engram.store.ragged import RaggedStore, store_class
 from engram.store.rings import make_rings, private_rings, rings_in
