@@ -20,7 +20,9 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
+    from tensordict import LazyStackedTensorDict, NonTensorData
+    from tensordict import TensorDict as TensorDict
+    from tensordict import TensorDictBase as TensorDictBase
 
 _K = TypeVar("_K", bound=str | tuple[str, ...])
 

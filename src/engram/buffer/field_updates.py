@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engram import storages
-from engram._support import fork, native, unsupported, words
+from engram._support import fork, native, tensordicts, unsupported, words
 from engram._support.checks import as_ints
 from engram._support.copies import raw_bytes
 from engram._support.field_paths import FieldPath, checked_path
 from engram._support.nested import find, flatten, has_entries
 from engram._support.tensordicts import tensordict_type
+from engram.buffer.output import Source
+from engram.buffer.wiring import Wiring
 from engram.errors import RowError
 from engram.format.schema import Field
 from engram.storages import Rows, Storage, _columns, _structure
@@ -29,16 +33,6 @@ from engram.store.memory import DTYPE_NAMES, DTYPE_OF
 from engram.store.open_rows import OpenRowIndex
 from engram.store.ragged_rows import items_in
 from engram.types import Write
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from numpy.typing import NDArray
-    from tensordict import TensorDict
-
-    from engram.buffer.output import Source
-    from engram.buffer.wiring import Wiring
-
 
 CALL = "update_if_present"
 
@@ -85,7 +79,7 @@ class ConditionalUpdateResult:
             self.generation[index],  # type: ignore[index]
         )
 
-    def to_tensordict(self) -> TensorDict:
+    def to_tensordict(self) -> tensordicts.TensorDict:
         """A TensorDict of copies of the tensors.
 
         >>> import torch

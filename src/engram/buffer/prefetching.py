@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from time import monotonic, perf_counter, perf_counter_ns
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from engram._support import native, nested
+from engram._support import native, nested, tensordicts
 from engram._support.state import Change, Loads, check_keys, copied, integer, typed
 from engram._support.tensordicts import children, is_plain_tensordict, tensordict_type
+from engram.buffer import configuration, read_path
 from engram.buffer.prefetch import Prefetcher
+from engram.buffer.wiring import Wiring
 from engram.errors import NoSampleable
 from engram.storages.items import pack, unpack
 from engram.store import blocks, limits, memory
+from engram.types import Commit
 
-if TYPE_CHECKING:
-    from tensordict import TensorDict
-
-    from engram.buffer import configuration, read_path
-    from engram.buffer.wiring import Wiring
-    from engram.types import Commit
-
-    #: Data, rows and info of a batch.
-    Made = tuple[object, Tensor | None, dict[object, object]]
+#: Data, rows and info of a batch.
+Made = tuple[object, Tensor | None, dict[object, object]]
 
 
 class SavedBatches(NamedTuple):
@@ -243,12 +239,12 @@ def _checked_key(key: object, where: str) -> int:
 class _ByValue:
     """A TensorDict on its way through a copy."""
 
-    def __init__(self, td: TensorDict) -> None:
+    def __init__(self, td: tensordicts.TensorDict) -> None:
         self._entries = _by_value(dict(children(td)))
         self._batch_size, self._device = td.batch_size, td.device
         self._names = td.names if any(td.names) else None
 
-    def restored(self) -> TensorDict:
+    def restored(self) -> tensordicts.TensorDict:
         entries = _from_value(self._entries)
         return tensordict_type()(entries, batch_size=self._batch_size, device=self._device, names=self._names)
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeAlias, cast
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple, NoReturn, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
-from engram._support import checks, field_paths
+from engram._support import checks, field_paths, tensordicts
 from engram._support.tensordicts import add_fields, is_tensor_collection, put, wrap
 from engram.buffer import read_path, window_marks
+from engram.buffer.replay_buffer import ReplayBuffer
+from engram.buffer.saving import Saving
+from engram.buffer.wiring import Wiring
 from engram.errors import NoSampleable
+from engram.format.schema import Schema
 from engram.format.sizes import without_rings
 from engram.members.components import SamplerEnsemble, naming
 from engram.remote.fleet import plans
@@ -18,18 +24,7 @@ from engram.samplers._base import check_drawable, key_for
 from engram.storages import items
 from engram.store import blocks, ragged_rows, store
 from engram.store.limits import WAIT_S, LimitWait
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from contextlib import AbstractContextManager
-
-    from tensordict import TensorDict
-
-    from engram.buffer.replay_buffer import ReplayBuffer
-    from engram.buffer.saving import Saving
-    from engram.buffer.wiring import Wiring
-    from engram.format.schema import Schema
-    from engram.types import Entry, Shown
+from engram.types import Entry, Shown
 
 #: What stands in a batch's info where a member says nothing.
 MISSING = {"priority_weight": 1.0, "index_generation": -1}
@@ -107,7 +102,7 @@ class Member:
         with self.checking():
             self.wiring.check_editable(call)
 
-    def check_priorities(self, rows: TensorDict) -> None:
+    def check_priorities(self, rows: tensordicts.TensorDict) -> None:
         """Raise for priorities that come along with rows and that its sampler would refuse."""
         key = self.buffer._settings.priority_key  # noqa: SLF001 - of the facade
         if key is not None and self.wiring.of_sampler.prioritized and (priority := rows.get(key, None)) is not None:
@@ -412,7 +407,7 @@ class EnsembleReadPath(read_path.ReadPath):
         how = self._wiring.collate_fn
         return collated(chunks, [self._members[number] for number in ids.tolist()]) if how is None else how(chunks)
 
-    def _attached(self, data: TensorDict, info: dict[Entry, Tensor], ids: Tensor) -> object:
+    def _attached(self, data: tensordicts.TensorDict, info: dict[Entry, Tensor], ids: Tensor) -> object:
         lead, named = self._named(info, ids)
         if "index" in data.keys():  # noqa: SIM118 - TensorDicts compare values with "in"
             data = data.exclude("index")
@@ -425,7 +420,7 @@ class EnsembleReadPath(read_path.ReadPath):
         each = ids.repeat_interleave(lead[0] // len(ids))  # 1, unless the rows of all parts are in one dimension
         return lead, each.reshape(-1, *(1,) * (len(lead) - 1)).expand(lead)
 
-    def info(self, rows: Tensor, info: dict[Entry, Tensor]) -> TensorDict:  # type: ignore[override]
+    def info(self, rows: Tensor, info: dict[Entry, Tensor]) -> tensordicts.TensorDict:  # type: ignore[override]
         """A TensorDict ``[parts, rows]``."""
         lead, named = self._named(info, rows)
         both = wrap({"index": info[_INDEX], "buffer_ids": named}, lead, None)

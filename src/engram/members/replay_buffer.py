@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence, Sized
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypedDict, TypeVar, Unpack, cast, overload
+from typing import Any, ClassVar, Generic, Literal, Self, TypedDict, TypeVar, Unpack, cast, overload
 
 import torch
+from torch import Tensor
 
 from engram._support import closing, overrides, tensordicts, unsupported
 from engram._support.checks import check_callable, check_type
@@ -15,6 +16,7 @@ from engram.buffer.configuration import NOT_YET, Settings, returns_itself
 from engram.buffer.field_updates import ConditionalUpdateResult, submit_update_if_present
 from engram.buffer.output import Output, View, moved, target_of
 from engram.buffer.prefetching import Prefetching, go_back, place_of
+from engram.buffer.read_path import ReadPath
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.buffer.services import as_remote
 from engram.buffer.wiring import Wiring
@@ -34,14 +36,7 @@ from engram.members.routing import Keys, RoutedWrites, Routing, end_streams
 from engram.members.saving import EnsembleSaving
 from engram.store.limits import WAIT_S, checked_timeout
 from engram.transforms import Compose
-
-if TYPE_CHECKING:
-    from tensordict import TensorDict
-    from torch import Tensor
-
-    from engram.buffer.read_path import ReadPath
-    from engram.types import Device, Size, StrPath, Wait
-
+from engram.types import Device, Size, StrPath, Wait
 
 __all__ = ["ReplayBufferEnsemble"]
 
@@ -228,7 +223,7 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
     @overload
     def sample(
         self, batch_size: Size = ..., *, return_info: Literal[True], device: Device = ..., timeout: Wait = ...
-    ) -> tuple[Batch, TensorDict]: ...
+    ) -> tuple[Batch, tensordicts.TensorDict]: ...
     @overload
     def sample(self, batch_size: Size, return_info: bool, *, device: Device = ..., timeout: Wait = ...) -> object: ...
     def sample(
@@ -310,7 +305,7 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
 
     # ---- writing -------------------------------------------------------------------------------------------------------
 
-    def extend(self, data: object, *, update_priority: bool | None = None) -> TensorDict:
+    def extend(self, data: object, *, update_priority: bool | None = None) -> tensordicts.TensorDict:
         """Divide rows among the members, each of which writes its own, in their order.
 
         Args:
@@ -344,7 +339,7 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
         self._materialize()
         return self._writing.extend(data)
 
-    def add(self, data: object) -> TensorDict:
+    def add(self, data: object) -> tensordicts.TensorDict:
         """Write one row to the member that its ``routing_key`` names.
 
         Returns:
@@ -429,7 +424,7 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
         self._materialize()
         self._writing.update_priority(index, priority, generation)
 
-    def update_tensordict_priority(self, data: TensorDict) -> None:
+    def update_tensordict_priority(self, data: tensordicts.TensorDict) -> None:
         """Hand the priorities of a sampled batch to the members that it is of; no effect on those without priorities.
 
         Args:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import operator
 import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -12,23 +14,17 @@ import torch
 from torch import Tensor
 
 from engram._support import checks, closing, fork, words
+from engram._support.field_paths import FieldPath
 from engram._support.overrides import doing, meanwhile, overrides
 from engram.errors import IncompatibleCheckpoint, RowError
+from engram.format.schema import Schema
 from engram.saved import checkpointers, checkpoints, part_reader, parts
 from engram.storages.ragged import NO_RAGGED, RaggedOptions
 from engram.storages.tensor_state import KeptRows, unwritten
 from engram.store import keys, open_rows, row_indexes, sampled
-from engram.store.store import COUNTERS
+from engram.store.limits import Rules
+from engram.store.store import COUNTERS, Store
 from engram.types import Declared, Form, ItemsSource, Listener, RowsSource, StorageLoad, Traits, Write, WritePlan
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-    from contextlib import AbstractContextManager
-
-    from engram._support.field_paths import FieldPath
-    from engram.format.schema import Schema
-    from engram.store.limits import Rules
-    from engram.store.store import Store
 
 
 class Rows(NamedTuple):

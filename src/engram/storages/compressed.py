@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import TYPE_CHECKING, Unpack, cast
+from collections.abc import Callable
+from typing import Unpack, cast
 
 import numpy as np
 import torch
@@ -18,12 +19,6 @@ from engram.storages.items import ItemGroups
 from engram.storages.list import ListStorage
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
 from engram.store.row_indexes import ALL_ROWS, GroupRules, Groups
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tensordict import TensorDict
-
 
 #: In a saved item: a tensor, a TensorDict, and what is said of them.
 _TENSOR, _TENSORDICT = "engram.tensor", "engram.tensordict"
@@ -80,7 +75,7 @@ class LazyStackStorage(ListStorage):
             raise TypeError(
                 f"LazyStackStorage: expected TensorDicts, got {type(odd).__name__}. Use a ListStorage, or a collate_fn of your own."
             )
-        rows = cast("list[TensorDict]", items)
+        rows = cast("list[tensordicts.TensorDict]", items)
         sizes = {row.batch_size for row in rows}
         if len(sizes) > 1:
             raise RuntimeError(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from engram._support import tensordicts
 from engram._support.devices import existing_device
+from engram._support.field_paths import FieldPath
 from engram._support.nested import NoRows, describe, find, is_named_tuple, map_with_paths
 from engram._support.state import check_keys, integer, tensor_in, typed
 from engram._support.tensordicts import detached, is_tensor_collection, is_tensorclass
@@ -29,14 +32,6 @@ from engram.store.priorities import PriorityConfig, PriorityIndex
 from engram.store.row_indexes import ALL_ROWS, ConsumptionIndex, GroupRules, Groups
 from engram.store.store import Store, StoreState
 from engram.types import Decompress, Extent, ItemsSource, StorageLoad, Write, WritePlan
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
-
-    from tensordict import TensorDict
-
-    from engram._support.field_paths import FieldPath
-
 
 #: Rows of the store of a list without a bound, and of a long one until it has more.
 _FIRST_ROWS = 1 << 24
@@ -523,7 +518,7 @@ def _with_entries(item: object, entries: dict[str, Tensor]) -> object:
     """A TensorDict around the same tensors, with more entries; other items as they are."""
     if not is_tensor_collection(item) or is_tensorclass(item):
         return item
-    made: TensorDict = item.copy()
+    made: tensordicts.TensorDict = item.copy()
     for key, value in entries.items():
         made.set(key, value.expand(made.batch_size))
     return made

@@ -7,10 +7,12 @@ different indexes have priorities of their own over one copy of the data.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from engram._support import native
 from engram._support.state import real, tensor_in, typed
@@ -18,15 +20,10 @@ from engram.errors import IncompatibleCheckpoint, IncompatibleStore, PriorityErr
 from engram.store import blocks, indexes
 from engram.store.device.rows import DevicePriorities
 from engram.store.device.store import DeviceStore
+from engram.store.memory import Block
 from engram.store.store import Store
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from engram.store.memory import Block
-
-    Numbers: TypeAlias = NDArray[np.generic]
+Numbers: TypeAlias = NDArray[np.generic]
 
 #: Entries of a state.
 NAMES = ("alpha", "beta", "eps", "max_priority_within_buffer", "highest", "leaves")

@@ -17,13 +17,13 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, cast
+from typing import NamedTuple, Protocol, TypeAlias, cast
 
 import msgspec
 import torch
 from torch import Tensor
 
-from engram._support import nested, words
+from engram._support import nested, tensordicts, words
 from engram._support.state import integer, real, typed
 from engram._support.tensordicts import children, is_tensor_collection, tensordict_type
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
@@ -36,11 +36,7 @@ from engram.torchrl import components, layouts
 from engram.torchrl.checkpointers import checkpointer
 from engram.torchrl.items import CompressedItems, TorchRLDump, TorchRLItems, TorchRLSteps, is_compressed, validate
 from engram.torchrl.parts import Layout, prepare_layout
-
-if TYPE_CHECKING:
-    from tensordict import TensorDict
-
-    from engram.types import Decompress, StorageLoad, StrPath
+from engram.types import Decompress, StorageLoad, StrPath
 
 __all__ = ["checkpointer", "layout", "library", "prepare_layout", "read", "read_ensemble", "read_state", "recognises"]
 
@@ -347,7 +343,7 @@ def made_of(state: _State, said: Mapping[str, Said], without: Collection[str], w
     """
     devices = {value.device for value in state.values() if isinstance(value, Tensor)}
     own = devices.pop() if said[""].on_device and len(devices) == 1 else None
-    made: dict[str, TensorDict] = {}
+    made: dict[str, tensordicts.TensorDict] = {}
     for prefix in sorted(said, key=len):
         one = said[prefix]
         above, last = split(prefix, said)
@@ -376,7 +372,7 @@ def made_of(state: _State, said: Mapping[str, Said], without: Collection[str], w
     return made[""]
 
 
-def _put(holder: TensorDict, name: str, value: Tensor | TensorDict, where: str) -> None:
+def _put(holder: tensordicts.TensorDict, name: str, value: Tensor | tensordicts.TensorDict, where: str) -> None:
     try:
         holder.set(name, value)
     except RuntimeError as error:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeGuard
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from engram._support import checks, field_paths, nested
+from engram._support import checks, field_paths, nested, tensordicts
 from engram._support.state import HasState, Loads, Stateful, check_keys, has_state, prepare_load, saved
 from engram._support.tensordicts import is_tensor_collection, tensordict_type
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from numpy.typing import NDArray
-    from tensordict import TensorDictBase
-
-    from engram.types import Commit
-
+from engram.types import Commit
 
 #: Of an entry: its name, or the path of names to a nested entry.
 Key: TypeAlias = str | tuple[str, ...]
@@ -231,7 +225,7 @@ def put(data: Any, key: Key, value: object) -> None:
     _set(data, last, value)
 
 
-def _set(data: dict[str, object] | TensorDictBase, name: str, value: object) -> None:
+def _set(data: dict[str, object] | tensordicts.TensorDictBase, name: str, value: object) -> None:
     if isinstance(data, dict):
         data[name] = value
     else:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
+from torch import Tensor
 
+from engram._support import tensordicts
 from engram._support.devices import existing_device
 from engram._support.nested import has_entries, is_tensordict
 from engram.transforms import _base
-
-if TYPE_CHECKING:
-    from tensordict import TensorDictBase
-    from torch import Tensor
-
-    from engram.transforms._base import Key, Keys
+from engram.transforms._base import Key, Keys
 
 
 class DTypeCastTransform(_base.KeyedTransform):
@@ -308,7 +305,7 @@ class ExcludeTransform(_base.Transform):
         return f"ExcludeTransform({', '.join(map(repr, self.excluded_keys))}{inverse})"
 
 
-def _remove(data: dict[str, object] | TensorDictBase, key: Key) -> None:
+def _remove(data: dict[str, object] | tensordicts.TensorDictBase, key: Key) -> None:
     *way, last = _base.keys_of(data, key)
     for part in way:
         data = data.get(part)
