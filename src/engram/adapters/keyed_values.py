@@ -10,7 +10,6 @@ from typing import cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engram._support import checks, fork, native
@@ -111,7 +110,7 @@ def decode(forms: Tensor, items: ragged_rows.Items) -> list[object]:
     return found
 
 
-def _runs(forms: NDArray[np.int32]) -> Iterator[tuple[int, int]]:
+def _runs(forms: np.typing.NDArray[np.int32]) -> Iterator[tuple[int, int]]:
     """From where to where neighbours are of one kind."""
     if len(forms):
         yield from itertools.pairwise([0, *(np.flatnonzero(np.diff(forms[:, 0])) + 1).tolist(), len(forms)])

@@ -17,7 +17,6 @@ from typing import cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 import engram
 from engram._support import checks, field_paths, unsupported
@@ -191,7 +190,7 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
             self.spaces = chunks[-1].observation_space, chunks[-1].action_space
         super().add(made, *((priority,) if self._by else ()))
 
-    def _planned(self, chunks: list[Episode]) -> tuple[int, int, NDArray[np.bool_]]:
+    def _planned(self, chunks: list[Episode]) -> tuple[int, int, np.typing.NDArray[np.bool_]]:
         """What goes if chunks are added, by RLlib's rule, and which of their steps stay.
 
         Returns how many of the oldest episodes go, those that begin here included; how many steps

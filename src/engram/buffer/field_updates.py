@@ -12,7 +12,6 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engram import storages
@@ -314,7 +313,7 @@ class FieldUpdates:
 
     def _newest(
         self, rows: Tensor, expected: Tensor, field: int, incoming: Tensor, *, newer: bool
-    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    ) -> tuple[np.typing.NDArray[np.bool_], np.typing.NDArray[np.bool_]]:
         """Which entries are to be written, and which rows hold what was drawn: bool ``[n]``.
 
         Their versions are those under the tickets expected: a row that gets another one until it is written is left alone. Any
@@ -348,7 +347,7 @@ def entries_of_patch(patch: object) -> Iterator[tuple[FieldPath, object]]:
             yield path, value
 
 
-def _comparable(values: Tensor) -> NDArray[np.int64] | NDArray[np.float64]:
+def _comparable(values: Tensor) -> np.typing.NDArray[np.int64] | np.typing.NDArray[np.float64]:
     """In the same order, as the core compares them."""
     values = values.detach().to("cpu").reshape(-1)
     if values.is_floating_point():

@@ -10,7 +10,6 @@ from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engram import storages
@@ -25,7 +24,7 @@ from engram.errors import RowError
 from engram.storages import Count
 
 Layout: TypeAlias = Literal["time_first", "lane_first"] | None
-Lane: TypeAlias = "int | Sequence[int] | NDArray[np.integer] | Tensor | Literal['each'] | None"
+Lane: TypeAlias = "int | Sequence[int] | np.typing.NDArray[np.integer] | Tensor | Literal['each'] | None"
 #: Batches that are looked at, numbers of each field of a row, and how much smaller a difference must be.
 BATCHES, _NUMBERS, _ALIKE = 8, 64, 4
 

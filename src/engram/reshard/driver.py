@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from engram._support import copies, words
 from engram.errors import IncompatibleCheckpoint
@@ -196,7 +195,7 @@ def reshard(shards: Sequence[plans.SavedShard], targets: Sequence[plans.Target],
     return made
 
 
-def _values(rows: plans.SavedShard, ranking: Ranking | Literal["newest"] | None) -> NDArray[np.float64]:
+def _values(rows: plans.SavedShard, ranking: Ranking | Literal["newest"] | None) -> np.typing.NDArray[np.float64]:
     """Of each row: the largest stay."""
     source = rows.source
     if not len(source.runs):
@@ -349,7 +348,7 @@ def format_counts(counts: Mapping[str, int]) -> str:
     return f"{words.count(counts['episodes'], 'episode')} with {words.count(counts['steps'], 'step')}"
 
 
-def _pair(pair: NDArray[np.int64]) -> dict[str, int]:
+def _pair(pair: np.typing.NDArray[np.int64]) -> dict[str, int]:
     return {"episodes": int(pair[0]), "steps": int(pair[1])}
 
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engram._support import native
@@ -23,7 +22,7 @@ from engram.store.device.store import DeviceStore
 from engram.store.memory import Block
 from engram.store.store import Store
 
-Numbers: TypeAlias = NDArray[np.generic]
+Numbers: TypeAlias = np.typing.NDArray[np.generic]
 
 #: Entries of a state.
 NAMES = ("alpha", "beta", "eps", "max_priority_within_buffer", "highest", "leaves")

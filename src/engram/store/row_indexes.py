@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engram._support import fork, native
@@ -260,7 +259,7 @@ class ChangesIndex(indexes.LockedIndex[native.Changes]):
             store.core.ask_for_usage()
         return index
 
-    def look(self, since: int) -> tuple[int, NDArray[np.int64]]:
+    def look(self, since: int) -> tuple[int, np.typing.NDArray[np.int64]]:
         """The number of this look, and int64 ``[n]``, in order: rows that may have changed since that one. 0: all rows."""
         return self.core.look(since)
 

@@ -7,7 +7,6 @@ from typing import Any, ClassVar, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engram._support import checks, field_paths, nested, tensordicts
@@ -19,7 +18,7 @@ from engram.types import Commit
 Key: TypeAlias = str | tuple[str, ...]
 #: Keys as a user gives them, a list or one key. A tuple is one key, as in TorchRL; None is no key.
 Keys: TypeAlias = "Sequence[Key] | None"
-Array: TypeAlias = "Tensor | NDArray[np.generic]"
+Array: TypeAlias = "Tensor | np.typing.NDArray[np.generic]"
 
 
 class Transform:

@@ -6,7 +6,6 @@ from typing import Any, Literal, NoReturn, Unpack, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engram._support.checks import as_numbers
@@ -281,7 +280,7 @@ def declared(writer: Writer) -> NativeWriter:
 _NONE = np.empty(0, np.int64)
 
 
-def free_rows(extent: Extent, n: int) -> NDArray[np.int64]:
+def free_rows(extent: Extent, n: int) -> np.typing.NDArray[np.int64]:
     """The first rows that hold nothing, ``n`` at most, in order."""
     filled = extent.filled[0]
     if filled == extent.capacity and extent.holes is None:
