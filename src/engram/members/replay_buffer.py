@@ -9,8 +9,7 @@ from typing import Any, ClassVar, Generic, Literal, Self, TypedDict, TypeVar, Un
 import torch
 from torch import Tensor
 
-from engram._support import closing, overrides, tensordicts, unsupported
-from engram._support.checks import check_callable, check_type
+from engram._support import checks, closing, overrides, tensordicts, unsupported
 from engram.buffer.base import BufferBase, Shows
 from engram.buffer.configuration import NOT_YET, Settings, returns_itself
 from engram.buffer.field_updates import ConditionalUpdateResult, submit_update_if_present
@@ -59,7 +58,7 @@ def check_components(call: str, given: object, kind: type[Components], members: 
 
     Raises ``TypeError``: something else, or a class that overrides what is never called. ``ValueError``: another number.
     """
-    given = check_type(call, given, kind, f"a {kind.__name__}, one for each member")
+    given = checks.check_type(call, given, kind, f"a {kind.__name__}, one for each member")
     if len(given) != members:
         raise ValueError(f"{call}: expected a {kind.__name__} of {members}, one for each member, got {len(given)}.")
     overrides.refuse_others(given, **_OF_MEMBERS)
@@ -175,7 +174,7 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
             if any(one is not None for one in (*components, others.get("collate_fns"))):
                 raise RuntimeError(f"{who}: expected members, or storages, samplers and writers of some, got both.")
             for number, rb in enumerate(rbs):
-                rb = check_type(f"{who}: member {number}", rb, ReplayBuffer, "a ReplayBuffer")
+                rb = checks.check_type(f"{who}: member {number}", rb, ReplayBuffer, "a ReplayBuffer")
             samplers = SamplerEnsemble(
                 *(rb.sampler for rb in rbs), p=p, sample_from_all=sample_from_all, num_buffer_sampled=num_buffer_sampled
             )
@@ -187,7 +186,7 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
                 raise RuntimeError(
                     f"{who}: p, sample_from_all, num_buffer_sampled: expected none of them beside samplers. Pass them to SamplerEnsemble."
                 )
-        check_callable(f"{who}: collate_fn", collate_fn, "a callable", optional=True)
+        checks.check_callable(f"{who}: collate_fn", collate_fn, "a callable", optional=True)
         self._rbs: tuple[ReplayBuffer[Batch], ...] = tuple(rbs)
         self._routing = Routing(routing_key, routing_dim)
         self._settings = Settings(who, batch_size, others.get("prefetch"), None, others.get("output", "torch"), None)
@@ -890,9 +889,9 @@ def _made(
     who: str, components: tuple[object, object, object], collate_fns: Sequence[Callable[..., object] | None] | None
 ) -> tuple[ReplayBuffer[Batch], ...]:
     """The members that components are of."""
-    storages = check_type(f"{who}: storages", components[0], StorageEnsemble, "members, or a StorageEnsemble")
-    samplers = check_type(f"{who}: samplers", components[1], SamplerEnsemble, "members, or a SamplerEnsemble")
-    writers = check_type(f"{who}: writers", components[2], WriterEnsemble, "members, or a WriterEnsemble")
+    storages = checks.check_type(f"{who}: storages", components[0], StorageEnsemble, "members, or a StorageEnsemble")
+    samplers = checks.check_type(f"{who}: samplers", components[1], SamplerEnsemble, "members, or a SamplerEnsemble")
+    writers = checks.check_type(f"{who}: writers", components[2], WriterEnsemble, "members, or a WriterEnsemble")
     for one in components:
         overrides.refuse_others(one, **_OF_MEMBERS)
     n = len(storages)
