@@ -22,9 +22,8 @@ from engram.samplers._base import DeclaredSampler
 from engram.samplers.redraw import Redraw
 from engram.saved.parts import Noted
 from engram.storages import Storage, TensorStorage, coordinates
-from engram.store import blocks, store
+from engram.store import blocks, ragged_rows, store
 from engram.store.memory import as_rows
-from engram.store.ragged_rows import items_in
 from engram.types import Draw, Entry, Info, NativeBatch, Shown
 
 
@@ -426,7 +425,7 @@ class WindowReader(UnitReader):
             mine = (*windows[:3], *changing, *columns)
             theirs = (*found[:3], *found.told[_ANCHORS:], *read)
             for to, of in zip(mine, theirs, strict=False):  # a field may have been added between both reads
-                to[records if items_in(to) is not None else records.to(to.device)] = of
+                to[records if ragged_rows.items_in(to) is not None else records.to(to.device)] = of
             again = places.tolist()
             moved = [again[i] for i in still]
 

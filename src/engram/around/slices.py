@@ -18,10 +18,8 @@ from engram.around.settings import Setting, StreamingArguments, WindowArguments,
 from engram.around.windows import Arguments, Table, WindowSampler, _Bound
 from engram.errors import NoSampleable
 from engram.samplers import _base, prioritized
-from engram.store import priorities, sampled
-from engram.store.blocks import Masses
+from engram.store import blocks, priorities, sampled, store
 from engram.store.opening import origin_of
-from engram.store.store import Store
 from engram.types import Commit, Write
 
 
@@ -244,7 +242,7 @@ class SliceSampler(WindowSampler):
             f"trajectories of at most {longest} steps without one."
         )
 
-    def masses(self, storage: sampled.SampledStorage) -> Masses:
+    def masses(self, storage: sampled.SampledStorage) -> blocks.Masses:
         if self.anchors is None:
             return super().masses(storage)
         self.bind(storage)
@@ -501,7 +499,7 @@ class StreamingSliceSampler(SliceSampler):
 
     # ---- drawing -----------------------------------------------------------------------------------------------------
 
-    def _find(self, storage: sampled.SampledStorage | None, memory: Store | None, length: int) -> _Bound:
+    def _find(self, storage: sampled.SampledStorage | None, memory: store.Store | None, length: int) -> _Bound:
         bound = super()._find(storage, memory, length)
         steps = bound.memory.lane_length // math.prod(bound.memory.schema.columns)
         if length > steps:
@@ -721,10 +719,10 @@ class SliceSamplerWithoutReplacement(WindowSampler):
                 self._ran_out = visited == found
         return drawn
 
-    def masses(self, storage: sampled.SampledStorage) -> Masses:
+    def masses(self, storage: sampled.SampledStorage) -> blocks.Masses:
         left = self.epoch(storage)[1]
         trajectories = left or self._bound_to(storage, self.settings.length).table.census()[0]
-        return Masses(trajectories, 1.0, len(storage))
+        return blocks.Masses(trajectories, 1.0, len(storage))
 
     def epoch(self, storage: sampled.SampledStorage) -> tuple[int, int]:
         self.bind(storage)

@@ -20,17 +20,13 @@ from engram._support.checks import as_ints
 from engram._support.copies import raw_bytes
 from engram._support.field_paths import FieldPath, checked_path
 from engram._support.nested import find, flatten, has_entries
-from engram._support.tensordicts import tensordict_type
 from engram.buffer.output import Source
 from engram.buffer.wiring import Wiring
 from engram.errors import RowError
 from engram.format.schema import Field
 from engram.storages import Rows, Storage, _columns, _structure
 from engram.storages._types import as_tensor, cast
-from engram.store.adding import add_field as add_to_store
-from engram.store.memory import DTYPE_NAMES, DTYPE_OF
-from engram.store.open_rows import OpenRowIndex
-from engram.store.ragged_rows import items_in
+from engram.store import adding, memory, open_rows, ragged_rows
 from engram.types import Write
 
 CALL = "update_if_present"
@@ -89,7 +85,7 @@ class ConditionalUpdateResult:
         """
         named = {"updated": self.updated, "version_rejected": self.version_rejected, "generation": self.generation}
         present = {name: tensor.clone() for name, tensor in named.items() if tensor is not None}
-        return tensordict_type()(present, batch_size=self.batch_size)
+        return tensordicts.tensordict_type()(present, batch_size=self.batch_size)
 
     @property
     def updated_count(self) -> int:
@@ -331,7 +327,7 @@ class FieldUpdates:
 
 def _rows_of(column: Tensor) -> Sequence[Tensor]:
     """The rows of a field."""
-    items = items_in(column)
+    items = ragged_rows.items_in(column)
     return column.unbind() if items is None else items.rows()
 
 
@@ -442,7 +438,7 @@ def _checked(storage: Storage) -> storages.TensorStorage:
     if storage.memory is None:
         raise RuntimeError(f"{_CALL}: expected a store; nothing was ever written. Write the field in the first row.")
     storage.memory.check_writable()
-    if storage.memory.schema.ragged and OpenRowIndex.existing(storage.memory) is not None:
+    if storage.memory.schema.ragged and open_rows.OpenRowIndex.existing(storage.memory) is not None:
         raise RuntimeError(
             f"{_CALL}: expected a store without slots for rows that grow, got one whose slots have no room for more fields. Write the "
             "field in the first row, or make the storage without open_rows."
@@ -456,7 +452,7 @@ def _checked(storage: Storage) -> storages.TensorStorage:
 
 def _row(field: Field, fill: object) -> bytes:
     """A row of the field that holds a fill."""
-    dtype, shape = DTYPE_OF[field.dtype], torch.Size(field.shape)
+    dtype, shape = memory.DTYPE_OF[field.dtype], torch.Size(field.shape)
     given = as_tensor(fill, field.key, f"{_CALL}: fill", dtype).detach().cpu()
     value = given if given.dtype is dtype else cast(given, dtype)
     if value is None:
@@ -469,7 +465,7 @@ def _row(field: Field, fill: object) -> bytes:
 
 def _add(storage: storages.TensorStorage, field: Field, fill: bytes) -> None:
     with words.raise_as(ValueError, _CALL):
-        add_to_store(storage.store, field, fill)
+        adding.add_field(storage.store, field, fill)
 
 
 def add_entries(storage: Storage, where: Rows, data: object, call: str, ignored: Iterable[str]) -> None:
@@ -508,9 +504,9 @@ def _field(path: FieldPath, leaf: object, dims: int, call: str) -> Field | None:
         value: Tensor = as_tensor(leaf, path, call)
     except TypeError:
         return None
-    if value.dtype not in DTYPE_NAMES or value.ndim < dims:
+    if value.dtype not in memory.DTYPE_NAMES or value.ndim < dims:
         return None
-    return Field(path, DTYPE_NAMES[value.dtype], tuple(value.shape[dims:]))
+    return Field(path, memory.DTYPE_NAMES[value.dtype], tuple(value.shape[dims:]))
 
 
 def _has_int(data: object, path: FieldPath, known: set[FieldPath]) -> bool:

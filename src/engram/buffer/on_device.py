@@ -10,9 +10,8 @@ from engram.buffer import configuration, read_path
 from engram.buffer.wiring import Wiring
 from engram.samplers import PrioritizedSampler, SamplerWithoutReplacement, check_drawable
 from engram.storages import TensorStorage
-from engram.store import blocks, row_indexes
+from engram.store import blocks, lifetime, row_indexes
 from engram.store.device.chain import Batch, Kind
-from engram.store.lifetime import shared_memory
 from engram.store.priorities import PriorityIndex
 from engram.store.store import Store
 
@@ -39,7 +38,7 @@ class OnDevice:
         store = self.store
         if store is None or store.directory is None:
             return False
-        return store.has_files and not store.directory.is_relative_to(shared_memory())
+        return store.has_files and not store.directory.is_relative_to(lifetime.shared_memory())
 
     @property
     def kind(self) -> Kind:

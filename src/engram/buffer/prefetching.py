@@ -10,8 +10,7 @@ from torch import Tensor
 from engram._support import native, nested, tensordicts
 from engram._support.state import Change, Loads, check_keys, copied, integer, typed
 from engram._support.tensordicts import children, is_plain_tensordict, tensordict_type
-from engram.buffer import configuration, read_path
-from engram.buffer.prefetch import Prefetcher
+from engram.buffer import configuration, prefetch, read_path
 from engram.buffer.wiring import Wiring
 from engram.errors import NoSampleable
 from engram.storages.items import pack, unpack
@@ -31,7 +30,7 @@ class SavedBatches(NamedTuple):
     before: dict[str, Any] | None
 
 
-class Prefetching(Prefetcher):
+class Prefetching(prefetch.Prefetcher):
     """Draws and reads the batches of a buffer before they are asked for."""
 
     def __init__(self, wiring: Wiring, settings: configuration.Settings, reading: read_path.ReadPath) -> None:

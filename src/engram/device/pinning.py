@@ -18,7 +18,6 @@ from torch import Tensor
 
 from engram._support import native, tensordicts, words
 from engram._support.nested import is_tensordict, map_parts, map_tensors, map_with_paths, parts_of, tensors
-from engram._support.tensordicts import children, is_plain_tensordict, tensordict_type
 from engram.store.blocks import ALIGNMENT
 from engram.store.device.accelerator import Accelerator, HostMemory
 from engram.types import Entry
@@ -120,14 +119,14 @@ class _Walk:
         device = td.device
         if device is None and self.device is not None and {leaf.device for leaf in tensors(td)} == {self.device}:
             device = self.device
-        if is_plain_tensordict(td):
-            old = children(td)
+        if tensordicts.is_plain_tensordict(td):
+            old = tensordicts.children(td)
             new = {key: self.walk(value, (*path, key)) for key, value in old.items()}
             same = all(new[key] is value for key, value in old.items())
             if same and device == td.device:
                 return td
             names = td.names if any(td.names) else None
-            made = tensordict_type()(new, batch_size=td.batch_size, device=device, names=names)
+            made = tensordicts.tensordict_type()(new, batch_size=td.batch_size, device=device, names=names)
             return made.lock_() if td.is_locked else made
         changed = device != td.device
 

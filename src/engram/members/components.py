@@ -25,8 +25,7 @@ from engram.saved.parts import PartSnapshot, Preparation
 from engram.storages import Storage
 from engram.store.sampled import SampledStorage
 from engram.types import Commit, Sampler, StorageLoad, Traits, Writer
-from engram.writers._base import NativeWriter
-from engram.writers._base import declared as declared_writer
+from engram.writers import _base
 
 Change: TypeAlias = Callable[[object], object]
 Sources: TypeAlias = Sequence[tuple[DeclaredSampler, SampledStorage]]
@@ -627,7 +626,7 @@ class SamplerEnsemble(_Samplers):
         return kind(index, batch_size=batch), kind(info, batch_size=batch)
 
 
-class _Writers(OnePerMember[Writer], NativeWriter):
+class _Writers(OnePerMember[Writer], _base.NativeWriter):
     """The writers of an ensemble, as far as a buffer asks them."""
 
     traits = Traits()
@@ -660,7 +659,7 @@ class WriterEnsemble(_Writers):
     def __init__(self, *writers: Writer) -> None:
         super().__init__()
         self._take(writers, Writer, "writers")
-        self._placers = tuple(map(declared_writer, writers))
+        self._placers = tuple(map(_base.declared, writers))
 
     @property
     def writers(self) -> tuple[Writer, ...]:

@@ -11,19 +11,16 @@ from torch import Tensor
 
 from engram._support import checks, field_paths, tensordicts
 from engram._support.tensordicts import add_fields, is_tensor_collection, put, wrap
-from engram.buffer import read_path, window_marks
-from engram.buffer.replay_buffer import ReplayBuffer
+from engram.buffer import read_path, replay_buffer, window_marks
 from engram.buffer.saving import Saving
 from engram.buffer.wiring import Wiring
 from engram.errors import NoSampleable
-from engram.format.schema import Schema
-from engram.format.sizes import without_rings
+from engram.format import schema, sizes
 from engram.members.components import SamplerEnsemble, naming
 from engram.remote.fleet import plans
 from engram.samplers._base import check_drawable, key_for
 from engram.storages import items
-from engram.store import blocks, ragged_rows, store
-from engram.store.limits import WAIT_S, LimitWait
+from engram.store import blocks, limits, ragged_rows, store
 from engram.types import Entry, Shown
 
 #: What stands in a batch's info where a member says nothing.
@@ -78,7 +75,7 @@ class Member:
         buffer: which the ensemble reads past its ``prefetch``.
     """
 
-    def __init__(self, number: int, buffer: ReplayBuffer) -> None:
+    def __init__(self, number: int, buffer: replay_buffer.ReplayBuffer) -> None:
         self.number, self.buffer = number, buffer
         self.wiring: Wiring = buffer._wiring  # noqa: SLF001 - of the facade
         self._raw, self._reading = _MemberReadPath(self.wiring), read_path.ReadPath(self.wiring)
@@ -116,7 +113,7 @@ class Member:
         Of a buffer with limits that is not known: more rows may be written while it waits for them.
         """
         wiring, memory = self.wiring, self.memory
-        if not wiring.of_sampler.consumes or memory is None or LimitWait.of(memory, rows) is not None:
+        if not wiring.of_sampler.consumes or memory is None or limits.LimitWait.of(memory, rows) is not None:
             return
         source = wiring.bound_sampler()
         if source.draws_of_a_row is None:
@@ -218,10 +215,10 @@ def check_alike(members: Sequence[Member]) -> None:
     """
     first = members[0]
     assert first.memory is not None  # its rows were drawn
-    own = without_rings(first.memory.schema)
+    own = sizes.without_rings(first.memory.schema)
     for other in members[1:]:
         assert other.memory is not None
-        other_schema = without_rings(other.memory.schema)
+        other_schema = sizes.without_rings(other.memory.schema)
         shared = max(min(len(own.fields), len(other_schema.fields)), own.first_fields, other_schema.first_fields)
         before, then = own.until(shared), other_schema.until(shared)
         if (before.fields, before.structure) == (then.fields, then.structure):
@@ -296,13 +293,13 @@ class EnsembleReadPath(read_path.ReadPath):
         super().__init__(wiring)
         self._members = members
         #: Schemas of rows that are of one form.
-        self._alike: tuple[Schema | None, ...] = ()
+        self._alike: tuple[schema.Schema | None, ...] = ()
 
     def gathers_pinned(self) -> bool:
         return False  # parts are put together first
 
     def sample_with(self, key: blocks.Key, batch_size: int, return_info: bool, timeout: float | None) -> object:
-        raw = self._drawn(key.value, batch_size, WAIT_S if timeout is None else timeout)
+        raw = self._drawn(key.value, batch_size, limits.WAIT_S if timeout is None else timeout)
         return self.finish(*raw, return_info)
 
     def read(self, key: blocks.Key, n: int, shown: Shown = "beside") -> _Raw:  # type: ignore[override]  # noqa: ARG002 - it joins parts, not columns
@@ -435,7 +432,7 @@ def concatenated(parts: Sequence[tuple[Member, int]]) -> object:
     Raises as :func:`check_alike`. RuntimeError: a member adds to what it has read, or changes it. What drawing raises.
     """
     keys = [key_for(it.wiring.storage, generator=it.wiring.generator) for it, _ in parts]
-    drawn = [member.draw(key.value, n, WAIT_S) for key, (member, n) in zip(keys, parts, strict=True)]
+    drawn = [member.draw(key.value, n, limits.WAIT_S) for key, (member, n) in zip(keys, parts, strict=True)]
     check_alike([member for member, _ in parts])
     if not all(member.is_plain and not member.wiring.source.computed_keys for member, _ in parts):
         raise RuntimeError(

@@ -21,8 +21,7 @@ from engram.format.schema import Schema
 from engram.saved import checkpointers, checkpoints, part_reader, parts
 from engram.storages.ragged import NO_RAGGED, RaggedOptions
 from engram.storages.tensor_state import KeptRows, unwritten
-from engram.store import keys, open_rows, row_indexes, sampled
-from engram.store.limits import Rules
+from engram.store import keys, limits, open_rows, row_indexes, sampled
 from engram.store.store import COUNTERS, Store
 from engram.types import Declared, Form, ItemsSource, Listener, RowsSource, StorageLoad, Traits, Write, WritePlan
 
@@ -224,7 +223,7 @@ class Storage(Declared, parts.Dumpable, Port):
     #: The store that its rows lie in; None: there is none, or nothing was ever written.
     memory: Store | None = None
     #: Limits for the store, which does not exist yet; None: there are none, or it has them.
-    pending_limit: Rules | None = None
+    pending_limit: limits.Rules | None = None
     #: The field by which rows of the store, which does not exist yet, are to be found; None: there is none, or it knows it.
     pending_key: FieldPath | None = None
     #: Dimensions of the layout that are indexed: 1, or 1 + the number of columns' dimensions.
@@ -663,7 +662,7 @@ class Storage(Declared, parts.Dumpable, Port):
         self.memory.refilled()
         return removed
 
-    def limit(self, rules: Rules, unconsumed: int) -> None:
+    def limit(self, rules: limits.Rules, unconsumed: int) -> None:
         """Limit how fast rows come and go, at once or when there is a store. ``unconsumed``: rows that are not used up now.
 
         Raises ``TypeError``: there will be no store.

@@ -21,10 +21,11 @@ from engram.format.layout import SINGLE
 from engram.format.schema import Field, Node, Schema, decode, differences, encode, renumbered
 from engram.saved import part_reader, parts
 from engram.saved.snapshot import RowsSnapshot, StoragePreparation, StorageSnapshot
-from engram.storages import _base, _geometry, _home, list, ragged, tensor, tensor_state
+from engram.storages import _base, _geometry, _home, ragged, tensor, tensor_state
 from engram.storages._ragged_structure import RaggedStructure, structure_in, structure_of
 from engram.storages._structure import Structure, device_of
 from engram.storages.announcing import advice, announce, creation_line, temporary, warn_of_lanes
+from engram.storages.list import ListStorage
 from engram.store import elsewhere, keys, limits, opening
 from engram.store.device.mirror import Mirror, copy_rows
 from engram.store.device.store import DeviceStore
@@ -563,7 +564,7 @@ def _of_tensors(name: str) -> Any:
     return call
 
 
-class DefaultStorage(list.ListStorage):
+class DefaultStorage(ListStorage):
     """A list without rows. It becomes a :class:`LazyTensorStorage` when the first ones are dicts that such a storage takes, and when it
     is shared, limited or loaded with rows of tensors; else a :class:`ListStorage`.
 
@@ -587,8 +588,8 @@ class DefaultStorage(list.ListStorage):
         with self._lock:
             if isinstance(self, DefaultStorage):  # else another thread was faster
                 if len(self) or not self._are_of_tensors(data, call, batched=batched):
-                    prepared = list.ListStorage.prepare(self, data, call, batched=batched, **options)
-                    self.__class__ = list.ListStorage  # type: ignore[assignment]
+                    prepared = ListStorage.prepare(self, data, call, batched=batched, **options)
+                    self.__class__ = ListStorage  # type: ignore[assignment]
                     return prepared
                 self.become_tensors()
         return self.prepare(data, call, batched=batched, **options)
@@ -644,4 +645,4 @@ class DefaultStorage(list.ListStorage):
         return f"{super().__repr__()[:-1]}, a LazyTensorStorage if the first rows are dicts)"
 
 
-DefaultStorage.__name__ = list.ListStorage.__name__  # which states of it say, and messages
+DefaultStorage.__name__ = ListStorage.__name__  # which states of it say, and messages

@@ -16,10 +16,9 @@ from torch import Tensor
 from engram._support import native
 from engram._support.state import real, tensor_in, typed
 from engram.errors import IncompatibleCheckpoint, IncompatibleStore, PriorityError, RowError
-from engram.store import blocks, indexes
+from engram.store import blocks, indexes, memory
 from engram.store.device.rows import DevicePriorities
 from engram.store.device.store import DeviceStore
-from engram.store.memory import Block
 from engram.store.store import Store
 
 Numbers: TypeAlias = np.typing.NDArray[np.generic]
@@ -320,7 +319,7 @@ class DeviceIndex(DevicePriorities):
             return {**state_of(self.config), "highest": self.highest, "leaves": leaves}
 
     @property
-    def block(self) -> Block:
+    def block(self) -> memory.Block:
         """Memory of an index on the host with these priorities: what copies of the store get."""
         index = PriorityIndex.of_no_store(self.rows, self.config)
         index.core.written(torch.arange(self.rows, device="cpu"))

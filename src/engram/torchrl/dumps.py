@@ -25,7 +25,6 @@ from torch import Tensor
 
 from engram._support import nested, tensordicts, words
 from engram._support.state import integer, real, typed
-from engram._support.tensordicts import children, is_tensor_collection, tensordict_type
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format.layout import SINGLE
 from engram.format.schema import Field, Node, Schema
@@ -350,12 +349,12 @@ def made_of(state: _State, said: Mapping[str, Said], without: Collection[str], w
         if prefix and path_of(prefix, said)[0] in without:
             continue
         if one.kind == _OBJECT:
-            holder = made[above] if prefix else tensordict_type()(batch_size=one.batch)
+            holder = made[above] if prefix else tensordicts.tensordict_type()(batch_size=one.batch)
             holder.set_non_tensor(last, one.objects.get("data"))
             if not prefix:
-                return children(holder)[last]
+                return tensordicts.children(holder)[last]
             continue
-        made[prefix] = tensordict_type()(batch_size=one.batch, device=own)
+        made[prefix] = tensordicts.tensordict_type()(batch_size=one.batch, device=own)
         for name, value in one.objects.items():
             made[prefix].set_non_tensor(name, value)
         if prefix:
@@ -428,7 +427,7 @@ class ListedItems:
 def _copied(leaf: object, _: object) -> object:
     if isinstance(leaf, Tensor):
         return leaf.detach().clone()
-    return leaf.clone() if is_tensor_collection(leaf) else leaf
+    return leaf.clone() if tensordicts.is_tensor_collection(leaf) else leaf
 
 
 class _Tree(Protocol):
