@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     #: What a buffer's batches are; anything, where a type checker cannot know.
     Batch = TypeVar("Batch", default=Any)
-    #: A batch and its info, as users get them.
-    Told: TypeAlias = "tuple[Batch, dict[Entry, Any]]"
 else:
     from typing import TypeVar
 
@@ -30,6 +28,8 @@ else:
 
 #: An entry of a batch: its name, or the path of names to it.
 Entry: TypeAlias = str | tuple[str, ...]
+#: A batch and its info, as users get them.
+Told: TypeAlias = "tuple[Batch, dict[Entry, Any]]"
 #: What a batch is said to be, beside its data.
 Info: TypeAlias = dict[Entry, object]
 #: Arguments: where tensors are to be, seconds to wait, rows. None: the default, without end, the constructor's.

@@ -19,7 +19,7 @@ from engram import (
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
 )
-from engram.store import DeviceStore
+from engram.store.device.store import DeviceStore
 from tests.store.processes import METHODS, Child
 
 FLAGS = ("done", "terminated", "truncated")

@@ -19,7 +19,7 @@ from engram import (
     TensorStorage,
 )
 from engram.checkpoint.checkpointer import Checkpointer
-from engram.store import DeviceStore
+from engram.store.device.store import DeviceStore
 from engram.types import WritePlan
 
 # ---- lanes that are not named --------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from engram import (
     SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
 )
-from engram.store import Key
+from engram.store.blocks import Key
 
 pytestmark = pytest.mark.skipif(bool(sysconfig.get_config_var("Py_GIL_DISABLED")), reason="there is no lock to keep")
 

@@ -12,7 +12,7 @@ from engram import (
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
 )
-from engram.store import DeviceStore
+from engram.store.device.store import DeviceStore
 from tests.device.synchronisation import Waited, no_synchronisation
 
 THERE = torch.device("meta")

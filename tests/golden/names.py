@@ -1,7 +1,7 @@
 """The names that lie in files: whatever the code comes to call these things, files go on saying these."""
 
 from engram.format import layout
-from engram.store import INDEX_KINDS
+from engram.store.indexes import INDEX_KINDS
 from tests.golden.cases import DUMPS
 
 

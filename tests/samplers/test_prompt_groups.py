@@ -23,7 +23,7 @@ from engram import (
     ReplayBuffer,
     TensorDictReplayBuffer,
 )
-from engram.store import INDEX_KINDS
+from engram.store.indexes import INDEX_KINDS
 from engram.store.row_indexes import GroupIndex
 from tests import stress
 from tests.samplers.machine import SETTINGS, StoreMachine, stressed

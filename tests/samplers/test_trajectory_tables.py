@@ -25,7 +25,7 @@ from engram import (
     SliceSamplerWithoutReplacement,
 )
 from engram._support import native, progress
-from engram.store import Store
+from engram.store.store import Store
 from tests.samplers.machine import SETTINGS, Rings, TrajectoryMachine, stressed
 from tests.samplers.slicing import buffer, runs_of, steps, windows
 

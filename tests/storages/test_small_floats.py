@@ -18,7 +18,7 @@ from engram import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
-from engram.store import DeviceStore
+from engram.store.device.store import DeviceStore
 from tests.serving.servers import serving
 
 DTYPES = [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz]

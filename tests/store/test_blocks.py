@@ -25,7 +25,7 @@ from engram import (
     WindowSpec,
 )
 from engram.format.schema import DTYPES, Field
-from engram.store import GENERATION, INDEX, WEIGHT, BlockLayout, DrawingInto, Key
+from engram.store.blocks import GENERATION, INDEX, WEIGHT, BlockLayout, DrawingInto, Key
 from engram.types import WritePlan
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)

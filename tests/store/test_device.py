@@ -27,7 +27,9 @@ from engram import (
     WriterStalled,
 )
 from engram.format.schema import Field, Node, Schema
-from engram.store import DeviceStore, Key, Store
+from engram.store.blocks import Key
+from engram.store.device.store import DeviceStore
+from engram.store.store import Store
 from engram.types import WritePlan
 from tests import stress
 

@@ -24,12 +24,11 @@ from engram.format.sizes import resident_bytes
 from engram.inspect.sizing import StoragePlan
 from engram.saved.inspection import describe, verify
 from engram.storages.announcing import creation_line
-from engram.store import open_store
 from engram.store.adding import add_field
-from engram.store.device import DeviceStore
+from engram.store.device.store import DeviceStore
 from engram.store.elsewhere import ForeignStore
 from engram.store.lifetime import Process, erase, remove_store
-from engram.store.opening import create_store, moved, open_readonly, reattach
+from engram.store.opening import create_store, moved, open_readonly, open_store, reattach
 from engram.store.store import Store
 from tests.store.stores import DAMAGE, damage, snapshot
 from tests.test_docs import BLOCK, ROOT

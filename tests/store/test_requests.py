@@ -25,8 +25,9 @@ from engram import (
     SliceSampler,
 )
 from engram.format import layout
-from engram.store import BlockLayout, DeviceStore, OutOfOrder, Requests
-from engram.store.requests import IN_DOUBT, NAME, WritersIndex
+from engram.store.blocks import BlockLayout
+from engram.store.device.store import DeviceStore
+from engram.store.requests import IN_DOUBT, NAME, OutOfOrder, Requests, WritersIndex
 from tests import stress
 from tests.fresh import run, start
 from tests.waiting import until
@@ -215,7 +216,7 @@ KNOWN = """
     import json, uuid
     import torch
     from engram import ReplayBuffer
-    from engram.store import Requests
+    from engram.store.requests import Requests
     rb = ReplayBuffer.open(folder)
     once = Requests(rb.storage.store)
     columns = [torch.zeros(2, dtype=torch.bool), torch.tensor([4, 5])]
@@ -312,7 +313,7 @@ ASK = """
     import mmap, struct, sys, uuid
     import torch
     from engram import ReplayBuffer
-    from engram.store import OutOfOrder, Requests
+    from engram.store.requests import OutOfOrder, Requests
 
     with open(account, "r+b") as file:
         memory = mmap.mmap(file.fileno(), 0)

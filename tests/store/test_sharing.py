@@ -28,9 +28,8 @@ from engram import (
     TensorDictReplayBuffer,
 )
 from engram._support import native
-from engram.store import shared_memory, sweep_shared_memory
 from engram.store.indexes import Indexes
-from engram.store.lifetime import exclusive
+from engram.store.lifetime import exclusive, shared_memory, sweep_shared_memory
 from tests import fresh
 from tests.ranks.processes import wait_for
 from tests.store.processes import Child, leaves, steps, whole

@@ -16,7 +16,7 @@ import torch
 import engram.store
 from engram import LazyMemmapStorage, ReplayBuffer, StoreInUse, UncleanStore
 from engram.format import files
-from engram.store import open_store
+from engram.store.opening import open_store
 from tests.fresh import run, start
 from tests.store.stores import CLEAN_AT, PERIOD, WORDS, buffer, content, rows, snapshot
 from tests.waiting import until

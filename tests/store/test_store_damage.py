@@ -11,7 +11,7 @@ import pytest
 from engram import CorruptStore, IncompatibleStore, ReplayBuffer
 from engram.format import schema as schemas
 from engram.format.schema import Node
-from engram.store import open_store
+from engram.store.opening import open_store
 from tests import stress
 from tests.fresh import run, start
 from tests.store.stores import CLEAN_AT, DAMAGE, PARTS, buffer, damage, rows, snapshot
@@ -244,7 +244,7 @@ def test_stray_bytes_in_the_words_never_crash(folder, tmp_path):
         from pathlib import Path
         import torch
         from engram import *
-        from engram.store import Store
+        from engram.store.store import Store
         good = Path(folder)
         control, tickets = (good / ".engram" / name for name in ("control", "tickets"))
         words = {path: path.read_bytes() for path in (control, tickets)}

@@ -21,7 +21,8 @@ from engram._support import native
 from engram.format import files
 from engram.format import schema as schemas
 from engram.format.schema import Field, Node, Schema
-from engram.store import create_store, erase
+from engram.store.lifetime import erase
+from engram.store.opening import create_store
 from engram.types import WritePlan
 from tests.fresh import run
 from tests.store.stores import PARTS, buffer, rows, snapshot

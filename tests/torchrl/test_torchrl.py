@@ -10,7 +10,7 @@ from tensordict import TensorDict, tensorclass
 from engram import IncompatibleCheckpoint
 from engram.format.schema import Field, Node, Schema
 from engram.storages._structure import Structure
-from engram.store import Store
+from engram.store.store import Store
 from engram.torchrl.dumps import recognises
 from tests.torchrl.torchrl_dumps import ENTRIES, columns_of, make_dump, oldest_first, quietly_read, raw
 

@@ -18,7 +18,7 @@ from engram import (
     StalestFirst,
     TensorDictReplayBuffer,
 )
-from engram.store import INDEX_KINDS
+from engram.store.indexes import INDEX_KINDS
 from engram.writers.removers import ChangesIndex
 from tests.store.processes import context
 from tests.waiting import ended

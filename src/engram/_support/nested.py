@@ -8,23 +8,20 @@ import functools
 import keyword
 import operator
 from collections import namedtuple
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeGuard, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from engram._support import tensordicts
 from engram._support.tensordicts import children, is_bare, is_non_tensor, is_tensor_collection, wrap
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
-    from tensordict import TensorDictBase
 
 Path = tuple[str, ...]
 
 
-def is_tensordict(data: object) -> TypeGuard[TensorDictBase]:
+def is_tensordict(data: object) -> TypeGuard[tensordicts.TensorDictBase]:
     """Whether data is a TensorDict or a tensorclass, which has its methods."""
     return is_tensor_collection(data)
 

@@ -20,7 +20,9 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
+    from tensordict import LazyStackedTensorDict, NonTensorData
+    from tensordict import TensorDict as TensorDict  # noqa: PLC0414 - other modules annotate with it
+    from tensordict import TensorDictBase as TensorDictBase  # noqa: PLC0414 - as well
 
 _K = TypeVar("_K", bound=str | tuple[str, ...])
 

@@ -10,19 +10,15 @@ from typing import cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from engram._support import fork, native
-from engram._support.checks import check_count, check_number, check_path
+from engram._support import checks, fork, native
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.errors import IncompatibleStore, RateLimited, StoreInUse
 from engram.storages import LazyMemmapStorage
 from engram.storages.ragged import Ragged
-from engram.store import opening, rings
+from engram.store import opening, ragged, ragged_rows, rings
 from engram.store.keys import StoredKeys
-from engram.store.ragged import RaggedStore
-from engram.store.ragged_rows import Items
 from engram.store.trees import ALIGNMENT, FORM_OF, dense, tree_bytes, tree_of
 from engram.types import StrPath
 
@@ -32,7 +28,7 @@ _NO_DIMS = [(-1,) * (FORM - 1 - n) for n in range(FORM)]
 _DTYPE_OF_FORM = {form: dtype for dtype, form in FORM_OF.items()}
 
 
-def encode(values: Sequence[object], where: Sequence[str], most: int) -> tuple[Tensor, Items]:
+def encode(values: Sequence[object], where: Sequence[str], most: int) -> tuple[Tensor, ragged_rows.Items]:
     """Values as rows: their forms, int32 ``[n, 8]``, and their bytes.
 
     Args:
@@ -77,10 +73,12 @@ def encode(values: Sequence[object], where: Sequence[str], most: int) -> tuple[T
     buffer = torch.empty(at, dtype=torch.uint8, device="cpu")
     for run, first, last in runs:
         torch.cat(run, out=buffer[first:last].view(run[0].dtype))
-    return torch.from_numpy(forms), Items(buffer, torch.from_numpy(starts), torch.from_numpy(sizes.astype(np.int32)))
+    return torch.from_numpy(forms), ragged_rows.Items(
+        buffer, torch.from_numpy(starts), torch.from_numpy(sizes.astype(np.int32))
+    )
 
 
-def decode(forms: Tensor, items: Items) -> list[object]:
+def decode(forms: Tensor, items: ragged_rows.Items) -> list[object]:
     """The values of rows.
 
     Args:
@@ -112,7 +110,7 @@ def decode(forms: Tensor, items: Items) -> list[object]:
     return found
 
 
-def _runs(forms: NDArray[np.int32]) -> Iterator[tuple[int, int]]:
+def _runs(forms: np.typing.NDArray[np.int32]) -> Iterator[tuple[int, int]]:
     """From where to where neighbours are of one kind."""
     if len(forms):
         yield from itertools.pairwise([0, *(np.flatnonzero(np.diff(forms[:, 0])) + 1).tolist(), len(forms)])
@@ -160,9 +158,9 @@ class KeyedValues:
         self, path: StrPath, *, max_keys: int = 1 << 18, max_bytes: float = 4e9, unclean: str = "refuse"
     ) -> None:
         where = type(self).__name__
-        self._folder = check_path(f"{where}: path", path)
-        self._max_keys = check_count(f"{where}: max_keys", max_keys, least=16)
-        self._max_bytes = int(check_number(f"{where}: max_bytes", max_bytes, least=1_024, most=1 << 47))
+        self._folder = checks.check_path(f"{where}: path", path)
+        self._max_keys = checks.check_count(f"{where}: max_keys", max_keys, least=16)
+        self._max_bytes = int(checks.check_number(f"{where}: max_bytes", max_bytes, least=1_024, most=1 << 47))
         self._longest = min(self._max_bytes // 16, (1 << 31) - 1)  # items of a row are counted in 31 bits
         self._unclean = unclean
         self._known: ReplayBuffer[object] | None = None
@@ -222,7 +220,7 @@ class KeyedValues:
             (forms, _, items), gone = store.read(rows, expected=store.tickets_of_writes(rows, writes))
             kept = torch.ones(len(left), dtype=torch.bool, device="cpu")
             kept[gone] = False  # replaced or moved since: found again at once
-            there = cast("Items", items)[kept].packed() if gone else cast("Items", items)
+            there = cast("ragged_rows.Items", items)[kept].packed() if gone else cast("ragged_rows.Items", items)
             for place, value in zip(itertools.compress(left, kept.tolist()), decode(forms[kept], there), strict=True):
                 found[place] = value
             left = [left[place] for place in gone]
@@ -281,7 +279,7 @@ class KeyedValues:
             place = self._folder / "values"
             if self._known is None and opening.holds_store(place, type(self).__name__):
                 buffer: ReplayBuffer[object] = ReplayBuffer.open(place, unclean=self._unclean)
-                schema = cast("RaggedStore", buffer.storage.memory).schema
+                schema = cast("ragged.RaggedStore", buffer.storage.memory).schema
                 ring = [group.items for group in schema.ragged_groups]
                 got = tuple(field.name for field in schema.fields), schema.capacity, *ring
                 if got != (wanted := (_FIELDS, self._max_keys, self._max_bytes)):
@@ -311,7 +309,7 @@ class KeyedValues:
 
     # ---- the ring ----------------------------------------------------------------------------------------------------
 
-    def _live(self, store: RaggedStore) -> Iterator[tuple[Tensor, Tensor]]:
+    def _live(self, store: ragged.RaggedStore) -> Iterator[tuple[Tensor, Tensor]]:
         """The rows that have values, and their tickets, the oldest first. No other process writes meanwhile."""
         end = store.core.next_position(0)
         for at in range(max(self._oldest, end - store.capacity), end, _ROWS):
@@ -321,7 +319,7 @@ class KeyedValues:
             if bool(live.any()):
                 yield rows[live], tickets[live]
 
-    def _free(self, store: RaggedStore) -> tuple[int, int]:
+    def _free(self, store: ragged.RaggedStore) -> tuple[int, int]:
         """Rows and bytes before the ring comes to its oldest value."""
         end, head = store.core.next_position(0), store.core.ragged_lane(0)[1]
         for rows, tickets in self._live(store):
@@ -337,7 +335,7 @@ class KeyedValues:
         Raises ``RateLimited``: the values do not fit.
         """
         need = rows + 1, nbytes + 2 * self._longest  # 2: a value may not fit before the end of the ring
-        store = cast("RaggedStore | None", buffer.storage.memory)
+        store = cast("ragged.RaggedStore | None", buffer.storage.memory)
         if store is not None and all(map(le, need, self._free(store))):
             return
         live = (0, 0) if store is None else self._tidy(buffer)
@@ -380,17 +378,17 @@ class KeyedValues:
         buffer.storage.remove(rows, store.writes_of(rows, tickets))
 
 
-def _stored(buffer: ReplayBuffer[object]) -> tuple[RaggedStore, StoredKeys]:
+def _stored(buffer: ReplayBuffer[object]) -> tuple[ragged.RaggedStore, StoredKeys]:
     """The store of a buffer that was written to, and the rows by their keys."""
-    return cast("RaggedStore", buffer.storage.memory), cast("StoredKeys", buffer.storage.keyed("get"))
+    return cast("ragged.RaggedStore", buffer.storage.memory), cast("StoredKeys", buffer.storage.keyed("get"))
 
 
-def _names(store: RaggedStore, rows: Tensor, tickets: Tensor) -> Tensor:
+def _names(store: ragged.RaggedStore, rows: Tensor, tickets: Tensor) -> Tensor:
     """The keys of rows, uint8 ``[n, 128]``, while no other process writes."""
     return store.read(rows, expected=tickets, which=(_FIELDS.index("key"),))[0][0]
 
 
-def _spans(store: RaggedStore, rows: Tensor, tickets: Tensor) -> rings.Spans:
+def _spans(store: ragged.RaggedStore, rows: Tensor, tickets: Tensor) -> rings.Spans:
     """Where the bytes of rows lie, while no other process writes."""
     return rings.Spans.of(store.read_spans(rows, tickets)[0][0])
 

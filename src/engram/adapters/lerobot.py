@@ -18,7 +18,7 @@ from torch.nn import functional
 from engram._support.checks import check_count, check_path
 from engram._support.field_paths import nested
 from engram._support.nested import map_leaves
-from engram.adapters.scratch import Scratch
+from engram.adapters.scratch import Path, Scratch
 from engram.datasets import from_lerobot, from_numpy, to_lerobot
 from engram.datasets.importing import flat_names
 from engram.errors import NoSampleable
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from lerobot.rl.buffer import BatchTransition
     from torch import Tensor
 
-    from engram.adapters.scratch import Path
     from engram.types import StrPath
 
 __all__ = ["ReplayBuffer", "random_shift"]

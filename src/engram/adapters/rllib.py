@@ -17,16 +17,13 @@ from typing import cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 import engram
-from engram._support.checks import check_count, check_number, check_path
-from engram._support.field_paths import nested
-from engram._support.unsupported import needs, reject_unsupported
+from engram._support import checks, field_paths, unsupported
 from engram.adapters.scratch import Array, Path, Rows, Scratch, leaves
 from engram.types import StrPath
 
-with needs("engram.adapters.rllib", "rllib"):
+with unsupported.needs("engram.adapters.rllib", "rllib"):
     from ray.rllib.env.single_agent_episode import SingleAgentEpisode as Episode
     from ray.rllib.env.utils.infinite_lookback_buffer import InfiniteLookbackBuffer
     from ray.rllib.utils import force_list, replay_buffers
@@ -86,9 +83,9 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
         self, capacity: int = 10_000, *, scratch_dir: StrPath | None = None, exclude: Collection[str] = (), **kw: int
     ) -> None:
         who = type(self).__name__
-        reject_unsupported(who, {name: kw[name] for name in kw if name not in _ARGUMENTS}, {}, _ARGUMENTS)
-        self._arguments = {"capacity": check_count(f"{who}: capacity", capacity), **kw, **self._by}
-        self.scratch_dir = None if scratch_dir is None else check_path(f"{who}: scratch_dir", scratch_dir)
+        unsupported.reject_unsupported(who, {name: kw[name] for name in kw if name not in _ARGUMENTS}, {}, _ARGUMENTS)
+        self._arguments = {"capacity": checks.check_count(f"{who}: capacity", capacity), **kw, **self._by}
+        self.scratch_dir = None if scratch_dir is None else checks.check_path(f"{who}: scratch_dir", scratch_dir)
         self.exclude, self.spaces = frozenset(exclude), (None, None)
         self._open()
 
@@ -172,7 +169,7 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
                 shapes or dtypes than the first episode has; a negative weight. Nothing is changed.
         """
         chunks = [one for one in force_list(episodes) if not isinstance(one, Episode) or len(one)]
-        priority = check_number("add: weight", self._max_priority if weight is None else weight, least=0)
+        priority = checks.check_number("add: weight", self._max_priority if weight is None else weight, least=0)
         steps = self._steps_of(chunks)
         gone, trimmed, kept = self._planned(chunks)
         there, before = min(gone, len(self.episodes)), self._num_timesteps
@@ -184,7 +181,7 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
         self._num_timesteps_added += dropped
         made = []
         if kept.any():
-            rows = self.rb.extend(nested({path: column[kept] for path, column in steps.items()}))
+            rows = self.rb.extend(field_paths.nested({path: column[kept] for path, column in steps.items()}))
             if self._by:
                 self.rb.update_priority(rows, priority)
             self.stored = self.stored or self._stored_columns()
@@ -193,7 +190,7 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
             self.spaces = chunks[-1].observation_space, chunks[-1].action_space
         super().add(made, *((priority,) if self._by else ()))
 
-    def _planned(self, chunks: list[Episode]) -> tuple[int, int, NDArray[np.bool_]]:
+    def _planned(self, chunks: list[Episode]) -> tuple[int, int, np.typing.NDArray[np.bool_]]:
         """What goes if chunks are added, by RLlib's rule, and which of their steps stay.
 
         Returns how many of the oldest episodes go, those that begin here included; how many steps
@@ -306,7 +303,7 @@ class _Stored(Episode):  # type: ignore[misc] # as above
         columns, n = self.buffer.stored, len(root)
         ends = {path: columns.get((*following, *path[n:])) for path in columns if path[:n] == root}
         found = {path[n:]: _Field(columns[path], self.rows, after) for path, after in ends.items()}
-        return InfiniteLookbackBuffer(found[()] if () in found else nested(found))
+        return InfiniteLookbackBuffer(found[()] if () in found else field_paths.nested(found))
 
 
 class _Field:

@@ -8,7 +8,6 @@ from typing import TypeAlias, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 import engram
 from engram._support.words import raise_as
@@ -18,9 +17,9 @@ from engram.storages import LazyTensorStorage
 from engram.store.lifetime import Hold, hold
 from engram.types import Sampler
 
-Array: TypeAlias = NDArray[np.generic]
+Array: TypeAlias = np.typing.NDArray[np.generic]
 Path: TypeAlias = tuple[str, ...]
-Rows: TypeAlias = NDArray[np.int64]
+Rows: TypeAlias = np.typing.NDArray[np.int64]
 
 
 class Scratch:

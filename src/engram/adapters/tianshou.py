@@ -24,8 +24,6 @@ with unsupported.needs("engram.adapters.tianshou", "tianshou"):
 import os
 from collections.abc import Collection, Mapping, Sequence
 
-from numpy.typing import NDArray
-
 from engram.adapters.scratch import Array, Path, Rows
 from engram.types import Sampler
 
@@ -308,7 +306,7 @@ class PrioritizedVectorReplayBuffer(VectorReplayBuffer):
         key = int(np.random.randint(2**63))  # noqa: NPY002 - as tianshou draws
         return self._priorities.priorities().draw(key, batch_size)[0].numpy()
 
-    def get_weight(self, index: int | Rows) -> NDArray[np.float64]:
+    def get_weight(self, index: int | Rows) -> np.typing.NDArray[np.float64]:
         """Weights of rows, 1 for the row that is drawn least often."""
         rows = np.atleast_1d(np.asarray(index))
         return self._priorities.priorities().weights(torch.from_numpy(rows)).numpy().reshape(np.shape(index))

@@ -15,8 +15,9 @@ from engram._support import checks, fork, native, progress
 from engram._support.field_paths import FieldPath, as_path, as_paths, plain, public
 from engram.format.schema import DTYPES, Field
 from engram.saved.rows import of_the_step
-from engram.store import Store, check_index_name
+from engram.store.indexes import check_index_name
 from engram.store.memory import placed, row_stride
+from engram.store.store import Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence

@@ -23,8 +23,8 @@ from engram.errors import NoSampleable, RowError
 from engram.format.schema import Field
 from engram.samplers._base import DeclaredSampler, SamplerAround
 from engram.samplers.redraw import Redraw
-from engram.store import DTYPE_OF, Masses, Store, as_rows, dlpack_specs
-from engram.store import Key as DrawKey
+from engram.store import blocks, store
+from engram.store.memory import DTYPE_OF, as_rows, dlpack_specs
 from engram.types import Draw, Entry, Extent, Info, NativeBatch, Sampler, Shown, Traits
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ _MOST_REDRAWS = 2_000
 class Expansion:
     """The native read of a batch: stored fields, and what expanders make of the steps around each row."""
 
-    def __init__(self, memory: Store, reading: Reading, keys: TrajectoryKeys, who: str) -> None:
+    def __init__(self, memory: store.Store, reading: Reading, keys: TrajectoryKeys, who: str) -> None:
         """Raises ``RuntimeError``: nothing in the rows says where trajectories end. Messages begin with ``who``."""
         self._episodes = keys.episodes(memory, f"sample: {who}")
         specs = dlpack_specs(reading.fields)
@@ -221,7 +221,7 @@ class Expansion:
         return self._episodes.table()
 
     @staticmethod
-    def check_rows(memory: Store, who: str) -> None:
+    def check_rows(memory: store.Store, who: str) -> None:
         """Raise ``RuntimeError`` unless each row is one step whose fields have keys."""
         kind, batch = memory.schema.structure.kind, memory.schema.structure.batch
         if kind not in NAMED:
@@ -556,13 +556,13 @@ class Expander(SamplerAround):
             return self._windows.can_sample(storage, batch_size, finished=finished)
         try:
             if source.can_sample(storage, batch_size):
-                self.sample_natively(storage, DrawKey.of(0), 1)
+                self.sample_natively(storage, blocks.Key.of(0), 1)
                 return True
         except NoSampleable:
             pass
         return False
 
-    def masses(self, storage: SampledStorage) -> Masses | None:
+    def masses(self, storage: SampledStorage) -> blocks.Masses | None:
         """Those of :attr:`sampler`; None where next observations are read from following rows, which some rows have not yet."""
         return None if self._followed else self._source.masses(storage)
 
@@ -613,7 +613,7 @@ class Expander(SamplerAround):
 
     # ---- the store ---------------------------------------------------------------------------------------------------
 
-    def _expansion_of(self, memory: Store) -> Expansion:
+    def _expansion_of(self, memory: store.Store) -> Expansion:
         """The read of a store's rows. It is replaced as a whole if another store was read last: other threads may be drawing."""
         memory.core.find_fields()
         found = self._expansion
@@ -624,7 +624,7 @@ class Expander(SamplerAround):
                     found = self._expansion = self._new_expansion(memory)
         return found
 
-    def _new_expansion(self, memory: Store) -> Expansion:
+    def _new_expansion(self, memory: store.Store) -> Expansion:
         name = type(self).__name__
         if not memory.is_native:  # device="auto", and the first row was elsewhere
             raise RuntimeError(self._elsewhere(f"rows of {memory.place}"))
@@ -648,7 +648,7 @@ class Expander(SamplerAround):
         raise RuntimeError(self._elsewhere("a storage of other rows"))
 
     def sample_natively(
-        self, storage: SampledStorage, key: DrawKey, n: int, *, numbered: bool = False, shown: Shown = "beside"
+        self, storage: SampledStorage, key: blocks.Key, n: int, *, numbered: bool = False, shown: Shown = "beside"
     ) -> NativeBatch:
         """Draw, and read the rows with what is around them in one native call: ``(columns, rows, info)``.
 
@@ -694,11 +694,11 @@ class Expander(SamplerAround):
             goals.apply(storage, columns, info, expansion.computed)
         return columns, rows, info
 
-    def _sample_there(self, storage: SampledStorage, key: DrawKey, n: int, *, numbered: bool) -> NativeBatch:
+    def _sample_there(self, storage: SampledStorage, key: blocks.Key, n: int, *, numbered: bool) -> NativeBatch:
         """As :meth:`sample_natively`, of rows on an accelerator. Where no row can be drawn, ``rb.stats()`` raises."""
         raise NotImplementedError
 
-    def _can_sample_there(self, memory: Store) -> bool:
+    def _can_sample_there(self, memory: store.Store) -> bool:
         """Whether some row on an accelerator can be read with what this expander adds."""
         raise NotImplementedError
 

@@ -20,14 +20,14 @@ from engram._support.tensordicts import is_tensor_collection, tensordict_type
 from engram.around.episodes import END_KEYS, numbers_by_path, usual_flags
 from engram.around.expander import MARK, Column, Expander, Expansion, Reading, TrajectoryArguments
 from engram.errors import ReadOnlyStore
-from engram.format.layout import is_store
-from engram.format.schema import Field
+from engram.format import layout, schema
 from engram.samplers import PrioritizedSampler
 from engram.storages import LazyMemmapStorage, LazyTensorStorage, TensorStorage
 from engram.storages.memmap import check_io
-from engram.store import DeviceStore, Key, Store
+from engram.store import blocks, sampled
 from engram.store.device.row_operations import Drawing, End, Followed
-from engram.store.sampled import SampledStorage
+from engram.store.device.store import DeviceStore
+from engram.store.store import Store
 from engram.transforms import ExcludeTransform
 from engram.transforms._base import put
 from engram.types import Commit, Info, NativeBatch, Sampler, Traits, Write, WritePlan
@@ -86,7 +86,7 @@ class FinalObservations(Stateful):
     _first_tag = int.from_bytes(os.urandom(7), "little")
     _lost = 0
 
-    def __init__(self, keys: object, storage: SampledStorage | None = None, *, end_keys: object = None) -> None:
+    def __init__(self, keys: object, storage: sampled.SampledStorage | None = None, *, end_keys: object = None) -> None:
         given = as_paths(keys, "FinalObservations: keys")
         if given is None:
             raise TypeError("FinalObservations: keys: expected a list of keys, got None.")
@@ -174,7 +174,7 @@ class FinalObservations(Stateful):
         check_keys(noted, ("keys", "end_keys", "max_size", "directory"), cls.__name__)
         folder = Path(os.path.normpath(base / typed(noted, "directory", str, cls.__name__)))
         keys, ends = noted["keys"], noted["end_keys"]
-        if not readonly and not is_store(folder):  # no episode has ended yet
+        if not readonly and not layout.is_store(folder):  # no episode has ended yet
             size = integer(noted, "max_size", 1, 1 << 62, cls.__name__)
             return cls.open_or_create(keys, folder, size, end_keys=ends, unclean=unclean, io=io)
         storage = LazyMemmapStorage.open(folder, unclean=unclean, readonly=readonly, io=io)
@@ -608,7 +608,7 @@ class NextFromFollowing(Expander):
     def draws_on_device(self) -> bool:  # type: ignore[override]
         return self.reads_there and (self._source.traits.draws_uniformly or self._source.draws_on_device)
 
-    def _sample_there(self, storage: SampledStorage, key: Key, n: int, *, numbered: bool) -> NativeBatch:
+    def _sample_there(self, storage: sampled.SampledStorage, key: blocks.Key, n: int, *, numbered: bool) -> NativeBatch:
         memory, source = cast("DeviceStore", storage.memory), self._source
         followed = self._followed_on(memory)
         info: Info = {}
@@ -648,13 +648,13 @@ class NextFromFollowing(Expander):
             vars(self)["computed_keys"] = dict.fromkeys(map(public, following.names), False)
         return found
 
-    def beside_bytes(self, stored: Sequence[Field]) -> int:
+    def beside_bytes(self, stored: Sequence[schema.Field]) -> int:
         if not self.marks:
             return 0
         observations = sum(field.row_bytes for field in stored if field.key in self.finals.keys)
         return self.finals.storage.max_size * (observations + 8)  # and a tag
 
-    def bind(self, storage: SampledStorage) -> None:
+    def bind(self, storage: sampled.SampledStorage) -> None:
         """As for every expander. Raises ``RuntimeError``: ``storage`` is shared, and that of final observations is not.
 
         >>> from engram import FinalObservations, LazyTensorStorage, NextFromFollowing, RandomSampler, ReplayBuffer

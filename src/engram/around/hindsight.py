@@ -9,15 +9,12 @@ from typing import Unpack, cast
 import torch
 from torch import Tensor
 
+from engram._support import checks, field_paths, tensordicts, words
 from engram._support import native as _native
-from engram._support.checks import check_callable, check_choice, check_number, check_type
-from engram._support.field_paths import FieldPath, as_path, checked_path, public
-from engram._support.tensordicts import add_fields
-from engram._support.words import warn
 from engram.around.expander import Expander, Reading, TrajectoryArguments
 from engram.storages import TensorStorage
-from engram.store import Store, dlpack_specs
-from engram.store.sampled import SampledStorage
+from engram.store import sampled, store
+from engram.store.memory import dlpack_specs
 from engram.types import Entry, Info, Sampler
 
 
@@ -43,7 +40,7 @@ class HindsightStrategy(StrEnum):
 
 
 #: The goal that was reached before an action.
-_ACHIEVED: FieldPath = ("achieved_goal",)
+_ACHIEVED: field_paths.FieldPath = ("achieved_goal",)
 #: The end flag that says nothing of a goal.
 _CUT = "truncated"
 
@@ -115,7 +112,7 @@ class Hindsight(Expander):
     """
 
     #: The end flag that rows must have; None: ids of trajectories do in its place.
-    _end: FieldPath | None = None
+    _end: field_paths.FieldPath | None = None
 
     _warned = False
 
@@ -135,14 +132,14 @@ class Hindsight(Expander):
         **trajectories: Unpack[TrajectoryArguments],
     ) -> None:
         for name, function in {"reward_fn": reward_fn, "end_fn": bool if end_fn is None else end_fn}.items():
-            check_callable(f"Hindsight: {name}", function, "a function of the relabelled rows")
-        self.her_ratio = check_number("Hindsight: her_ratio", her_ratio, least=0, most=1)
-        check_choice("Hindsight: strategy", strategy, list(HindsightStrategy))
+            checks.check_callable(f"Hindsight: {name}", function, "a function of the relabelled rows")
+        self.her_ratio = checks.check_number("Hindsight: her_ratio", her_ratio, least=0, most=1)
+        checks.check_choice("Hindsight: strategy", strategy, list(HindsightStrategy))
         self.reward_fn, self.end_fn = reward_fn, end_fn
         self.strategy = HindsightStrategy(strategy)
-        self.goal_key = checked_path(goal_key, "Hindsight: goal_key")
-        self.achieved_goal_key = as_path(achieved_goal_key, "Hindsight: achieved_goal_key")
-        self.reward_key = checked_path(reward_key, "Hindsight: reward_key")
+        self.goal_key = field_paths.checked_path(goal_key, "Hindsight: goal_key")
+        self.achieved_goal_key = field_paths.as_path(achieved_goal_key, "Hindsight: achieved_goal_key")
+        self.reward_key = field_paths.checked_path(reward_key, "Hindsight: reward_key")
         if isinstance(sampler, Expander) and any(isinstance(inner, Hindsight) for inner in sampler.chain):
             raise TypeError("Hindsight: sampler: expected one without hindsight, got a Hindsight inside.")
         super().__init__(sampler, **trajectories)
@@ -182,13 +179,13 @@ class Hindsight(Expander):
         before = reading.number(_ACHIEVED, "Hindsight: achieved_goal_key")
         if not self._warned:
             self._warned = True
-            warn(
+            words.warn(
                 "sample: Hindsight: goals are those that were achieved before each action, as ('next', 'achieved_goal') is not stored: "
                 "none is the last state of an episode. Store it, or pass achieved_goal_key='achieved_goal' if this is meant."
             )
         return before
 
-    def _check_storage(self, storage: SampledStorage) -> None:
+    def _check_storage(self, storage: sampled.SampledStorage) -> None:
         if storage.ndim > 1:
             raise NotImplementedError(
                 f"Hindsight: expected a storage with ndim=1, got ndim={storage.ndim}. Use lanes: each is a ring of its own, such as one "
@@ -220,7 +217,7 @@ class Relabelling:
         if self.end_fn is not None and all(key[-1] == _CUT for key in self.ends):
             raise KeyError(
                 "sample: Hindsight: end_fn: expected a stored end flag that it can set, such as ('next', 'terminated'), got "
-                f"{[*map(public, reading.numbers)]}. Store one, or name it with end_keys=."
+                f"{[*map(field_paths.public, reading.numbers)]}. Store one, or name it with end_keys=."
             )
         source, self.reward = reading.fields[achieved], reward
         self.fields = [goal, *reading.nexts_of(reading.fields[goal].key)]
@@ -250,10 +247,11 @@ class Relabelling:
         for number in self.reads:
             if reading.columns[number].kind != "row":
                 raise TypeError(
-                    f"sample: Hindsight: expected {public(reading.fields[number].key)!r} as it is stored, but another expander changes it."
+                    f"sample: Hindsight: expected {field_paths.public(reading.fields[number].key)!r} as it is stored, "
+                    "but another expander changes it."
                 )
 
-    def goals(self, memory: Store, table: _native.Trajectories, key: int) -> Goals:
+    def goals(self, memory: store.Store, table: _native.Trajectories, key: int) -> Goals:
         """Those of a batch that is drawn with a key: none so far."""
         return Goals(self, memory, table, key)
 
@@ -261,7 +259,7 @@ class Relabelling:
 class Goals:
     """The goals of one batch, of rows or of windows."""
 
-    def __init__(self, relabelling: Relabelling, memory: Store, table: _native.Trajectories, key: int) -> None:
+    def __init__(self, relabelling: Relabelling, memory: store.Store, table: _native.Trajectories, key: int) -> None:
         """``key``: of the draw."""
         self._relabelling, self._core, self._table = relabelling, memory.core, table
         self._key, self._attempt = key % (1 << 64), 0
@@ -306,11 +304,11 @@ class Goals:
 
     def apply(
         self,
-        storage: SampledStorage,
+        storage: sampled.SampledStorage,
         columns: list[Tensor],
         info: Info,
         computed: Mapping[Entry, bool],
-        cut: FieldPath | None = None,
+        cut: field_paths.FieldPath | None = None,
     ) -> None:
         """Put the goals into the first rows of the batch that was read, and the rewards and end flags that they give.
 
@@ -337,19 +335,21 @@ class Goals:
         batch: object = cast("TensorStorage", storage).batch(first, (n,))  # expanders take no other
         if computed:
             made = {key: cast("Tensor", info[key])[:n] for key in computed}
-            add_fields(batch, {key: made[key].squeeze(-1) if flat else made[key] for key, flat in computed.items()})
+            tensordicts.add_fields(
+                batch, {key: made[key].squeeze(-1) if flat else made[key] for key, flat in computed.items()}
+            )
         stored, reward = first[relabelling.reward], relabelling.reward_fn(batch)
         if not isinstance(reward, Tensor) or reward.shape != stored.shape or reward.dtype is not stored.dtype:
             reward = _as_stored(reward, stored)
         stored.copy_(reward.detach())
         if relabelling.end_fn is not None:
-            marks = None if cut is None else cast("Tensor", info[public(cut)])
+            marks = None if cut is None else cast("Tensor", info[field_paths.public(cut)])
             _put_ends(relabelling.ends, relabelling.end_fn(batch), first, n, info, marks)
 
 
 def _as_stored(reward: object, stored: Tensor) -> Tensor:
     """The reward of a function, in the shape of those that are stored. Raises ``TypeError``, ``RuntimeError``: it is none."""
-    reward = check_type("sample: Hindsight: reward_fn", reward, Tensor, f"a tensor {list(stored.shape)}")
+    reward = checks.check_type("sample: Hindsight: reward_fn", reward, Tensor, f"a tensor {list(stored.shape)}")
     shape, got = stored.shape, reward.shape
     if got != shape and shape[1:] == (1,) and got == shape[:1]:
         reward, got = reward.unsqueeze(-1), shape
@@ -362,10 +362,10 @@ def _as_stored(reward: object, stored: Tensor) -> Tensor:
 
 
 def _put_ends(
-    ends: dict[FieldPath, int], ended: object, first: list[Tensor], n: int, info: Info, cut: Tensor | None
+    ends: dict[field_paths.FieldPath, int], ended: object, first: list[Tensor], n: int, info: Info, cut: Tensor | None
 ) -> None:
     """Set the end flags of the first ``n`` rows of a batch. ``cut``: bool ``[B, 1]``, the marks of steps at which windows end."""
-    ended = check_type("sample: Hindsight: end_fn", ended, Tensor, f"a tensor [{n}]")
+    ended = checks.check_type("sample: Hindsight: end_fn", ended, Tensor, f"a tensor [{n}]")
     if ended.shape not in ((n,), (n, 1)):
         raise RuntimeError(
             f"sample: Hindsight: end_fn: expected [{n}] or [{n}, 1], got {list(ended.shape)}. Return one flag per row of the batch."
@@ -380,8 +380,8 @@ def _put_ends(
             continue
         terminates = key[-1] == "terminated"
         _put(first[number], terminal if terminates else over)
-        if public(key) in info:  # windows end where they are cut
-            _put(cast("Tensor", info[public(key)])[:n], terminal if terminates else marked)
+        if field_paths.public(key) in info:  # windows end where they are cut
+            _put(cast("Tensor", info[field_paths.public(key)])[:n], terminal if terminates else marked)
 
 
 def _put(flag: Tensor, value: Tensor) -> None:

@@ -19,7 +19,8 @@ from engram._support.tensordicts import is_tensorclass, tensordict_type
 from engram._support.words import warn
 from engram.around import episodes
 from engram.format import schema
-from engram.store import DTYPE_NAMES, Store
+from engram.store.memory import DTYPE_NAMES
+from engram.store.store import Store
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase

@@ -6,8 +6,7 @@ from typing import Unpack
 
 import torch
 
-from engram._support import checks, nested
-from engram._support.field_paths import WINDOW_ENDS, FieldPath, as_path, as_paths, public
+from engram._support import checks, field_paths, nested
 from engram.around import expander
 from engram.samplers import RandomSampler
 from engram.transforms import Compose, ExcludeTransform, Transform
@@ -218,7 +217,7 @@ def _checked_padding(who: str, padding: str, value: object) -> float:
 
 def _dims(data: object) -> int:
     """How many dimensions a batch of windows has; the last one is time. Raises ``ValueError``: it has none."""
-    ends = find(data, WINDOW_ENDS)
+    ends = find(data, field_paths.WINDOW_ENDS)
     dims = len(data.batch_size) if nested.is_tensordict(data) else 2 if ends is None else ends.ndim - 1
     if not dims:
         raise ValueError("CatFrames: expected a batch whose last dimension is time, got one without dimensions.")
@@ -294,14 +293,14 @@ class FrameStack(expander.Expander):
         self.n = expander.check_steps("FrameStack: n", n)
         self.dim = None if dim is None else checked_dim("FrameStack: dim", dim)
         self.padding_value = _checked_padding("FrameStack", padding, padding_value)
-        keys = as_paths(in_keys, "FrameStack: in_keys")
+        keys = field_paths.as_paths(in_keys, "FrameStack: in_keys")
         if keys is None:
             raise TypeError("FrameStack: in_keys: expected a list of keys, got None.")
         self.in_keys, self.padding, self.whole = keys, padding, whole
         super().__init__(sampler, **trajectories)
 
     @property
-    def changed(self) -> tuple[FieldPath, ...]:
+    def changed(self) -> tuple[field_paths.FieldPath, ...]:
         return self.in_keys
 
     def change(self, reading: expander.Reading) -> None:
@@ -319,7 +318,8 @@ class FrameStack(expander.Expander):
                 )
             if column.kind != "row":
                 raise TypeError(
-                    f"sample: FrameStack: in_keys: expected a field as it is stored, but an expander inside has changed {public(key)!r}."
+                    f"sample: FrameStack: in_keys: expected a field as it is stored, but an expander inside has changed "
+                    f"{field_paths.public(key)!r}."
                 )
             before = reading.numbers.get(expander.observed_before(key), -1) if expander.is_of_next_step(key) else -1
             earlier = reading.fields[before]
@@ -417,14 +417,14 @@ class NStep(expander.Expander):
     ) -> None:
         self.n = expander.check_steps("NStep: n", n)
         self.gamma = checks.check_number("NStep: gamma", gamma, least=0, most=1)
-        self.reward_key = as_path(reward_key, "NStep: reward_key") or ("next", "reward")
-        self.next_keys = as_paths(next_keys, "NStep: next_keys") or ()
+        self.reward_key = field_paths.as_path(reward_key, "NStep: reward_key") or ("next", "reward")
+        self.next_keys = field_paths.as_paths(next_keys, "NStep: next_keys") or ()
         if isinstance(sampler, expander.Expander) and any(isinstance(inner, NStep) for inner in sampler.chain):
             raise TypeError("NStep: sampler: expected one without returns of several steps, got an NStep inside.")
         super().__init__(sampler, **trajectories)
 
     @property
-    def changed(self) -> tuple[FieldPath, ...]:
+    def changed(self) -> tuple[field_paths.FieldPath, ...]:
         return (self.reward_key,)
 
     def change(self, reading: expander.Reading) -> None:
@@ -501,9 +501,9 @@ class RewardToGo(expander.Expander):
         **trajectories: Unpack[expander.TrajectoryArguments],
     ) -> None:
         self.gamma = checks.check_number("RewardToGo: gamma", gamma, least=0, most=1)
-        self.reward_key = as_path(reward_key, "RewardToGo: reward_key") or ("next", "reward")
-        self.out_key = as_path(out_key, "RewardToGo: out_key") or ("reward_to_go",)
-        self.steps_key = as_path(steps_key, "RewardToGo: steps_key")
+        self.reward_key = field_paths.as_path(reward_key, "RewardToGo: reward_key") or ("next", "reward")
+        self.out_key = field_paths.as_path(out_key, "RewardToGo: out_key") or ("reward_to_go",)
+        self.steps_key = field_paths.as_path(steps_key, "RewardToGo: steps_key")
         if self.steps_key is not None:
             self.noted = (*self.noted, "steps_key")
         super().__init__(sampler, **trajectories)

@@ -22,8 +22,8 @@ from engram.samplers._base import DeclaredSampler
 from engram.samplers.redraw import Redraw
 from engram.saved.parts import Noted
 from engram.storages import Storage, TensorStorage, coordinates
-from engram.store import Key, Store, as_rows
-from engram.store.ragged_rows import items_in
+from engram.store import blocks, ragged_rows, store
+from engram.store.memory import as_rows
 from engram.types import Draw, Entry, Info, NativeBatch, Shown
 
 
@@ -49,7 +49,7 @@ class UnitReader:
         self.named = named
 
     def sample(
-        self, storage: Storage, key: Key, n: int, *, numbered: bool = False, shown: Shown = "beside"
+        self, storage: Storage, key: blocks.Key, n: int, *, numbered: bool = False, shown: Shown = "beside"
     ) -> NativeBatch:
         """Draw ``n`` rows with a key, and read: ``(columns, rows, info)``, as ``Sampler.sample_natively`` returns them."""
         raise NotImplementedError
@@ -187,7 +187,7 @@ class ExpandedReader(UnitReader):
         self._unit = unit
 
     def sample(
-        self, storage: Storage, key: Key, n: int, *, numbered: bool = False, shown: Shown = "beside"
+        self, storage: Storage, key: blocks.Key, n: int, *, numbered: bool = False, shown: Shown = "beside"
     ) -> NativeBatch:
         """As :meth:`UnitReader.sample`.
 
@@ -276,7 +276,7 @@ class Windows(NamedTuple):
 class WindowTable:
     """Where the trajectories of a store end, for a unit."""
 
-    def __init__(self, memory: Store, unit: Sequence) -> None:
+    def __init__(self, memory: store.Store, unit: Sequence) -> None:
         """Raises ``TypeError``: rows have no fields. ``KeyError``: the flag is not stored. ``ValueError``: windows longer than a lane."""
         name, numbers = type(unit).__name__, numbers_by_path(memory)
         if not numbers:
@@ -336,7 +336,7 @@ class WindowTable:
         return Windows(records, numbers, valid, steps, told_of), columns, moved
 
 
-def _boundaries_of(memory: Store, numbers: dict[FieldPath, int], unit: Sequence, name: str) -> Boundaries:
+def _boundaries_of(memory: store.Store, numbers: dict[FieldPath, int], unit: Sequence, name: str) -> Boundaries:
     """Ids, and the unit's flag; the usual ends, if that is the default one. Raises ``KeyError``: the flag is not stored, or nothing is."""
     key, keys = unit.done_key, unit.rules
     assert key is not None  # else windows cross trajectories
@@ -370,14 +370,14 @@ class WindowReader(UnitReader):
     def moved(self) -> None:
         self._table = None
 
-    def _table_of(self, memory: Store) -> WindowTable:
+    def _table_of(self, memory: store.Store) -> WindowTable:
         table = self._table
         if table is None or table.memory is not memory:
             table = self._table = WindowTable(memory, self._unit)  # two threads at once get the same one of the store
         return table
 
     def sample(
-        self, storage: Storage, key: Key, n: int, *, numbered: bool = False, shown: Shown = "beside"
+        self, storage: Storage, key: blocks.Key, n: int, *, numbered: bool = False, shown: Shown = "beside"
     ) -> NativeBatch:
         """As :meth:`UnitReader.sample`.
 
@@ -387,7 +387,7 @@ class WindowReader(UnitReader):
         """
         extent, source = storage.extent(), self.source
         check_drawable(extent.size)
-        memory = cast("Store", storage.memory)
+        memory = cast("store.Store", storage.memory)
         table = self._table_of(memory)
         source.bind(storage)
         draw = source.draw(extent, n, key.value)
@@ -425,7 +425,7 @@ class WindowReader(UnitReader):
             mine = (*windows[:3], *changing, *columns)
             theirs = (*found[:3], *found.told[_ANCHORS:], *read)
             for to, of in zip(mine, theirs, strict=False):  # a field may have been added between both reads
-                to[records if items_in(to) is not None else records.to(to.device)] = of
+                to[records if ragged_rows.items_in(to) is not None else records.to(to.device)] = of
             again = places.tolist()
             moved = [again[i] for i in still]
 
@@ -791,7 +791,7 @@ def _one_per_record(errors: Tensor, dims: int) -> Tensor:
     return errors if errors.ndim == dims else errors.flatten(dims).amax(dims)
 
 
-def _count(memory: Store, windows: Windows) -> None:
+def _count(memory: store.Store, windows: Windows) -> None:
     """Count what was read: padding names some rows again."""
     if memory.core.hears_samples:
         memory.count_sampled(windows.rows[windows.valid])

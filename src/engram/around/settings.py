@@ -10,7 +10,7 @@ from engram._support.checks import as_numbers, check_count, check_type
 from engram._support.field_paths import FieldPath, as_path, as_paths
 from engram._support.unsupported import reject_unsupported
 from engram.around.episodes import checked_end_when
-from engram.store import check_index_name
+from engram.store.indexes import check_index_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,27 +8,19 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack, cast
 
 import torch
 import xxhash
+from torch import Tensor
 
+from engram._support import checks, unsupported, words
 from engram._support import native as _native
-from engram._support.checks import check_choice
 from engram._support.field_paths import FieldPath, as_path, plain
 from engram._support.state import Change, check_keys, integer, tensor_in, typed
-from engram._support.unsupported import reject_unsupported
-from engram._support.words import warn
 from engram.around.settings import Setting, StreamingArguments, WindowArguments, WindowSettings
-from engram.around.windows import WindowSampler, _Bound
+from engram.around.windows import Arguments, Table, WindowSampler, _Bound
 from engram.errors import NoSampleable
-from engram.samplers.prioritized import PrioritizedSampler
-from engram.store import Masses, Store, origin_of
-from engram.store.priorities import PriorityIndex
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from engram.around.windows import Arguments, Table
-    from engram.samplers._base import NativeSampler
-    from engram.store.sampled import SampledStorage
-    from engram.types import Commit, Write
+from engram.samplers import _base, prioritized
+from engram.store import blocks, priorities, sampled, store
+from engram.store.opening import origin_of
+from engram.types import Commit, Write
 
 
 class SliceArguments(WindowArguments, total=False):
@@ -164,7 +156,7 @@ class SliceSampler(WindowSampler):
         span: object = False,
         uniform_over: str = "trajectories",
         online: bool = False,
-        anchors: PrioritizedSampler | None = None,
+        anchors: prioritized.PrioritizedSampler | None = None,
         fragmented: bool = False,
         step_key: object = "step_count",
         replacement: bool = True,
@@ -176,7 +168,7 @@ class SliceSampler(WindowSampler):
             raise RuntimeError(f"{name}: ends and trajectories need cache_values=True, as they are kept.")
         if pad_output and settings.strict_length:
             raise ValueError(f"{name}: pad_output: expected strict_length=False: there are no short windows to pad.")
-        if anchors is not None and not isinstance(anchors, PrioritizedSampler):
+        if anchors is not None and not isinstance(anchors, prioritized.PrioritizedSampler):
             raise TypeError(f"{name}: anchors: expected a PrioritizedSampler, got {type(anchors).__name__}.")
         left, right = _as_span(name, span)
         settings = replace(
@@ -192,7 +184,7 @@ class SliceSampler(WindowSampler):
         if fragmented:
             _check_fragmented(name, settings, windows.get("compile"), anchored=anchors is not None)
         if anchors is not None and left:
-            warn(f"{name}: span: at the left end there is none.")
+            words.warn(f"{name}: span: at the left end there is none.")
             settings = replace(settings, span=(False, right))
         if settings.slice_len is not None:
             settings.native(settings.slice_len, name)  # raises for a span that is too large
@@ -208,7 +200,7 @@ class SliceSampler(WindowSampler):
             self.traits = self.traits._replace(can_rewind=True)
         super().__init__(settings)
 
-    def bind(self, storage: SampledStorage) -> None:
+    def bind(self, storage: sampled.SampledStorage) -> None:
         """Take a storage to draw from. Raises ``ValueError``: it is larger than the anchors' ``max_capacity``.
 
         >>> from engram import LazyTensorStorage, PrioritizedSampler, SliceSampler
@@ -235,7 +227,7 @@ class SliceSampler(WindowSampler):
         if anchors is None or isinstance(table, _native.Fragments):
             return table.sample(*arguments)
         index = anchors.priorities()
-        assert isinstance(index, PriorityIndex)  # as anchors lie on the host
+        assert isinstance(index, priorities.PriorityIndex)  # as anchors lie on the host
         single, over_batch = anchors.dtype is torch.float32, anchors.normalize == "batch"
         drawn = table.sample_anchored(*arguments, index.core, single, over_batch)
         drawn[-2] = drawn[-2].to(anchors.dtype)
@@ -250,7 +242,7 @@ class SliceSampler(WindowSampler):
             f"trajectories of at most {longest} steps without one."
         )
 
-    def masses(self, storage: SampledStorage) -> Masses:
+    def masses(self, storage: sampled.SampledStorage) -> blocks.Masses:
         if self.anchors is None:
             return super().masses(storage)
         self.bind(storage)
@@ -259,7 +251,7 @@ class SliceSampler(WindowSampler):
     # ---- priorities, which are the anchors' --------------------------------------------------------------------------
 
     @property
-    def _priorities(self) -> NativeSampler:
+    def _priorities(self) -> _base.NativeSampler:
         """The anchors; without any, this sampler as one that has no priorities."""
         return super() if self.anchors is None else self.anchors  # type: ignore[return-value] # super() has its methods
 
@@ -378,13 +370,13 @@ class SliceSampler(WindowSampler):
         4
         """
         if "anchors" in config:
-            config = {**config, "anchors": PrioritizedSampler.from_config(config["anchors"])}
+            config = {**config, "anchors": prioritized.PrioritizedSampler.from_config(config["anchors"])}
         return cls(**config)
 
 
 def _check_window(name: str, settings: WindowSettings, *, anchored: bool) -> None:
     """Raise for an unknown way to draw windows, and for arguments that a :class:`WindowSpec` does not go with, or that need one."""
-    check_choice(f"{name}: uniform_over", settings.uniform_over, ("trajectories", "anchors"))
+    checks.check_choice(f"{name}: uniform_over", settings.uniform_over, ("trajectories", "anchors"))
     window = settings.window
     if window is None:
         if settings.online:
@@ -500,12 +492,14 @@ class StreamingSliceSampler(SliceSampler):
         #: ``rows`` where they were loaded, too.
         self._loaded: tuple[int, Tensor, int | None] | None = None
         name, known = type(self).__name__, StreamingArguments.__annotations__
-        reject_unsupported(name, {argument: v for argument, v in windows.items() if argument not in known}, {}, known)
+        unsupported.reject_unsupported(
+            name, {argument: v for argument, v in windows.items() if argument not in known}, {}, known
+        )
         super().__init__(slice_len=slice_len, cache_values=cache_values, pad_output=pad_output, span=span, **windows)
 
     # ---- drawing -----------------------------------------------------------------------------------------------------
 
-    def _find(self, storage: SampledStorage | None, memory: Store | None, length: int) -> _Bound:
+    def _find(self, storage: sampled.SampledStorage | None, memory: store.Store | None, length: int) -> _Bound:
         bound = super()._find(storage, memory, length)
         steps = bound.memory.lane_length // math.prod(bound.memory.schema.columns)
         if length > steps:
@@ -657,7 +651,7 @@ class SliceSamplerWithoutReplacement(WindowSampler):
         #: Without so many trajectories an epoch is over.
         self._needed = 1
 
-    def bind(self, storage: SampledStorage) -> None:
+    def bind(self, storage: sampled.SampledStorage) -> None:
         """As of every sampler; with another storage the epoch begins again.
 
         >>> import torch
@@ -725,12 +719,12 @@ class SliceSamplerWithoutReplacement(WindowSampler):
                 self._ran_out = visited == found
         return drawn
 
-    def masses(self, storage: SampledStorage) -> Masses:
+    def masses(self, storage: sampled.SampledStorage) -> blocks.Masses:
         left = self.epoch(storage)[1]
         trajectories = left or self._bound_to(storage, self.settings.length).table.census()[0]
-        return Masses(trajectories, 1.0, len(storage))
+        return blocks.Masses(trajectories, 1.0, len(storage))
 
-    def epoch(self, storage: SampledStorage) -> tuple[int, int]:
+    def epoch(self, storage: sampled.SampledStorage) -> tuple[int, int]:
         self.bind(storage)
         with self._lock:
             key, version, visited, count = self._epoch
@@ -844,7 +838,7 @@ class PrioritizedSliceSampler(SliceSampler):
 
     traits = SliceSampler.traits._replace(prioritized=True, takes_priorities=True)
     noted = (*WindowSampler.noted, "span")
-    anchors: PrioritizedSampler
+    anchors: prioritized.PrioritizedSampler
 
     def __new__(cls, *args: object, replacement: bool = True, **kwargs: object) -> Self:  # noqa: ARG004 - for __init__
         if not replacement:
@@ -866,7 +860,7 @@ class PrioritizedSliceSampler(SliceSampler):
         **slices: Unpack[SliceArguments],
     ) -> None:
         given = (max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer)
-        anchors = PrioritizedSampler(*given, index=slices.get("index", "main"), normalize=normalize)
+        anchors = prioritized.PrioritizedSampler(*given, index=slices.get("index", "main"), normalize=normalize)
         super().__init__(anchors=anchors, **slices)
 
     @property

@@ -12,13 +12,13 @@ from torch import Tensor
 from engram._support.checks import as_numbers, check_number
 from engram._support.field_paths import FieldPath, checked_path, plain, public
 from engram._support.native import DLPACK, Trajectories
-from engram.around.episodes import TrajectoryKeys, numbers_by_path
-from engram.around.expander import Expansion
+from engram.around import episodes, expander
 from engram.around.sequence import Expanded, ExpandedReader, Named, SampleUnit, Sequence, UnitReader
 from engram.format.schema import Schema
 from engram.samplers._base import DeclaredSampler
 from engram.storages import Storage
-from engram.store import Store, as_rows
+from engram.store.memory import as_rows
+from engram.store.store import Store
 from engram.types import Draw
 
 #: Times before and after a row, of each field: a dict, or pairs of keys and times.
@@ -87,7 +87,7 @@ class Window(SampleUnit):
         self.deltas: dict[FieldPath, Tensor] = {path: _times(times, path) for path, times in named}
         self.tolerance = check_number("Window: tolerance", tolerance, least=0)
         self.time_key = checked_path(time_key, "Window: time_key")
-        self.rules = TrajectoryKeys.of("Window", traj_key, end_keys, None, end_when)
+        self.rules = episodes.TrajectoryKeys.of("Window", traj_key, end_keys, None, end_when)
 
     def check(self, storage: Storage, source: DeclaredSampler) -> None:
         Sequence(1).check(storage, source)  # needs the same of both
@@ -138,8 +138,8 @@ class _Fields(NamedTuple):
         """Raises ``KeyError``, ``TypeError``, ``RuntimeError``, as :class:`Window` says."""
         if not memory.is_native:
             raise RuntimeError('sample: Window: expected rows on the CPU, got an accelerator. Use device="cpu".')
-        Expansion.check_rows(memory, "Window")
-        fields, numbers = memory.schema.fields, numbers_by_path(memory)
+        expander.Expansion.check_rows(memory, "Window")
+        fields, numbers = memory.schema.fields, episodes.numbers_by_path(memory)
         fixed = {path: number for path, number in numbers.items() if fields[number].ragged is None}
         of_keys = [[number for path, number in fixed.items() if path[: len(key)] == key] for key in unit.deltas]
         missing = [public(key) for key, found in zip(unit.deltas, of_keys, strict=True) if not found]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NoReturn, TypeAlias, cast
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -16,23 +17,19 @@ from engram._support.retries import Retries
 from engram.around.episodes import StaticTable, TrajectoryKeys, fragments_table, numbers_by_path
 from engram.around.settings import Setting, WindowSettings, WindowSpec
 from engram.errors import EMPTY, NoSampleable
-from engram.samplers._base import MAX_DRAWS, NativeSampler, key_for
-from engram.store import Key as DrawKey
-from engram.store import Masses, Store, dlpack_specs
+from engram.format.schema import Schema
+from engram.samplers import _base, prioritized
+from engram.store import blocks
+from engram.store.memory import dlpack_specs
+from engram.store.sampled import SampledStorage
+from engram.store.store import Store
 from engram.types import Draw, Entry, Extent, Info, NativeBatch, ReadBatch, ReadDraw, Shown
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from engram.format.schema import Schema
-    from engram.samplers.prioritized import PrioritizedSampler
-    from engram.store.sampled import SampledStorage
-
-    Merge: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-    Table: TypeAlias = _native.Trajectories | _native.Fragments
-    Arguments: TypeAlias = tuple[
-        _native.Store, _native.Layout, int, int, _native.WindowSpec, _native.Batched, _native.Marks
-    ]
+Merge: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+Table: TypeAlias = _native.Trajectories | _native.Fragments
+Arguments: TypeAlias = tuple[
+    _native.Store, _native.Layout, int, int, _native.WindowSpec, _native.Batched, _native.Marks
+]
 
 #: The entry of a draw's info that says at which places windows end: int64 ``[windows]``.
 LAST_STEPS = "engram.ends"
@@ -69,13 +66,13 @@ class _Bound(NamedTuple):
         return memory is not None and self.memory is memory and self.schema is memory.schema
 
 
-class WindowSampler(NativeSampler):
+class WindowSampler(_base.NativeSampler):
     """Base of the slice samplers. A subclass says how windows are chosen: :meth:`_choose`."""
 
-    traits = NativeSampler.traits._replace(reads_natively=True, draws_windows=True)
+    traits = _base.NativeSampler.traits._replace(reads_natively=True, draws_windows=True)
 
     #: Draws the first steps of windows by priority, and holds the priorities; None: they are drawn without.
-    anchors: PrioritizedSampler | None = None
+    anchors: prioritized.PrioritizedSampler | None = None
 
     #: Says of rows, int64 ``[n]``, with their tickets which ones may be drawn, bool ``[n]``; None: all. Windows have no others.
     admits: Callable[[Tensor, Tensor], Tensor] | None = None
@@ -232,7 +229,7 @@ class WindowSampler(NativeSampler):
         raise NotImplementedError
 
     def _draw(
-        self, storage: SampledStorage, key: DrawKey, n: int, *, numbered: bool, shown: Way, finished: Finished = None
+        self, storage: SampledStorage, key: blocks.Key, n: int, *, numbered: bool, shown: Way, finished: Finished = None
     ) -> tuple[EndMarks, list[Tensor]]:
         """Draw windows in one native call: all fields, but none apart, rows and marks as shown, tickets if numbered.
 
@@ -273,7 +270,7 @@ class WindowSampler(NativeSampler):
         return marks, tensors
 
     def _draw_admitted(
-        self, storage: SampledStorage, key: DrawKey, n: int, finished: Finished = None
+        self, storage: SampledStorage, key: blocks.Key, n: int, finished: Finished = None
     ) -> tuple[EndMarks, list[Tensor]]:
         """Draw windows all of whose rows are admitted, without their fields: rows ``[B * T]``, marks and tickets.
 
@@ -281,8 +278,8 @@ class WindowSampler(NativeSampler):
         """
         parts: list[list[Tensor]] = []
         count, tries = self.settings.split(n)[0], Retries()
-        while tries.count < MAX_DRAWS:
-            bits = key if tries.count == 0 else DrawKey.of(tries.key_of(key.value))
+        while tries.count < _base.MAX_DRAWS:
+            bits = key if tries.count == 0 else blocks.Key.of(tries.key_of(key.value))
             marks, tensors = self._draw(storage, bits, n, numbered=True, shown="apart", finished=finished)
             if self.admits is None:
                 return marks, tensors
@@ -295,8 +292,8 @@ class WindowSampler(NativeSampler):
             if not count:
                 return marks, [torch.cat(tensor) for tensor in zip(*parts, strict=True)]
         raise NoSampleable(
-            f"sample: expected windows of rows that can be drawn, got others at {MAX_DRAWS} draws. {self._shorter()}, or wait until more "
-            "rows can be drawn."
+            f"sample: expected windows of rows that can be drawn, got others at {_base.MAX_DRAWS} draws. {self._shorter()}, or wait until "
+            "more rows can be drawn."
         )
 
     def _drawn_later(self, bound: _Bound, storage: SampledStorage, arguments: Arguments, length: int) -> list[Tensor]:
@@ -315,7 +312,7 @@ class WindowSampler(NativeSampler):
         return self._raise_without_windows(bound.table, length)
 
     def sample_natively(
-        self, storage: SampledStorage, key: DrawKey, n: int, *, numbered: bool = False, shown: Shown = "beside"
+        self, storage: SampledStorage, key: blocks.Key, n: int, *, numbered: bool = False, shown: Shown = "beside"
     ) -> NativeBatch:
         """Draw windows, read them and mark their ends in one native call: ``(columns, rows, info)``.
 
@@ -352,7 +349,7 @@ class WindowSampler(NativeSampler):
     def sample_apart(
         self,
         storage: SampledStorage,
-        key: DrawKey,
+        key: blocks.Key,
         n: int,
         read: ReadDraw,
         *,
@@ -386,7 +383,7 @@ class WindowSampler(NativeSampler):
             if not moved:
                 break
             retries.again(rows, moved, ", of a window,")
-            bits = DrawKey.of(retries.key_of(key.value))
+            bits = blocks.Key.of(retries.key_of(key.value))
         there = [tensor.to(store.device) for tensor in (*marked, store.writes_of(rows, tickets))]
         numbered = numbered or self.anchors is not None
         stored = columns[: marks.fields]
@@ -408,7 +405,7 @@ class WindowSampler(NativeSampler):
         self._bound_to(storage, self.settings.split(batch_size)[1])  # raises for a storage without windows
         assert storage is not None
         assert storage.memory is not None
-        _, drawn = self._draw_admitted(storage, DrawKey.of(key), batch_size)
+        _, drawn = self._draw_admitted(storage, blocks.Key.of(key), batch_size)
         return Draw(drawn[0], drawn[-1])
 
     def _raise_without_windows(self, table: Table, length: int) -> NoReturn:
@@ -431,12 +428,12 @@ class WindowSampler(NativeSampler):
 
     # ---- the rest of a sampler ---------------------------------------------------------------------------------------
 
-    def masses(self, storage: SampledStorage) -> Masses:
+    def masses(self, storage: SampledStorage) -> blocks.Masses:
         self.bind(storage)
         length = self.settings.length
         bound = self._bound_to(storage, length)
         choices = bound.table.choices(bound.memory.core, self.settings.native(length, type(self).__name__))
-        return Masses(choices, 1.0, len(storage))
+        return blocks.Masses(choices, 1.0, len(storage))
 
     def rows_together(self) -> tuple[int, int]:
         settings = self.settings
@@ -467,7 +464,7 @@ class WindowSampler(NativeSampler):
         """Draw from a storage with a key of torch's default generator: ``((int64 [B],), info)``."""
         self.bind(storage)
         self._bound_to(storage, self.settings.split(batch_size)[1])  # raises for a storage without windows
-        key = key_for(storage, generator=self._rng)
+        key = _base.key_for(storage, generator=self._rng)
         _, rows, info = self.sample_natively(storage, key, batch_size)
         assert rows is not None  # as they are shown
         info.pop(WINDOW_ENDS, None)

@@ -24,7 +24,7 @@ from engram.buffer.row_access import KeyedRows, RowAccess
 from engram.buffer.services import Facade, Service
 from engram.errors import NoSampleable
 from engram.saved.checkpoints import replacing
-from engram.store import Key
+from engram.store.blocks import Key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

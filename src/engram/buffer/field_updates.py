@@ -4,42 +4,30 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engram import storages
-from engram._support import fork, native, unsupported, words
+from engram._support import fork, native, tensordicts, unsupported, words
 from engram._support.checks import as_ints
 from engram._support.copies import raw_bytes
 from engram._support.field_paths import FieldPath, checked_path
 from engram._support.nested import find, flatten, has_entries
-from engram._support.tensordicts import tensordict_type
+from engram.buffer.output import Source
+from engram.buffer.wiring import Wiring
 from engram.errors import RowError
 from engram.format.schema import Field
-from engram.storages import _columns, _structure
+from engram.storages import Rows, Storage, _columns, _structure
 from engram.storages._types import as_tensor, cast
-from engram.store import DTYPE_NAMES, DTYPE_OF
-from engram.store import add_field as add_to_store
-from engram.store.open_rows import OpenRowIndex
-from engram.store.ragged_rows import items_in
+from engram.store import adding, memory, open_rows, ragged_rows
 from engram.types import Write
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from numpy.typing import NDArray
-    from tensordict import TensorDict
-
-    from engram.buffer.output import Source
-    from engram.buffer.wiring import Wiring
-    from engram.storages import Rows, Storage
-
 
 CALL = "update_if_present"
 
@@ -86,7 +74,7 @@ class ConditionalUpdateResult:
             self.generation[index],  # type: ignore[index]
         )
 
-    def to_tensordict(self) -> TensorDict:
+    def to_tensordict(self) -> tensordicts.TensorDict:
         """A TensorDict of copies of the tensors.
 
         >>> import torch
@@ -97,7 +85,7 @@ class ConditionalUpdateResult:
         """
         named = {"updated": self.updated, "version_rejected": self.version_rejected, "generation": self.generation}
         present = {name: tensor.clone() for name, tensor in named.items() if tensor is not None}
-        return tensordict_type()(present, batch_size=self.batch_size)
+        return tensordicts.tensordict_type()(present, batch_size=self.batch_size)
 
     @property
     def updated_count(self) -> int:
@@ -321,7 +309,7 @@ class FieldUpdates:
 
     def _newest(
         self, rows: Tensor, expected: Tensor, field: int, incoming: Tensor, *, newer: bool
-    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    ) -> tuple[np.typing.NDArray[np.bool_], np.typing.NDArray[np.bool_]]:
         """Which entries are to be written, and which rows hold what was drawn: bool ``[n]``.
 
         Their versions are those under the tickets expected: a row that gets another one until it is written is left alone. Any
@@ -339,7 +327,7 @@ class FieldUpdates:
 
 def _rows_of(column: Tensor) -> Sequence[Tensor]:
     """The rows of a field."""
-    items = items_in(column)
+    items = ragged_rows.items_in(column)
     return column.unbind() if items is None else items.rows()
 
 
@@ -355,7 +343,7 @@ def entries_of_patch(patch: object) -> Iterator[tuple[FieldPath, object]]:
             yield path, value
 
 
-def _comparable(values: Tensor) -> NDArray[np.int64] | NDArray[np.float64]:
+def _comparable(values: Tensor) -> np.typing.NDArray[np.int64] | np.typing.NDArray[np.float64]:
     """In the same order, as the core compares them."""
     values = values.detach().to("cpu").reshape(-1)
     if values.is_floating_point():
@@ -450,7 +438,7 @@ def _checked(storage: Storage) -> storages.TensorStorage:
     if storage.memory is None:
         raise RuntimeError(f"{_CALL}: expected a store; nothing was ever written. Write the field in the first row.")
     storage.memory.check_writable()
-    if storage.memory.schema.ragged and OpenRowIndex.existing(storage.memory) is not None:
+    if storage.memory.schema.ragged and open_rows.OpenRowIndex.existing(storage.memory) is not None:
         raise RuntimeError(
             f"{_CALL}: expected a store without slots for rows that grow, got one whose slots have no room for more fields. Write the "
             "field in the first row, or make the storage without open_rows."
@@ -464,7 +452,7 @@ def _checked(storage: Storage) -> storages.TensorStorage:
 
 def _row(field: Field, fill: object) -> bytes:
     """A row of the field that holds a fill."""
-    dtype, shape = DTYPE_OF[field.dtype], torch.Size(field.shape)
+    dtype, shape = memory.DTYPE_OF[field.dtype], torch.Size(field.shape)
     given = as_tensor(fill, field.key, f"{_CALL}: fill", dtype).detach().cpu()
     value = given if given.dtype is dtype else cast(given, dtype)
     if value is None:
@@ -477,7 +465,7 @@ def _row(field: Field, fill: object) -> bytes:
 
 def _add(storage: storages.TensorStorage, field: Field, fill: bytes) -> None:
     with words.raise_as(ValueError, _CALL):
-        add_to_store(storage.store, field, fill)
+        adding.add_field(storage.store, field, fill)
 
 
 def add_entries(storage: Storage, where: Rows, data: object, call: str, ignored: Iterable[str]) -> None:
@@ -516,9 +504,9 @@ def _field(path: FieldPath, leaf: object, dims: int, call: str) -> Field | None:
         value: Tensor = as_tensor(leaf, path, call)
     except TypeError:
         return None
-    if value.dtype not in DTYPE_NAMES or value.ndim < dims:
+    if value.dtype not in memory.DTYPE_NAMES or value.ndim < dims:
         return None
-    return Field(path, DTYPE_NAMES[value.dtype], tuple(value.shape[dims:]))
+    return Field(path, memory.DTYPE_NAMES[value.dtype], tuple(value.shape[dims:]))
 
 
 def _has_int(data: object, path: FieldPath, known: set[FieldPath]) -> bool:

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 from engram import samplers, storages
 from engram._support import checks, words
 from engram._support.state import real
-from engram.buffer.recipe import kind_of
+from engram.buffer import recipe, services
 from engram.buffer.saving import OwnLoad, Saving
-from engram.buffer.services import Facade
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.reshard.driver import reshard
 from engram.reshard.plan import Policy, Target, checked_incomplete
@@ -56,7 +55,7 @@ class Taken(NamedTuple):
     """A checkpoint that was loaded."""
 
     #: A buffer of its own with the rows.
-    rb: Facade
+    rb: services.Facade
     name: attempts.Name
     #: When it was complete, by ``time.monotonic()``.
     born: float
@@ -87,16 +86,16 @@ class NotFollowing:
 class FollowOptions(NamedTuple):
     """The user's options for the buffers that are made."""
 
-    cls: type[Facade]
+    cls: type[services.Facade]
     storage: storages.Storage | Callable[[], storages.Storage] | None
     sampler: Sampler | Callable[[], Sampler] | None
     arguments: Mapping[str, object]
 
-    def made(self, checkpoint: checkpoints.Checkpoint) -> Facade:
+    def made(self, checkpoint: checkpoints.Checkpoint) -> services.Facade:
         """An empty buffer of the kind that was saved, or was asked for."""
         with parts.open_storage(checkpoint, 0) as reader:
             found = parts.read_parts(checkpoint, 0, without=(parts.STORAGE, "prefetch"))
-            kind = kind_of({"buffer": found["buffer"].type}, "follow")
+            kind = recipe.kind_of({"buffer": found["buffer"].type}, "follow")
             state = found["sampler"].state
             if parts.INDEX in state:
                 state = parts.index_state(reader, state)
@@ -108,7 +107,7 @@ class FollowOptions(NamedTuple):
             kind = kind.__mro__[1]
         if not issubclass(kind, self.cls):
             raise TypeError(f"follow: expected checkpoints of a {self.cls.__name__}, got those for a {kind.__name__}.")
-        make: Callable[..., Facade] = kind
+        make: Callable[..., services.Facade] = kind
         return make(storage=storage, sampler=sampler, writer=FollowingWriter(), **self.arguments)
 
 
@@ -239,7 +238,7 @@ class Following(NotFollowing):
 
     # ---- looking ---------------------------------------------------------------------------------------------------------
 
-    def first(self, timeout: float) -> Facade:
+    def first(self, timeout: float) -> services.Facade:
         """The buffer of the newest checkpoint, as soon as there is one. Raises as ``ReplayBuffer.follow``."""
         until = time.monotonic() + timeout
         while True:
@@ -254,14 +253,14 @@ class Following(NotFollowing):
                 )
             time.sleep(min(self._every, 0.2, max(0.0, until - time.monotonic())))
 
-    def begin(self, rb: Facade) -> None:
+    def begin(self, rb: services.Facade) -> None:
         """Keep a buffer up to date, as long as it is used."""
         target = weakref.ref(rb)
         self._thread = threading.Thread(target=_follow, args=(self, target), name="engram-follow", daemon=True)
         weakref.finalize(rb, self.close)
         self._thread.start()
 
-    def turn(self, target: weakref.ref[Facade]) -> bool:
+    def turn(self, target: weakref.ref[services.Facade]) -> bool:
         """Wait until it is time, look, and replace the rows. Whether to go on."""
         with self._changed:
             self._changed.wait_for(lambda: self._stop or self._asked > self._looked, self._every)
@@ -329,7 +328,7 @@ class Following(NotFollowing):
         with contextlib.nullcontext() if first else storages.announcing.temporary():
             return Taken(self._loaded(folder), name, born)
 
-    def _loaded(self, folder: Path) -> Facade:
+    def _loaded(self, folder: Path) -> services.Facade:
         with series.open_shards(folder, self._ranks) as checkpoint, contextlib.ExitStack() as stack:
             rb = self._options.made(checkpoint)
             saving: Saving = vars(rb)["_saving"]
@@ -363,12 +362,12 @@ def _check_takes_rows(form: Form, folder: Path) -> None:
         )
 
 
-def _follow(following: Following, target: weakref.ref[Facade]) -> None:
+def _follow(following: Following, target: weakref.ref[services.Facade]) -> None:
     while following.turn(target):
         pass
 
 
-def _replace(rb: Facade, made: Facade) -> None:
+def _replace(rb: services.Facade, made: services.Facade) -> None:
     """Give a buffer the parts of another one, in one step: a batch that is being drawn is of the old rows, the next one of the new."""
     storage = made.storage
     storage.detach(made)
@@ -393,7 +392,7 @@ def _age(root: Path, folder: Path) -> float:
 
 
 def follow_buffer(
-    cls: type[Facade],
+    cls: type[services.Facade],
     /,
     root: str | os.PathLike[str],
     *,

@@ -10,12 +10,10 @@ from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engram import storages
-from engram._support import words
-from engram._support.checks import as_numbers, check_choice
+from engram._support import checks, words
 from engram._support.field_paths import FieldPath, checked_path, public
 from engram._support.nested import find_field, map_leaves
 from engram._support.state import integer, typed
@@ -25,7 +23,7 @@ from engram.errors import RowError
 from engram.storages import Count
 
 Layout: TypeAlias = Literal["time_first", "lane_first"] | None
-Lane: TypeAlias = "int | Sequence[int] | NDArray[np.integer] | Tensor | Literal['each'] | None"
+Lane: TypeAlias = "int | Sequence[int] | np.typing.NDArray[np.integer] | Tensor | Literal['each'] | None"
 #: Batches that are looked at, numbers of each field of a row, and how much smaller a difference must be.
 BATCHES, _NUMBERS, _ALIKE = 8, 64, 4
 
@@ -101,7 +99,7 @@ class Lanes:
                 f'{call}: lane="each": expected a batch of {lanes} rows for extend(), one for each lane, got one row or one lane.'
             )
         if isinstance(lane, list | tuple | range) or (not isinstance(lane, int) and getattr(lane, "ndim", 0) != 0):
-            return self._inside(self._numbers(as_numbers(f"{call}: lane", lane).to("cpu"), call), call)
+            return self._inside(self._numbers(checks.as_numbers(f"{call}: lane", lane).to("cpu"), call), call)
         try:
             number = operator.index(lane)
         except TypeError:
@@ -129,7 +127,7 @@ class Lanes:
             raise ValueError("extend: lane_key: expected no lane= and no layout= beside it: the field names lanes.")
         if layout is None:
             return self._by_field(data, key)
-        check_choice("extend: layout", layout, ("time_first", "lane_first"))
+        checks.check_choice("extend: layout", layout, ("time_first", "lane_first"))
         if self._wiring.storage.ndim > 1:
             raise RuntimeError("extend: layout: expected ndim=1: one with more takes [*columns, T, ...] as it is.")
         lanes = self.meant(lane, "extend")
@@ -160,7 +158,7 @@ class Lanes:
             if key is None:
                 return data, None
             raise KeyError(f"extend: lane_key: expected a field of the data, got {key!r}.")
-        values = as_numbers("extend: lane_key", named if isinstance(data, list) else named[0]).to("cpu")
+        values = checks.as_numbers("extend: lane_key", named if isinstance(data, list) else named[0]).to("cpu")
         shape = data.batch_size if is_tensor_collection(data) else values.shape[: 1 if isinstance(data, list) else None]
         if key is None and values.numel() != shape.numel():
             return data, None

@@ -10,10 +10,10 @@ from engram.buffer import configuration, read_path
 from engram.buffer.wiring import Wiring
 from engram.samplers import PrioritizedSampler, SamplerWithoutReplacement, check_drawable
 from engram.storages import TensorStorage
-from engram.store import Key, Store, shared_memory
+from engram.store import blocks, lifetime, row_indexes
 from engram.store.device.chain import Batch, Kind
 from engram.store.priorities import PriorityIndex
-from engram.store.row_indexes import UsageIndex
+from engram.store.store import Store
 
 
 class OnDevice:
@@ -21,7 +21,7 @@ class OnDevice:
 
     def __init__(self, wiring: Wiring, settings: configuration.Settings, reading: read_path.ReadPath) -> None:
         self._wiring, self._settings, self._reading = wiring, settings, reading
-        self._key = Key()
+        self._key = blocks.Key()
 
     def device_readable(self) -> OnDevice:
         """This: it is what ``DeviceReplay`` needs of a buffer."""
@@ -38,7 +38,7 @@ class OnDevice:
         store = self.store
         if store is None or store.directory is None:
             return False
-        return store.has_files and not store.directory.is_relative_to(shared_memory())
+        return store.has_files and not store.directory.is_relative_to(lifetime.shared_memory())
 
     @property
     def kind(self) -> Kind:
@@ -75,7 +75,7 @@ class OnDevice:
             "prefetch": bool(settings.prefetch),
             "limits": bool(wiring.limits) if store is None else store.core.limited,
             "counts of samples": store is not None
-            and (store.core.hears_samples or UsageIndex.in_use(store) is not None),
+            and (store.core.hears_samples or row_indexes.UsageIndex.in_use(store) is not None),
             "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
             type(wiring.sampler).__name__: not (wiring.draws_uniformly or self._draws_natively(of.reads_natively)),
         }

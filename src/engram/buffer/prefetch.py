@@ -15,12 +15,10 @@ from typing import Any
 
 import torch
 
-from engram._support import fork
-from engram._support.native import NotAdmitted
+from engram._support import fork, native
 from engram.errors import NoSampleable
 from engram.saved.disk import start_thread
-from engram.store import Key
-from engram.store.limits import LimitWait
+from engram.store import blocks, limits
 
 #: For how long a program that ends or forks, and a buffer that closes, waits for what threads have begun.
 LEAVE_S = 5.0
@@ -30,7 +28,7 @@ LEAVE_S = 5.0
 class _Batch:
     """One that was asked for."""
 
-    key: Key
+    key: blocks.Key
     raw: object = None
     before: dict[str, object] | None = None
     made: object = None
@@ -38,7 +36,7 @@ class _Batch:
     drawn: bool = False
     last: bool = False
     #: What its thread sleeps on, while the limits of the store do not admit it; and whether the thread is to give it up.
-    room: LimitWait | None = None
+    room: limits.LimitWait | None = None
     unwanted: bool = False
     #: Whether it needs nothing any more: it is made, or its error is what the caller gets.
     there: bool = False
@@ -70,7 +68,7 @@ class _Batch:
 
     def fail(self, error: BaseException) -> None:
         """Where there was nothing to draw, there may be when its turn comes."""
-        self.error, self.there = error, self.drawn or not isinstance(error, NoSampleable | NotAdmitted)
+        self.error, self.there = error, self.drawn or not isinstance(error, NoSampleable | native.NotAdmitted)
 
     def was_read(self) -> None:
         held, self.reading = self.reading, None
@@ -191,8 +189,8 @@ def _read_once(batch: _Batch, prefetcher: Prefetcher) -> bool:
         batch.room = prefetcher.room()
         with batch.mode():
             batch.read(prefetcher)
-    except NotAdmitted as error:
-        batch.fail(NotAdmitted(error.rows))  # without the prefetcher, which a traceback holds
+    except native.NotAdmitted as error:
+        batch.fail(native.NotAdmitted(error.rows))  # without the prefetcher, which a traceback holds
         batch.was_read()
         return False
     except BaseException as error:  # noqa: BLE001 - the call that takes the batch raises it
@@ -237,13 +235,13 @@ class Prefetcher:
         #: key and put it behind the others; :meth:`took` hears how long that took.
         self.lazy = False
         #: Keys of batches ahead that are made when their turn comes. They come behind what is made already.
-        self.turns: deque[Key] = deque()
+        self.turns: deque[blocks.Key] = deque()
         #: Slow batches in a row.
         self.slow = 0
         self._ahead: deque[_Batch] = deque()
         #: Of batches that were dropped: they come next.
-        self._keys: deque[Key] = deque()
-        self._spare: list[Key] = []
+        self._keys: deque[blocks.Key] = deque()
+        self._spare: list[blocks.Key] = []
         self._plain = self._has_epochs = self._threaded = self._making = self._closed = False
         self._workers: _Workers | None = None
         self._end: weakref.finalize[..., Prefetcher] | None = None
@@ -268,17 +266,17 @@ class Prefetcher:
 
     # ---- the stages of a batch, which each kind of prefetching has ---------------------------------------------------
 
-    def ask(self, key: Key) -> None:
+    def ask(self, key: blocks.Key) -> None:
         """Draw the random bits of the next batch, in the caller's thread."""
 
-    def read(self, key: Key) -> tuple[object, dict[str, object] | None]:
+    def read(self, key: blocks.Key) -> tuple[object, dict[str, object] | None]:
         """Draw rows and copy them, one batch after the other: what was read, and what takes the rows back to their epoch.
 
         Raises ``NoSampleable``, ``NotAdmitted``: not now.
         """
         raise NotImplementedError
 
-    def room(self) -> LimitWait | None:
+    def room(self) -> limits.LimitWait | None:
         """What the thread that is to read next sleeps on, if it is not admitted; None: there are no limits."""
 
     def finish(self, raw: object) -> object:
@@ -328,12 +326,12 @@ class Prefetcher:
     def _wait_for_head(head: _Batch, deadline: float) -> None:
         """Until no thread has it any more. The lock is free: writes that it waits for may need it."""
         error = head.error
-        if head.making is None and isinstance(error, NotAdmitted):
-            raise NotAdmitted(error.rows)
+        if head.making is None and isinstance(error, native.NotAdmitted):
+            raise native.NotAdmitted(error.rows)
         while not head.wait(max(0.01, deadline - monotonic())):
             error = head.error
-            if isinstance(error, NotAdmitted):
-                raise NotAdmitted(error.rows)
+            if isinstance(error, native.NotAdmitted):
+                raise native.NotAdmitted(error.rows)
 
     def _take(self) -> tuple[_Batch, bool]:
         """The next batch, and whether it was taken. Else a thread has it, or it is not admitted."""
@@ -350,9 +348,9 @@ class Prefetcher:
                 self._begin()
         head = ahead[0]
         if head.making is None and not (head.there or (fresh and head.error is not None)):
-            make = self._have_made if isinstance(head.error, NotAdmitted) else self._make
+            make = self._have_made if isinstance(head.error, native.NotAdmitted) else self._make
             make(head)
-        if head.making is not None or (isinstance(head.error, NotAdmitted) and not head.there):
+        if head.making is not None or (isinstance(head.error, native.NotAdmitted) and not head.there):
             return head, False
         self._check_open()
         ahead.popleft()
@@ -377,11 +375,11 @@ class Prefetcher:
     def _is_worker(self) -> bool:
         return self._workers is not None and threading.current_thread() in self._workers.threads
 
-    def _asked(self) -> Key:
+    def _asked(self) -> blocks.Key:
         """The key of another batch: one whose batch was dropped, or a new one."""
         if self._keys:
             return self._keys.popleft()
-        key = self._spare.pop() if self._spare else Key()
+        key = self._spare.pop() if self._spare else blocks.Key()
         self.ask(key)
         return key
 
@@ -458,7 +456,7 @@ class Prefetcher:
             return
         for batch in list(self._ahead):
             _wait_for(batch.reading)
-            if isinstance(batch.error, NotAdmitted):
+            if isinstance(batch.error, native.NotAdmitted):
                 return
 
     def drop(self, call: str, *, keys: bool = True) -> dict[str, object] | None:
@@ -528,12 +526,12 @@ class Prefetcher:
         """Go on with what :meth:`entries` returned, instead of what is ahead."""
         batches = []
         for entry in saved["batches"]:
-            batch = _Batch(Key.of(entry["key"]))
+            batch = _Batch(blocks.Key.of(entry["key"]))
             if "made" in entry:
                 batch.made, batch.last, batch.before = entry["made"], entry["last"], entry["before"]
                 batch.drawn = batch.there = True
             batches.append(batch)
-        keys = [Key.of(bits) for bits in saved["keys"]]
+        keys = [blocks.Key.of(bits) for bits in saved["keys"]]
         with self._lock:
             self.drop("restore", keys=False)
             self._ahead.extend(batches)

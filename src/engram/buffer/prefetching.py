@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 from time import monotonic, perf_counter, perf_counter_ns
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from engram._support import native, nested
+from engram._support import native, nested, tensordicts
 from engram._support.state import Change, Loads, check_keys, copied, integer, typed
 from engram._support.tensordicts import children, is_plain_tensordict, tensordict_type
-from engram.buffer.prefetch import Prefetcher
+from engram.buffer import configuration, prefetch, read_path
+from engram.buffer.wiring import Wiring
 from engram.errors import NoSampleable
 from engram.storages.items import pack, unpack
-from engram.store import Copied, Key
-from engram.store.limits import LimitWait
+from engram.store import blocks, limits, memory
+from engram.types import Commit
 
-if TYPE_CHECKING:
-    from tensordict import TensorDict
-
-    from engram.buffer import configuration, read_path
-    from engram.buffer.wiring import Wiring
-    from engram.types import Commit
-
-    #: Data, rows and info of a batch.
-    Made = tuple[object, Tensor | None, dict[object, object]]
+#: Data, rows and info of a batch.
+Made = tuple[object, Tensor | None, dict[object, object]]
 
 
 class SavedBatches(NamedTuple):
@@ -36,7 +30,7 @@ class SavedBatches(NamedTuple):
     before: dict[str, Any] | None
 
 
-class Prefetching(Prefetcher):
+class Prefetching(prefetch.Prefetcher):
     """Draws and reads the batches of a buffer before they are asked for."""
 
     def __init__(self, wiring: Wiring, settings: configuration.Settings, reading: read_path.ReadPath) -> None:
@@ -98,10 +92,10 @@ class Prefetching(Prefetcher):
 
     # ---- the stages of a batch -------------------------------------------------------------------------------------------
 
-    def ask(self, key: Key) -> None:
+    def ask(self, key: blocks.Key) -> None:
         self._reading.draw_key(key)
 
-    def read(self, key: Key) -> tuple[object, dict[str, object] | None]:
+    def read(self, key: blocks.Key) -> tuple[object, dict[str, object] | None]:
         wiring, reading, batch_size = self._wiring, self._reading, self._settings.batch_size
         assert batch_size is not None
         before = self.place()
@@ -111,10 +105,10 @@ class Prefetching(Prefetcher):
             with wiring.pinning.gathering():
                 return reading.read(key, batch_size), before
 
-    def room(self) -> LimitWait | None:
+    def room(self) -> limits.LimitWait | None:
         """What the thread that reads sleeps on, if it is not admitted; None: there are no limits."""
         assert self._settings.batch_size is not None  # it prefetches
-        return LimitWait.of(self._wiring.storage.memory, self._settings.batch_size)
+        return limits.LimitWait.of(self._wiring.storage.memory, self._settings.batch_size)
 
     def finish(self, raw: Any) -> object:
         """``(data, rows, info)``: the info is made when it is asked for. Pinned, it is complete, and the rows are None."""
@@ -244,12 +238,12 @@ def _checked_key(key: object, where: str) -> int:
 class _ByValue:
     """A TensorDict on its way through a copy."""
 
-    def __init__(self, td: TensorDict) -> None:
+    def __init__(self, td: tensordicts.TensorDict) -> None:
         self._entries = _by_value(dict(children(td)))
         self._batch_size, self._device = td.batch_size, td.device
         self._names = td.names if any(td.names) else None
 
-    def restored(self) -> TensorDict:
+    def restored(self) -> tensordicts.TensorDict:
         entries = _from_value(self._entries)
         return tensordict_type()(entries, batch_size=self._batch_size, device=self._device, names=self._names)
 
@@ -260,7 +254,7 @@ def _by_value(data: object) -> Any:
     def copied(leaf: object) -> object:
         if is_plain_tensordict(leaf):
             return _ByValue(leaf)
-        return Copied(leaf.detach().clone()) if isinstance(leaf, Tensor) else leaf
+        return memory.Copied(leaf.detach().clone()) if isinstance(leaf, Tensor) else leaf
 
     return nested.map_leaves(data, copied)
 
@@ -271,6 +265,6 @@ def _from_value(data: object) -> Any:
     def restored(leaf: object) -> object:
         if isinstance(leaf, _ByValue):
             return leaf.restored()
-        return leaf.tensor if isinstance(leaf, Copied) else leaf
+        return leaf.tensor if isinstance(leaf, memory.Copied) else leaf
 
     return nested.map_leaves(data, restored)

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from engram import samplers, storages
-from engram._support import words
-from engram._support.field_paths import WINDOW_ENDS
+from engram._support import field_paths, words
 from engram._support.retries import Retries
 from engram._support.tensordicts import add_fields, is_lazy_stack
 from engram.buffer.ragged_batches import BatchForm, read_within
@@ -25,7 +24,7 @@ from engram.errors import NoSampleable
 from engram.remote.served import Drawn
 from engram.samplers.redraw import Redraw
 from engram.storages.ragged import RaggedLayout
-from engram.store import Key, ThreadKey
+from engram.store.blocks import Key, ThreadKey
 from engram.types import Draw, Entry, Info, Shown
 
 
@@ -196,7 +195,7 @@ class ReadPath:
             device = getattr(data, "device", None)
             data = self.copied(data, stacked=wiring.collate_fn is None)
             data = self.transformed(data, wiring, None if rows is None else rows.shape, cast("Info", info))
-        info.pop(WINDOW_ENDS, None)
+        info.pop(field_paths.WINDOW_ENDS, None)
         if self.shows_rows:
             data = self.attached(data, rows, info)
         sample = (data, self.info(rows, info)) if return_info else data

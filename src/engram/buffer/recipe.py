@@ -15,7 +15,8 @@ from engram.buffer.wiring import Wiring
 from engram.errors import CorruptStore, EngramError, IncompatibleStore
 from engram.format import files, layout
 from engram.storages.ragged import RaggedArguments
-from engram.store import DeviceStore, Store
+from engram.store.device.store import DeviceStore
+from engram.store.store import Store
 from engram.types import Declared, StrPath
 
 _SAMPLERS = around.Expander.known

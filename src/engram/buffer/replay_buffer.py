@@ -12,9 +12,8 @@ from engram import inspect, storages, writers
 from engram._support import fork, unsupported
 from engram._support.closing import end
 from engram._support.overrides import overrides
+from engram.buffer import base, connecting, following, growing, on_device, read_path, row_access, window_marks
 from engram.buffer import configuration as conf
-from engram.buffer import connecting, following, growing, on_device, read_path, row_access, window_marks
-from engram.buffer.base import Display, Iterates, Shown, Shows
 from engram.buffer.field_updates import ConditionalUpdateResult, add_field, submit_update_if_present
 from engram.buffer.lanes import Lane, Lanes, Layout
 from engram.buffer.output import Output, Source, View, moved, target_of
@@ -29,7 +28,7 @@ from engram.env import Examples, Infos, Notes, Target, record
 from engram.inspect.plots import Plots
 from engram.samplers._base import DeclaredSampler, refuse_batch
 from engram.store.limits import WAIT_S, Limit, checked_timeout
-from engram.types import Batch, Device, Sampler, Size, StrPath, Wait, Write, Writer
+from engram.types import Batch, Device, Sampler, Size, StrPath, Told, Wait, Write, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,13 +38,12 @@ if TYPE_CHECKING:
     from engram.remote.shards import ShardSavers
     from engram.saved.rows import Roles
     from engram.storages import GivenStorage, Storage
-    from engram.types import Told
 
 E = TypeVar("E")
-shows: Shows[ReplayBuffer[Any]] = Shows()
+shows: base.Shows[ReplayBuffer[Any]] = base.Shows()
 
 
-class ReplayBuffer(Shown, growing.Grows, Iterates[Batch]):
+class ReplayBuffer(base.Shown, growing.Grows, base.Iterates[Batch]):
     """Rows in, batches out.
 
     Args:
@@ -1559,7 +1557,7 @@ class ReplayBuffer(Shown, growing.Grows, Iterates[Batch]):
         if self._settings.unmade is not None:
             return dict.fromkeys(("size", "write_count", "prefetch_queue_size", "initialized"), 0)
         prefetched = 0 if self._prefetching is None else len(self._prefetching)
-        return Display(self._wiring, self._settings).stats(prefetched) | self._following.stats()
+        return base.Display(self._wiring, self._settings).stats(prefetched) | self._following.stats()
 
     health, explain, count_usage = inspect.health, inspect.explain, inspect.count_usage
     add_field = add_field

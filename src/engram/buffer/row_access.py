@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from engram import storages
+from engram._support import field_paths, nested, tensordicts
 from engram._support.checks import as_ints
-from engram._support.field_paths import FieldPath, checked_path, public
-from engram._support.nested import entries_of, find, flatten, has_entries, name_of
-from engram._support.tensordicts import is_tensor_collection
 from engram.buffer.configuration import Settings
 from engram.buffer.field_updates import CALL, ConditionalUpdateResult, FieldUpdates, add_entries
 from engram.buffer.on_device import OnDevice
@@ -27,7 +25,7 @@ from engram.device.direct import Replays
 from engram.errors import EMPTY, RowError
 from engram.format.schema import Field
 from engram.saved.rows import Boundaries, Roles, boundary_fields, roles_of
-from engram.store import DeviceStore
+from engram.store.device.store import DeviceStore
 from engram.store.keys import count_keys
 from engram.types import Draw
 
@@ -137,20 +135,20 @@ class RowAccess:
         """Replace one stored field of live rows, without transforms."""
         self._check_editable(call)
         storage = self._fields(call)
-        path = checked_path(key, f"{call}: key")
+        path = field_paths.checked_path(key, f"{call}: key")
         storage.notify(storage.edit_fields(self._where(index), {path: value}, call), None)
 
     def update(self, values: object, keys: Iterable[Any] | None) -> None:
         """Replace several stored fields of all live rows; ``keys``: only these of the values."""
         call = "update_"
         self._check_editable(call)
-        if not has_entries(values):
+        if not nested.has_entries(values):
             raise TypeError(f"{call}: input: expected a dict or TensorDict, got {type(values).__name__}.")
-        entries = dict(flatten(values))
+        entries = dict(nested.flatten(values))
         if keys is not None:
-            if isinstance(keys, str) or is_tensor_collection(keys) or not isinstance(keys, Iterable):
+            if isinstance(keys, str) or tensordicts.is_tensor_collection(keys) or not isinstance(keys, Iterable):
                 raise TypeError(f"{call}: keys_to_update: expected a list of keys, got {keys!r:.80}.")
-            wanted = [checked_path(key, f"{call}: keys_to_update") for key in keys]
+            wanted = [field_paths.checked_path(key, f"{call}: keys_to_update") for key in keys]
             for w in wanted:
                 if not any(key[: len(w)] == w for key in entries):
                     raise KeyError(f"{call}: expected keys of the input, {list(entries)}, got {w}.")
@@ -190,7 +188,7 @@ class RowAccess:
     def index_keys(self, field: object) -> None:
         """What ``ReplayBuffer.index_keys`` does."""
         call = "index_keys"
-        self._wiring.storage.keyed(call, checked_path(field, f"{call}: field"))
+        self._wiring.storage.keyed(call, field_paths.checked_path(field, f"{call}: field"))
 
     def rows_of(self, keys: object) -> KeyedRows:
         """What ``ReplayBuffer.rows_of`` does."""
@@ -226,7 +224,7 @@ class RowAccess:
             newest[torch.isin(newest, rows[ends])] = -1
             rows = rows[~ends]
             if len(rows):
-                entries: dict[FieldPath, object] = {
+                entries: dict[field_paths.FieldPath, object] = {
                     field.key: torch.full(
                         (len(rows), *field.shape), marks[field.key], dtype=getattr(torch, field.dtype), device="cpu"
                     )
@@ -417,11 +415,11 @@ def _is_key(index: object) -> bool:
 
 def _entry(data: object, key: Any) -> object:
     for part in (key,) if isinstance(key, str) else key:
-        entries = entries_of(data)
-        known = list(map(name_of, entries.keys()))
+        entries = nested.entries_of(data)
+        known = list(map(nested.name_of, entries.keys()))
         if part not in known:
             raise KeyError(f"rb[key]: expected one of {known}, got {part!r}{'' if part == key else f' in {key!r}'}.")
-        data = find(entries, (part,))
+        data = nested.find(entries, (part,))
     return data
 
 
@@ -431,7 +429,7 @@ _LAST = 2
 
 def _marks_of_ends(
     fields: Sequence[Field], roles: Sequence[str], *, terminated: bool, call: str
-) -> dict[FieldPath, int]:
+) -> dict[field_paths.FieldPath, int]:
     """Path of every field that a new end is written to, and what is written.
 
     Args:
@@ -446,7 +444,7 @@ def _marks_of_ends(
     kind, other = ("terminated", "truncated") if terminated else ("truncated", "terminated")
     marks = {field.key: 1 for field in (*meant["done"], *meant[kind])} | {field.key: _LAST for field in meant["last"]}
     if not marks:
-        got = [public(field.key) for field in meant[other]] or [field.name for field in fields]
+        got = [field_paths.public(field.key) for field in meant[other]] or [field.name for field in fields]
         raise RuntimeError(
             f"{call}: expected a stored flag that says 'done' or {kind!r}, or a 'step_type', got {got}. Store ('next', {kind!r}), "
             "or name the field that says it with roles=. (Where ids tell trajectories apart, the next step's id ends one.)"
@@ -465,7 +463,7 @@ def remove_rows(wiring: Wiring, index: object, generation: object) -> int:
 def checked_removal(wiring: Wiring, index: object, generation: object) -> tuple[Tensor, Tensor | None]:
     """Rows and their generations, int64 ``[n]`` on the CPU. Raises as ``ReplayBuffer.remove``, once the buffer may be edited."""
     storage = wiring.storage
-    if is_tensor_collection(index):
+    if tensordicts.is_tensor_collection(index):
         raise TypeError(f'{REMOVE}: expected rows, got a {type(index).__name__}. Of a sampled batch: batch["index"].')
     index = index[0] if isinstance(index, tuple) and len(index) == storage.ndim == 1 else index
     rows = as_ints(f"{REMOVE}: rows", wiring.rows_named(index)).reshape(-1).contiguous()

@@ -12,13 +12,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from engram._support import fork
-from engram._support.checks import check_choice, check_count, check_path
+from engram._support import checks, fork, words
 from engram._support.progress import OnProgress, Work
 from engram._support.state import Loads, check_keys, integer, prepare_load, read_from, saved, tensor_in, typed
-from engram._support.words import raise_as, warn
-from engram.buffer import other_sampler, read_path
-from engram.buffer.configuration import Settings
+from engram.buffer import configuration, other_sampler, read_path
 from engram.buffer.lanes import Lanes
 from engram.buffer.prefetching import Prefetching, prepare_batches
 from engram.buffer.recipe import Recipe
@@ -60,7 +57,7 @@ class Saving:
     def __init__(
         self,
         wiring: Wiring,
-        settings: Settings,
+        settings: configuration.Settings,
         lanes: Lanes,
         reading: read_path.ReadPath,
         prefetching: Prefetching | None,
@@ -81,7 +78,7 @@ class Saving:
 
     def dumps(self, path: StrPath, prefetch: str, progress: OnProgress | None) -> None:
         """As :meth:`ReplayBuffer.dumps`."""
-        check_path("dumps: path", path)
+        checks.check_path("dumps: path", path)
         begun = self.prepare_dump(prefetch)
         with replacing(Path(path)) as folder, disk.batched_fsync():
             begun.prepare()
@@ -94,7 +91,7 @@ class Saving:
 
     def prepare_dump(self, prefetch: str) -> DumpPreparation:
         """Begin what :meth:`dumps` does. Raises ``ValueError``: ``prefetch`` is neither ``"save"`` nor ``"drop"``."""
-        check_choice("dumps: prefetch", prefetch, ("save", "drop"))
+        checks.check_choice("dumps: prefetch", prefetch, ("save", "drop"))
         self._settle()
         parts = partial(self._parts, (), drop_prefetched=prefetch == "drop")
         return DumpPreparation(self._wiring.storage, self._own_indexes, parts)
@@ -186,7 +183,7 @@ class Saving:
 
     def loads(self, path: StrPath, *, convert: bool, default_rng: bool, progress: OnProgress | None) -> None:
         """As :meth:`ReplayBuffer.loads`."""
-        check_path("loads: path", path)
+        checks.check_path("loads: path", path)
         with Work("loading", 0, progress) as work:
             self._load(path, work, convert=convert, default_rng=default_rng)
 
@@ -365,7 +362,7 @@ class Saving:
         converted = driver.convert(shard, schema, storage.ndim, self.form.ranking)
         dropped = [f"{format_counts(it)} as {reason}" for reason, it in converted.dropped.items() if it["steps"]]
         if dropped:
-            warn(
+            words.warn(
                 f"loads: {reader.folder.parent}: left out: {', '.join(dropped)}. The "
                 f"{'best' if isinstance(self.form.ranking, Ranking) else 'newest'} were taken: a larger storage takes more."
             )
@@ -397,7 +394,7 @@ class Saving:
             )
         here = self._wiring.transform.functions
         if len(here) < len(functions):
-            warn(
+            words.warn(
                 f"{where}: saved with the transforms {', '.join(map(str, functions))}, which are code and not in it, and loaded into a "
                 f"buffer with {', '.join(here) or 'none'}. Make the buffer with them: transform=…, or append_transform."
             )
@@ -515,12 +512,12 @@ class OwnLoad(NamedTuple):
     rng: RngLoad
 
     @classmethod
-    def checked(cls, state: State, settings: Settings, *, default_rng: bool) -> OwnLoad:
+    def checked(cls, state: State, settings: configuration.Settings, *, default_rng: bool) -> OwnLoad:
         """Raises ``TypeError``, ``ValueError``; ``IncompatibleCheckpoint``: prefetching needs a batch size."""
         kind = settings.kind
         batch_size = typed(state, "_batch_size", (int, type(None)), kind)
         if batch_size is not None:
-            check_count("batch_size", batch_size)
+            checks.check_count("batch_size", batch_size)
         elif settings.prefetch:
             raise IncompatibleCheckpoint(
                 f"{kind}: _batch_size: expected an int, as prefetch={settings.prefetch} needs one, got None. Load it without prefetch."
@@ -528,7 +525,7 @@ class OwnLoad(NamedTuple):
         iterating = typed(state, "_iterating", bool, kind)
         return cls(batch_size, iterating, RngLoad.checked(state, kind, default_rng=default_rng))
 
-    def take(self, wiring: Wiring, settings: Settings) -> None:
+    def take(self, wiring: Wiring, settings: configuration.Settings) -> None:
         """Take it over."""
         settings.batch_size, settings.iterating = self.batch_size, self.iterating
         self.rng.commit(wiring)
@@ -587,6 +584,6 @@ class RngLoad(NamedTuple):
 def checked_generator_state(state: object, where: str) -> torch.Generator:
     """A generator of a saved state. Raises ``TypeError``, ``ValueError``: it is none."""
     generator = torch.Generator()
-    with raise_as(ValueError, f"{where}: expected the state of a generator", RuntimeError):
+    with words.raise_as(ValueError, f"{where}: expected the state of a generator", RuntimeError):
         generator.set_state(tensor_in({"state": state}, "state", torch.uint8, (None,), where).clone())
     return generator

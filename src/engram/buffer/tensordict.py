@@ -21,13 +21,11 @@ from engram._support.tensordicts import (
 )
 from engram._support.unsupported import Later, meant, reject_unsupported
 from engram.around import Hindsight, HindsightStrategy, Sequence
-from engram.buffer import read_path, row_access, window_marks
-from engram.buffer.recipe import draws_by_priority, register
+from engram.buffer import read_path, recipe, row_access, window_marks, write_path
 from engram.buffer.replay_buffer import ReplayBuffer, shows
 from engram.buffer.wiring import checked_size, component
-from engram.buffer.write_path import HELD_BACK, WritePath, rows_of
 from engram.store.limits import WAIT_S, checked_timeout
-from engram.types import Sampler, Size
+from engram.types import Sampler, Size, Told
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,7 +38,6 @@ if TYPE_CHECKING:
 
     M = TypeVar("M", bound=Callable[..., object])
 
-    from engram.types import Told
 
 __all__ = [
     "HERReplayBuffer",
@@ -72,7 +69,7 @@ class TensorDictReadPath(read_path.ReadPath):
         return data
 
 
-class TensorDictWritePath(WritePath):
+class TensorDictWritePath(write_path.WritePath):
     """Rows may bring their first priority along. What the sampler would refuse is refused before rows are written."""
 
     takes_tensordicts = True
@@ -112,9 +109,9 @@ class TensorDictWritePath(WritePath):
         if columns:  # [*columns, time, ...], but a row is a step of one column
             priority = priority.movedim(self._wiring.storage.dim_extend, 0).flatten(0, columns)
         rows = self.transformed_rows(data)
-        if rows is HELD_BACK:
+        if rows is write_path.HELD_BACK:
             return self._wiring.no_index()
-        self.check_rows(rows_of(rows, columns + 1), priority)
+        self.check_rows(write_path.rows_of(rows, columns + 1), priority)
         index = self.write_rows(rows, lane, timeout)
         if len(index):
             self._update_priority(index, priority)
@@ -146,7 +143,7 @@ class TensorDictRowAccess(row_access.RowAccess):
         return data if nested.is_number(data) else _to_store(data, call)
 
 
-@register
+@recipe.register
 class TensorDictReplayBuffer(ReplayBuffer["TensorDictBase"]):
     """A :class:`ReplayBuffer` whose rows are TensorDicts.
 
@@ -359,7 +356,7 @@ _PRIORITIZED_SAMPLER = shows(lambda self: self.sampler, "TorchRL's name of :attr
 _OF_THE_TREE = {"sync": Later("nothing", (True,))}
 
 
-@register
+@recipe.register
 class PrioritizedReplayBuffer(ReplayBuffer):
     """A :class:`ReplayBuffer` with a :class:`PrioritizedSampler`. Rows may be anything; which ones were drawn, and their
     weights, stand in ``info``.
@@ -403,7 +400,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         super().__init__(size, **kwargs)
 
 
-@register
+@recipe.register
 class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
     """A :class:`TensorDictReplayBuffer` with a :class:`PrioritizedSampler`.
 
@@ -462,7 +459,7 @@ def _sampler(
     reject_unsupported(name, {"sync": sync}, _OF_THE_TREE)
     device = None if sampler_device is None else existing_device(sampler_device, f"{name}: sampler_device")
     if given is not None:
-        if not draws_by_priority(given) or alpha is not None or beta is not None:
+        if not recipe.draws_by_priority(given) or alpha is not None or beta is not None:
             raise TypeError(
                 f"{name}: sampler: its sampler is a PrioritizedSampler made of alpha and beta. Use a ReplayBuffer."
             )
@@ -482,7 +479,7 @@ def _sampler(
 _END = ("next", "done")
 
 
-@register
+@recipe.register
 class HERReplayBuffer(TensorDictReplayBuffer):
     """A :class:`TensorDictReplayBuffer` whose sampler is a :class:`Hindsight`: batches with goals that were reached.
 
@@ -583,7 +580,7 @@ def _by_reference(method: M) -> M:
     return cast("M", called)
 
 
-@register
+@recipe.register
 class RemoteTensorDictReplayBuffer(TensorDictReplayBuffer):
     """A :class:`TensorDictReplayBuffer` as TorchRL's class of this name, whose methods other processes call by RPC.
 

@@ -9,14 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engram._support import tensordicts
 from engram._support.checks import as_numbers
 from engram._support.field_paths import WINDOW_ENDS, FieldPath, public
 from engram._support.nested import has_entries, is_tensordict
-from engram._support.tensordicts import is_plain_tensordict, is_tensor_collection, is_tensorclass
-from engram._support.tensordicts import put as put_fields
+from engram.around import sequence, windows
 from engram.around.episodes import END_KEYS, STEP_TYPE
-from engram.around.sequence import Sequence
-from engram.around.windows import WindowSampler
 from engram.buffer.wiring import Wiring
 from engram.samplers.prioritized import rows_of
 from engram.transforms._base import find, path_of, put
@@ -37,11 +35,11 @@ class WindowMarks:
         sampler = source.chooser
         truncated: FieldPath | None = ("next", "truncated")
         even = 0
-        if isinstance(sampler, WindowSampler):
+        if isinstance(sampler, windows.WindowSampler):
             truncated, even = sampler.truncated_key, sampler.settings.even_steps(shape[-1])
         done = truncated and (*truncated[:-1], "done")
-        rules = sampler.rules if isinstance(sampler, WindowSampler) else None
-        if isinstance(unit, Sequence):
+        rules = sampler.rules if isinstance(sampler, windows.WindowSampler) else None
+        if isinstance(unit, sequence.Sequence):
             rules = unit.rules
             done, truncated = unit.done_key, unit.done_key and (*unit.done_key[:-1], "truncated")
         self._shape, self._kept, ends = shape, {*kept} - {WINDOW_ENDS}, _ends_in(info, shape, truncated, even)
@@ -80,7 +78,7 @@ class WindowMarks:
                 here = ends.to(flag.device).reshape(*self._shape, *(1,) * (flag.ndim - lead))
                 self._marks[path] = flag.masked_fill(here, 1)
         self._marks[(WINDOW_ENDS,)] = ends.unsqueeze(-1)
-        if is_tensorclass(data):  # which has no other fields
+        if tensordicts.is_tensorclass(data):  # which has no other fields
             self._marks = {path: mark for path, mark in self._marks.items() if find(data, path) is not None}
         self._stored = {path: find(data, path) for path in self._marks if public(path) not in self._kept}
         data = _open(data)
@@ -162,9 +160,9 @@ def attach(data: Any, batch: tuple[int, ...], entries: Mapping[Entry, Tensor]) -
     """Add entries ``[*batch, ...]`` to a batch of another form than ours, as TorchRL does: a tensorclass has no place for new ones, a
     locked TensorDict is locked again. Raises ``RuntimeError``: it has another size, or no entries.
     """
-    if not is_tensor_collection(data):
+    if not tensordicts.is_tensor_collection(data):
         raise RuntimeError(f"sample: expected a TensorDict after collating and transforms, got {type(data).__name__}.")
-    if is_tensorclass(data):
+    if tensordicts.is_tensorclass(data):
         entries = {key: value for key, value in entries.items() if find(data, path_of(key)) is not None}
     dims, ours = len(data.batch_size), len(batch)
     if data.batch_size[:ours] != batch[:dims]:
@@ -176,8 +174,8 @@ def attach(data: Any, batch: tuple[int, ...], entries: Mapping[Entry, Tensor]) -
     locked = data.is_locked
     if locked:
         data.unlock_()
-    elif dims == ours and is_plain_tensordict(data):
-        put_fields(data, entries)
+    elif dims == ours and tensordicts.is_plain_tensordict(data):
+        tensordicts.put(data, entries)
         return
     for key, value in entries.items():
         stored = data.get(key, None)
@@ -209,7 +207,7 @@ def of_batch(wiring: Wiring, index: object, priority: object, generation: Tensor
     if not (of_sampler.draws_windows and of_sampler.takes_priorities):
         return rows, priority, generation
     sampler = sampler.chooser
-    if not isinstance(sampler, WindowSampler):  # a server's
+    if not isinstance(sampler, windows.WindowSampler):  # a server's
         return by_window(info, rows_of(rows, _CALL), priority, generation)
     rows, window = rows_of(rows, _CALL), sampler.window
     if window is not None:
@@ -261,7 +259,7 @@ def _of_anchors(unit: object, info: Mapping[Entry, object], values: Tensor) -> U
     told: dict[Entry, Tensor] = {k: as_numbers(_CALL, v) for k, v in info.items() if isinstance(v, Tensor | np.ndarray)}
     begun = told["step_in_sequence"] == 0
     n, count, got = begun.numel(), int(begun.count_nonzero()), values.numel()
-    if isinstance(unit, Sequence) and got not in (1, count):
+    if isinstance(unit, sequence.Sequence) and got not in (1, count):
         if n not in (got, len(values)):
             raise RuntimeError(
                 f"{_CALL}: expected one priority per record, {n}, or per window, {count}, got {list(values.shape)}."

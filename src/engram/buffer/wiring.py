@@ -17,10 +17,10 @@ from engram.buffer.output import Source
 from engram.device.pinning import Pinning
 from engram.errors import RowError
 from engram.samplers._base import DeclaredSampler
-from engram.store import Key, Process, Store
+from engram.store import blocks, lifetime, ragged
 from engram.store.device.accelerator import Accelerator
 from engram.store.limits import Gate, Limit, Rules, rules_of
-from engram.store.ragged import RowsWithin
+from engram.store.store import Store
 from engram.transforms import Compose
 from engram.types import Declared, Sampler, Traits, Writer
 from engram.writers._base import NativeWriter
@@ -71,7 +71,7 @@ class Wiring:
         #: Where this buffer's calls wait for the limits of the store.
         self.gate = Gate()
         #: Rows that batches of each form with a budget of tokens had lately.
-        self.rows_within = RowsWithin()
+        self.rows_within = ragged.RowsWithin()
         #: What sets the draws of this process apart, as :func:`engram._support.fork.stream` says; None: not known yet.
         self.stream: int | None = None
         fork.registered(self, uses_others=True)
@@ -88,7 +88,7 @@ class Wiring:
             self.stream = stream
         return stream
 
-    def mix(self, key: Key) -> None:
+    def mix(self, key: blocks.Key) -> None:
         """Let a key that was drawn here be none that another process draws."""
         stream = self.own_stream()
         if stream:
@@ -328,17 +328,17 @@ class Wiring:
     def __getstate__(self) -> dict[str, object]:
         state = {name: value for name, value in self.__dict__.items() if f" {name} " not in _DERIVED}
         # An array goes by value. A tensor that is gone before the receiver looks takes its file descriptor along.
-        state["process"] = Process.this()
+        state["process"] = lifetime.Process.this()
         state["generator_state"] = None if self.generator is None else self.generator.get_state().numpy()
         return state
 
     def __setstate__(self, state: dict[str, object]) -> None:
         generator_state: Any = state.pop("generator_state")
-        process: Any = state.pop("process", Process(0, 0))
+        process: Any = state.pop("process", lifetime.Process(0, 0))
         self.__dict__.update(state)
         self.of_sampler = Traits()
-        self.is_apart = process != Process.this() and process.runs()
-        if process != Process.this():
+        self.is_apart = process != lifetime.Process.this() and process.runs()
+        if process != lifetime.Process.this():
             self.stream = None
         fork.registered(self, uses_others=True)
         self.generator = None

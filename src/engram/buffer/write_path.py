@@ -25,7 +25,7 @@ from engram.buffer.lanes import BATCHES, Lane, Lanes, Layout
 from engram.buffer.recipe import Recipe
 from engram.buffer.wiring import Wiring
 from engram.env import Notes
-from engram.store import Store
+from engram.store.store import Store
 from engram.types import Extent, Write, WritePlan
 from engram.writers._base import NativeWriter
 

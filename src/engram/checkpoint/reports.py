@@ -11,9 +11,8 @@ from typing import Any, Literal, NamedTuple, TypedDict
 
 import msgspec
 
-from engram._support.checks import check_choice, check_count
+from engram._support import checks, words
 from engram._support.progress import OnProgress
-from engram._support.words import count, format_size, warn
 from engram.errors import CorruptCheckpoint
 from engram.reshard import driver, plan
 from engram.saved import attempts, checkpoints, description, disk, documents, rows
@@ -66,8 +65,8 @@ class Options(NamedTuple):
 
     def check(self) -> None:
         """Raise ``ValueError``, ``TypeError`` unless all can be."""
-        check_choice("Checkpointer: on_failure", self.on_failure, ("raise", "warn"))
-        check_choice("Checkpointer: prefetch", self.prefetch, ("save", "drop"))
+        checks.check_choice("Checkpointer: on_failure", self.on_failure, ("raise", "warn"))
+        checks.check_choice("Checkpointer: prefetch", self.prefetch, ("save", "drop"))
         if self.every_minutes is not None and not self.every_minutes > 0:
             raise ValueError(f"Checkpointer: every_minutes: expected minutes above 0, got {self.every_minutes!r}.")
         if not self.timeout > 0:
@@ -75,7 +74,7 @@ class Options(NamedTuple):
         for name in ("keep", "full_every", "every_steps", "poll_every"):
             value = self._asdict()[name]
             if value is not None or name in ("keep", "poll_every"):
-                check_count(f"Checkpointer: {name}", value)
+                checks.check_count(f"Checkpointer: {name}", value)
         rows.check_roles(self.roles)
 
 
@@ -134,10 +133,10 @@ class RestoreOptions(NamedTuple):
 
     def check(self) -> None:
         """Raise ``ValueError``: one is out of its range."""
-        check_choice("restore: resume", self.resume, ("env_reset", "exact"))
-        check_choice("restore: verify", self.verify, ("read", "full"))
-        check_choice("restore: overflow", self.overflow, ("cut", "fill"))
-        check_choice("restore: env_id", self.env_id, ("lane", "global"))
+        checks.check_choice("restore: resume", self.resume, ("env_reset", "exact"))
+        checks.check_choice("restore: verify", self.verify, ("read", "full"))
+        checks.check_choice("restore: overflow", self.overflow, ("cut", "fill"))
+        checks.check_choice("restore: env_id", self.env_id, ("lane", "global"))
         if not 0.0 <= self.max_drop_fraction <= 1.0:
             raise ValueError(
                 f"restore: max_drop_fraction: expected a number from 0 to 1, got {self.max_drop_fraction!r}."
@@ -184,8 +183,8 @@ class SaveReport(NamedTuple):
     def __str__(self) -> str:
         episodes = ", ".join(f"{it['episodes']:,} {kind}" for kind, it in self.episodes.items())
         return (
-            f"{self.name}: {count(self.steps, 'row')} (episodes: {episodes or 'none'}; {self.lost_rows:,} overwritten meanwhile), "
-            f"{format_size(self.bytes_written)} written and {format_size(self.bytes_linked)} linked in {self.seconds:.2f} s, "
+            f"{self.name}: {words.count(self.steps, 'row')} (episodes: {episodes or 'none'}; {self.lost_rows:,} overwritten meanwhile), "
+            f"{words.format_size(self.bytes_written)} written and {words.format_size(self.bytes_linked)} linked in {self.seconds:.2f} s, "
             f"writers waited {self.paused_s * 1e3:.1f} ms"
         )
 
@@ -226,7 +225,7 @@ class RestoreReport(NamedTuple):
     """With ``convert=True``, of a checkpoint of another sampler's buffer: how its rows are drawn now; else empty."""
 
     def __str__(self) -> str:
-        text = f"{self.name}: {count(self.steps, 'row')} in {self.seconds:.2f} s"
+        text = f"{self.name}: {words.count(self.steps, 'row')} in {self.seconds:.2f} s"
         if self.given_up:
             text += f"; {self.given_up:,} more were saved: the oldest of full lanes mark where what was open ends"
         if self.dealt is not None:
@@ -262,7 +261,7 @@ def note_restore(root: Path, report: RestoreReport, rank: int) -> None:
         return
     left = {reason: it["steps"] for reason, it in report.dealt["dropped"].items() if it["steps"]}
     if left:
-        warn(_said_left(report, report.dealt["saved"]["steps"], left, report.dealt["unused"]))
+        words.warn(_said_left(report, report.dealt["saved"]["steps"], left, report.dealt["unused"]))
     folder = root / _FOLDER
     try:
         if not folder.is_dir():
@@ -271,17 +270,17 @@ def note_restore(root: Path, report: RestoreReport, rank: int) -> None:
         raw = msgspec.json.format(said, indent=1)
         disk.put(folder / f"load-{report.name}-{secrets.token_hex(4)}.json", raw)
     except OSError as error:  # the rows are there
-        warn(f"restore: the report could not be written: {error}")
+        words.warn(f"restore: the report could not be written: {error}")
 
 
 def _said_left(report: RestoreReport, saved: int, left: dict[str, int], unused: int) -> str:
     """What is said of steps that were dropped, by reason, of all that were saved; ``unused`` rows hold nothing."""
-    said = f"restore: {report.path}: {count(sum(left.values()), 'step')} of {saved:,} were left out"
+    said = f"restore: {report.path}: {words.count(sum(left.values()), 'step')} of {saved:,} were left out"
     over, more = left.pop("overflow", 0), ""
     counts = [f"{steps:,} of {reason} episodes" for reason, steps in left.items()]
     if over:
-        free = f" as whole trajectories, and {count(unused, 'row')} stay unused" if unused else ""
-        counts.append(f"{count(over, 'step')} did not fit{free}")
+        free = f" as whole trajectories, and {words.count(unused, 'row')} stay unused" if unused else ""
+        counts.append(f"{words.count(over, 'step')} did not fit{free}")
         fill = '; overflow="fill" fills these rows with older trajectories that are shorter' if unused else ""
         more = f" Larger storages take more{fill}."
     if set(left) - {"oversize"}:
@@ -334,7 +333,7 @@ class Wanted(NamedTuple):
                 return self._replace(at_most=None).find(series)
             except (FileNotFoundError, CorruptCheckpoint) as error:
                 path, problems = self._replace(name=None).find(series)
-                warn(f"restore: {path.name} is loaded, as: {str(error).removeprefix('restore: ')}")
+                words.warn(f"restore: {path.name} is loaded, as: {str(error).removeprefix('restore: ')}")
                 return path, problems
         if self.partial:
             for name in filter(self._means, attempts.names(self.root)):
@@ -394,7 +393,7 @@ class Wanted(NamedTuple):
             found = f"the steps {steps}" if steps else none
             raise FileNotFoundError(f"restore: {self.root}: expected {what}, found {found}.")
         for problem in passed_over:
-            warn(f"restore: {path.name} is loaded, and not: {problem}")
+            words.warn(f"restore: {path.name} is loaded, and not: {problem}")
         return path, passed_over
 
 

@@ -20,20 +20,16 @@ import stat
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import FrameType
 
 from engram._support.http import Answer, Call, Server
+from engram.checkpoint.ranks import Ranks
+from engram.checkpoint.reports import Entry, Options
+from engram.checkpoint.save import SaveHandle
 from engram.errors import CorruptCheckpoint
 from engram.saved import attempts
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from types import FrameType
-
-    from engram.checkpoint.ranks import Ranks
-    from engram.checkpoint.reports import Entry, Options
-    from engram.checkpoint.save import SaveHandle
 
 #: How many requests are remembered, for those who ask what became of theirs.
 _REMEMBERED = 64

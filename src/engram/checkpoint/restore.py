@@ -17,9 +17,7 @@ from engram.checkpoint.save import Job, Parent
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint, RankFailed
 from engram.reshard.driver import Reshard, disagreements, reshard, reshard_report
 from engram.reshard.plan import Policy, Target, checked_incomplete, open_shards
-from engram.saved import attempts, parts
-from engram.saved.checkpoints import Checkpoint
-from engram.saved.documents import Problem, corrupt
+from engram.saved import attempts, checkpoints, documents, parts
 from engram.saved.series import Series
 from engram.types import BufferLoad
 
@@ -50,7 +48,7 @@ class Restore:
         #: Each restore reads documents itself: what this process wrote may have been damaged since.
         self._series = Series(job.root)
         #: Newer checkpoints that were damaged or not complete.
-        self._passed_over: list[Problem] = []
+        self._passed_over: list[documents.Problem] = []
 
     def run(self) -> RestoreReport:
         """Load the checkpoint that is wanted, or the next older one while they turn out to be damaged."""
@@ -65,7 +63,7 @@ class Restore:
                 whole = isinstance(error, RankFailed) and {*error.causes.values()} != {CorruptCheckpoint.__name__}
                 if not self._wanted.is_open or whole:
                     raise
-                damaged = (*self._wanted.damaged, Problem(path, str(error)))
+                damaged = (*self._wanted.damaged, documents.Problem(path, str(error)))
                 self._wanted = self._wanted._replace(damaged=damaged)
 
     def _choose(self) -> Path:
@@ -76,7 +74,7 @@ class Restore:
             raise (FileNotFoundError if kind == FileNotFoundError.__name__ else CorruptCheckpoint)(said)
         return cast("Path", self._job.root / said)
 
-    def _find(self) -> tuple[list[Problem], bytes]:
+    def _find(self) -> tuple[list[documents.Problem], bytes]:
         self._options.check()
         self._wanted.check()
         if self._ranks.rank:
@@ -109,7 +107,7 @@ class _Load:
     ) -> None:
         self._job, self._ranks, self._options, self._path = job, job.ranks, options, path
         self._series, self._stack, self._work = series, stack, work
-        self._checkpoint: Checkpoint
+        self._checkpoint: checkpoints.Checkpoint
         #: Of all ranks, where trajectories are redistributed; empty: every rank gets back its shard.
         self._targets: list[Target] = []
         #: Every block is checked before anything changes, as some rank holds rows that damage would cost.
@@ -117,7 +115,7 @@ class _Load:
         self._loaded = False
         self._converted = ""
 
-    def run(self, passed_over: list[Problem], started: float) -> RestoreReport:
+    def run(self, passed_over: list[documents.Problem], started: float) -> RestoreReport:
         job, buffer, rank = self._job, self._job.buffer, self._ranks.rank
         self._open()
         checkpoint = self._checkpoint
@@ -161,7 +159,7 @@ class _Load:
         if not all(same for same, *_ in said):
             self._targets = [Target(lanes, length) for *_, lanes, length in said]
 
-    def _opened(self) -> tuple[Checkpoint, bytes]:
+    def _opened(self) -> tuple[checkpoints.Checkpoint, bytes]:
         """The checkpoint; whether this rank can get back its shard, whether it holds rows, and what it has room for."""
         path, options = self._path, self._options
         # Rank 0 has looked at it: no damage that an older one would be better than.
@@ -169,13 +167,13 @@ class _Load:
             if attempts.is_partial(path):
                 checkpoint = attempts.open_partial(path)
             else:  # to verify is to read all again
-                checkpoint = Checkpoint(path) if options.verify == "full" else self._series.open(path)
+                checkpoint = checkpoints.Checkpoint(path) if options.verify == "full" else self._series.open(path)
             self._stack.enter_context(checkpoint)
         checkpoint.progress = self._work
         if options.verify == "full" and self._ranks.rank == 0:
             self._work.total += checkpoint.nbytes
             for problem in checkpoint.problems("full"):
-                raise corrupt(*problem)
+                raise documents.corrupt(*problem)
         same = (
             not (options.incomplete is not None or checkpoint.missing)
             and checkpoint.manifest.world == self._ranks.world
@@ -185,7 +183,7 @@ class _Load:
         said = [same, len(buffer.storage) > 0, buffer.form.lanes, buffer.form.lane_length]
         return checkpoint, json.dumps(said).encode()
 
-    def _fits(self, checkpoint: Checkpoint) -> bool:
+    def _fits(self, checkpoint: checkpoints.Checkpoint) -> bool:
         """Whether this rank's shard is of a storage like the one here."""
         form = self._job.buffer.form
         with parts.open_storage(checkpoint, self._ranks.rank) as reader:

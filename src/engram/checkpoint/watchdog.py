@@ -13,17 +13,13 @@ import select
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 from engram.checkpoint.ranks import looks
+from engram.checkpoint.save import JobSeries
 from engram.errors import CorruptCheckpoint, RankFailed
 from engram.saved import attempts, disk, documents
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from pathlib import Path
-
-    from engram.checkpoint.save import JobSeries
 
 _log = logging.getLogger("engram")
 

@@ -17,9 +17,8 @@ from engram.format import layout
 from engram.reshard.driver import Reshard, disagreements, reshard_report
 from engram.reshard.driver import reshard as run
 from engram.reshard.plan import Policy, Target, checked_incomplete, open_shards
-from engram.saved import attempts, disk, parts, series
+from engram.saved import attempts, disk, documents, parts, series
 from engram.saved.checkpoints import Checkpoint, is_checkpoint
-from engram.saved.documents import rank_folder
 from engram.saved.parts import check_blocks, read_state, write_part
 from engram.storages import LazyMemmapStorage
 from engram.storages.announcing import temporary
@@ -164,7 +163,7 @@ def _write(checkpoint: Checkpoint, made: Reshard, root: Path) -> str:
     try:
         with Work("resharding", total) as progress:
             for rank in range(world):
-                _write_rank(checkpoint, made, rank, attempt / rank_folder(rank, world), attempt, progress)
+                _write_rank(checkpoint, made, rank, attempt / documents.rank_folder(rank, world), attempt, progress)
         decided = attempts.decide(attempt, epoch)
         assert decided is not None  # all have voted
         if decided.status != "complete":

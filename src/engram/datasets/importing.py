@@ -20,7 +20,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, cast
 import msgspec
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from engram._support import checks, unsupported
 from engram._support.field_paths import FieldPath, as_paths, checked_path, nested, public
@@ -36,7 +35,7 @@ from engram.storages import LazyMemmapStorage
 from engram.store.lifetime import Hold
 from engram.types import StrPath
 
-Array: TypeAlias = NDArray[Any]
+Array: TypeAlias = np.typing.NDArray[Any]
 Columns: TypeAlias = dict[FieldPath, Array]
 Names: TypeAlias = dict[FieldPath, FieldPath | None]
 Usual: TypeAlias = Mapping[str, FieldPath | None]
@@ -76,7 +75,7 @@ class Block(NamedTuple):
 
     #: ``[rows, …]`` each; and the rows of each episode.
     columns: Columns
-    lengths: NDArray[np.int64]
+    lengths: np.typing.NDArray[np.int64]
     #: ``[episodes, …]`` each: the observations after the last steps. Empty: the data set has none.
     finals: Columns
     #: Of which episodes; in place of the others are those of the last steps. None: of all.
@@ -154,7 +153,7 @@ class Table(Source):
             if begun:
                 yield _one(begun)
 
-    def _begins(self, before: Columns | None, chunk: Columns) -> NDArray[np.bool_]:
+    def _begins(self, before: Columns | None, chunk: Columns) -> np.typing.NDArray[np.bool_]:
         """Whether each row is the first one of an episode. ``before``: the rows before, without a break."""
         ids = None if self.id is None else chunk.get(self.id)
         flags = [key for key in self.ends if key in chunk]
@@ -181,7 +180,7 @@ class Table(Source):
             raise self.refuse(f"end flag {public(key)!r}: expected numbers, got NaN. Write 0 or 1 in its place.")
         return np.asarray(flag != 0)
 
-    def _whole(self, ids: Array) -> NDArray[np.int64]:
+    def _whole(self, ids: Array) -> np.typing.NDArray[np.int64]:
         """Numbers of episodes, ``[rows]``. Raises ``DatasetError``: they are no such."""
         one = ids.astype(np.float64) if ids.dtype.kind in "bf" else ids
         if one.dtype.kind in "iuf" and ids.size == len(ids) and ((np.rint(one) == one) & (abs(one) < 2**63)).all():

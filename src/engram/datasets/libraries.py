@@ -18,9 +18,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from engram._support.checks import check_choice, check_number, check_path
+from engram._support import checks, words
 from engram._support.field_paths import FieldPath, nested, public
-from engram._support.words import raise_as
 from engram.datasets import importing as of
 from engram.datasets.tables import ParquetRows, Stored, arrow_table, check_dtypes, distinct, stored, written_whole
 from engram.datasets.videos import Frames, VideoFrames, Videos
@@ -277,7 +276,7 @@ def from_torchrl(path: StrPath, directory: StrPath, **more: Unpack[of.ImportArgu
     >>> from_torchrl(folder + "/dump", folder + "/again")["next", "observation"].tolist()
     [1.0, 2.0, 3.0, 3.0]
     """
-    return of.import_source(_Dump("from_torchrl", check_path("from_torchrl: path", path), more), directory, more)
+    return of.import_source(_Dump("from_torchrl", checks.check_path("from_torchrl: path", path), more), directory, more)
 
 
 def to_torchrl(directory: StrPath, path: StrPath, *, final: str = "refuse") -> None:
@@ -342,15 +341,15 @@ class _LeRobot(ParquetRows):
 
     def __init__(self, call: str, path: Path, video: str, arguments: of.ImportArguments) -> None:
         of.Source.__init__(self, call, path)
-        check_choice(f"{call}: video", video, ("decode", "reference"))
+        checks.check_choice(f"{call}: video", video, ("decode", "reference"))
         self._refers, self._folder = video == "reference", path
         table = of.required("pyarrow.parquet", "datasets", call).read_table
         damage = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-        with raise_as(self.refuse, f"meta/: expected whole files of format {_VERSION}", damage):
+        with words.raise_as(self.refuse, f"meta/: expected whole files of format {_VERSION}", damage):
             info, sides = json.loads((path / _INFO).read_bytes()), ("from", "to")
             if info["codebase_version"] != _VERSION:
                 raise LookupError(f"codebase_version is {info['codebase_version']!r}")
-            features, self._half = info["features"], 0.5 / check_number("fps", info["fps"], least=0.001)
+            features, self._half = info["features"], 0.5 / checks.check_number("fps", info["fps"], least=0.001)
             found = [(key, tuple(one["shape"]), one["dtype"]) for key, one in features.items()]
             self._shapes, self._images = ({k: s for k, s, of_ in found if of_ == kind} for kind in ("video", "image"))
             if bad := [one for one in (self._shapes | self._images).items() if _unsafe(*one)]:
@@ -400,7 +399,7 @@ class _LeRobot(ParquetRows):
         return Videos(str(self._folder.absolute()), names, self._half, shapes)
 
     def _readable(self, name: object) -> AbstractContextManager[None]:
-        return raise_as(self.refuse, f"{name}: expected whole frames", OSError)
+        return words.raise_as(self.refuse, f"{name}: expected whole frames", OSError)
 
     def _array(self, name: str, column: pa.Array) -> of.Array:
         """As of every table; of images, the bytes of their files."""
@@ -521,7 +520,7 @@ def from_lerobot(
     >>> rb["action"].tolist(), rb["collector", "traj_ids"].tolist()
     ([0.0, 1.0, 2.0, 3.0], [0, 0, 1, 1])
     """
-    source = _LeRobot("from_lerobot", check_path("from_lerobot: path", path), video, more)
+    source = _LeRobot("from_lerobot", checks.check_path("from_lerobot: path", path), video, more)
     rb = of.import_source(source, directory, more)
     if video == "reference":
         rb.append_transform(VideoFrames(directory))
@@ -733,11 +732,11 @@ def to_lerobot(
     2
     """
     call = "to_lerobot"
-    folder = check_path(f"{call}: directory", directory)
+    folder = checks.check_path(f"{call}: directory", directory)
     robot, note = folder / "robot.json", folder / of.NOTE
     known = json.loads(next((one.read_bytes() for one in (robot, note) if one.is_file()), b"{}"))
     about = {"fps": None, "tasks": None, **known, **known.get("about", {})}
-    rate = check_number(f"{call}: fps", about["fps"] if fps is None else fps, least=0.001)
+    rate = checks.check_number(f"{call}: fps", about["fps"] if fps is None else fps, least=0.001)
     tasks = (about["tasks"] or [""]) if task is None else [task]
     names = about.get("names") or {key: one.get("names") for key, one in about.get("features", {}).items()}
     opened = record_robot(folder, encode=False) if robot.is_file() else stored(folder, call)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from engram._support import checks, closing, fork, native, nested
+from engram._support import checks, closing, fork, native, nested, tensordicts
 from engram._support.devices import existing_device
 from engram._support.words import warn
 from engram.device.pinning import Block, Blocks
@@ -19,14 +20,8 @@ from engram.errors import NoSampleable, PriorityError, WriterStalled
 from engram.format.files import FIXED_BYTES
 from engram.store.device.accelerator import REGISTRY, Accelerator, NotRegistered, Registry
 from engram.store.device.chain import Batch, Chain, Kind, NoRoom, ResidentRows, UpdateRing, columns_of, signed
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tensordict import TensorDictBase
-
-    from engram.store import Store
-    from engram.store.priorities import PriorityIndex
+from engram.store.priorities import PriorityIndex
+from engram.store.store import Store
 
 #: How many bytes of rows go in one block.
 _AT_ONCE = 64 << 20
@@ -586,7 +581,7 @@ class DeviceReplay(closing.Closes):
             raise ValueError(f"{call}: expected one priority per row, {index.numel()}, got {list(priority.shape)}.")
         self._reader.send(index.reshape(-1), generation.reshape(-1), priority.reshape(-1))
 
-    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+    def update_tensordict_priority(self, data: tensordicts.TensorDictBase) -> None:
         """As :meth:`update_priority`, with ``"index"``, ``"index_generation"`` and the buffer's ``priority_key`` of a batch.
 
         Raises:

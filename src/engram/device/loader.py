@@ -6,24 +6,19 @@ import collections
 import queue
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
-from engram._support import checks, closing, native, nested, words
+from engram._support import checks, closing, native, nested, tensordicts, words
 from engram._support.devices import existing_device
 from engram.device.direct import Changed, DirectReader, NotDirect, Place, Queued, Readable
 from engram.device.pinning import Blocks, Drawn, Sent
 from engram.samplers import declared
 from engram.store.device.accelerator import Accelerator
 from engram.store.device.chain import NoRoom, ResidentRows
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tensordict import TensorDictBase
-
-    from engram.store import Store
+from engram.store.store import Store
 
 __all__ = ["DeviceLoader", "Streams"]
 
@@ -374,7 +369,7 @@ class DeviceLoader(closing.Closes):
         reader.check("update_priority")
         return True
 
-    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+    def update_tensordict_priority(self, data: tensordicts.TensorDictBase) -> None:
         """``rb.update_tensordict_priority`` with a batch on the device, as :meth:`update_priority`.
 
         Raises:

@@ -8,25 +8,19 @@ program that drops its batches pays for pinning once per size.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from engram._support import native, words
+from engram._support import native, tensordicts, words
 from engram._support.nested import is_tensordict, map_parts, map_tensors, map_with_paths, parts_of, tensors
-from engram._support.tensordicts import children, is_plain_tensordict, tensordict_type
 from engram.store.blocks import ALIGNMENT
 from engram.store.device.accelerator import Accelerator, HostMemory
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from tensordict import TensorDictBase
-
-    from engram.types import Entry
+from engram.types import Entry
 
 
 class Pinning:
@@ -121,18 +115,18 @@ class _Walk:
         self.done[id(tensor)] = (tensor, pinned)
         return pinned
 
-    def _collection(self, td: TensorDictBase, path: tuple[str, ...]) -> object:
+    def _collection(self, td: tensordicts.TensorDictBase, path: tuple[str, ...]) -> object:
         device = td.device
         if device is None and self.device is not None and {leaf.device for leaf in tensors(td)} == {self.device}:
             device = self.device
-        if is_plain_tensordict(td):
-            old = children(td)
+        if tensordicts.is_plain_tensordict(td):
+            old = tensordicts.children(td)
             new = {key: self.walk(value, (*path, key)) for key, value in old.items()}
             same = all(new[key] is value for key, value in old.items())
             if same and device == td.device:
                 return td
             names = td.names if any(td.names) else None
-            made = tensordict_type()(new, batch_size=td.batch_size, device=device, names=names)
+            made = tensordicts.tensordict_type()(new, batch_size=td.batch_size, device=device, names=names)
             return made.lock_() if td.is_locked else made
         changed = device != td.device
 

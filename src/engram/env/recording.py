@@ -47,15 +47,14 @@ from engram.env.values import (
     some,
 )
 from engram.storages import DefaultStorage, Storage
-from engram.store import dlpack_specs
+from engram.store.memory import dlpack_specs
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from tensordict import TensorDict
 
     from engram.env.values import Array, Mask, Nested, Spec, Told
     from engram.saved.rows import Roles
-    from engram.store import Store
+    from engram.store.store import Store
 
 Names: TypeAlias = Mapping[str, Key] | Mapping[tuple[str, ...], Key] | Mapping[Key, Key]
 Form: TypeAlias = "dict[str, int | Form]"
@@ -83,10 +82,10 @@ class Recordable(Protocol):
     def add(self, data: object, *, lane: int) -> object:
         """Write one row to a lane."""
 
-    def extend(self, data: object, *, lane: NDArray[np.int64]) -> torch.Tensor:
+    def extend(self, data: object, *, lane: np.typing.NDArray[np.int64]) -> torch.Tensor:
         """Write rows, one to each of these lanes."""
 
-    def end_trajectory(self, lane: NDArray[np.int64], *, roles: Roles) -> torch.Tensor:
+    def end_trajectory(self, lane: np.typing.NDArray[np.int64], *, roles: Roles) -> torch.Tensor:
         """Make the newest step of each of these lanes an end."""
 
 
@@ -134,7 +133,7 @@ class Recording:
         if tensordicts and any(map(has_tuple, (observation, action))):
             raise TypeError("record: a TensorDict holds no tuples, but a space of it is one: use a ReplayBuffer.")
         self._buffer = buffer
-        self._lanes: NDArray[np.int64] = lanes.numpy().copy()  # the caller's
+        self._lanes: np.typing.NDArray[np.int64] = lanes.numpy().copy()  # the caller's
         self._observation_spec, self._action_spec = observation, action
         self._batched, self._autoreset = bool(batch), autoreset
         self._paths = stored_paths(names, [*notes.leaves, *infos.before, *infos.after])

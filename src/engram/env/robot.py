@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from engram._support import closing, words
 from engram._support.checks import check_number, check_path
@@ -209,7 +208,7 @@ class Stream:
             raise RuntimeError(f"read: {name!r}: expected the rows of episode {episode}, but some were overwritten.")
         return found.numpy()
 
-    def frames(self, rows: torch.Tensor, episode: int) -> Iterator[NDArray[np.uint8]]:
+    def frames(self, rows: torch.Tensor, episode: int) -> Iterator[np.typing.NDArray[np.uint8]]:
         """The frames of a camera, some at a time in memory."""
         (name,) = self.spec.features
         for begin in range(0, len(rows), _FRAMES):
@@ -251,7 +250,7 @@ class RobotEpisode:
         #: Whether it was ended; False: it was cut by the end of the process.
         self.complete = complete
 
-    def timestamps(self, name: str) -> NDArray[np.float64]:
+    def timestamps(self, name: str) -> np.typing.NDArray[np.float64]:
         """The timestamps of a feature, float64 ``[T]``, in seconds. Raises as :meth:`read`.
 
         >>> import tempfile
@@ -266,7 +265,7 @@ class RobotEpisode:
         path, stream = self.video(name), self._recorder.stream_of(name)
         if path is None:
             return stream.read(self._rows(stream), _TIMESTAMP, self.number).astype(np.float64)
-        times: NDArray[np.float64] = np.load(path.with_suffix(".npy"))
+        times: np.typing.NDArray[np.float64] = np.load(path.with_suffix(".npy"))
         return times
 
     def read(self, name: str) -> Array:
@@ -288,7 +287,7 @@ class RobotEpisode:
             return np.stack([*self.frames(name)])
         return stream.read(self._rows(stream), name, self.number)
 
-    def frames(self, name: str) -> Iterator[NDArray[np.uint8]]:
+    def frames(self, name: str) -> Iterator[np.typing.NDArray[np.uint8]]:
         """The frames of a camera one by one, uint8 ``[H, W, 3]``, in constant memory. Raises as :meth:`read`.
 
         >>> import tempfile

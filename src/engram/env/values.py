@@ -7,13 +7,12 @@ from types import EllipsisType
 from typing import NamedTuple, SupportsFloat, TypeAlias, TypeVar, cast
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engram._support.field_paths import FieldPath, checked_path, public
 
-Mask: TypeAlias = "NDArray[np.bool_]"
-Array: TypeAlias = "NDArray[np.generic]"
+Mask: TypeAlias = "np.typing.NDArray[np.bool_]"
+Array: TypeAlias = "np.typing.NDArray[np.generic]"
 Nested: TypeAlias = "Array | dict[str, Nested] | tuple[Nested, ...]"
 Spec: TypeAlias = "np.dtype[np.generic] | dict[str, Spec] | tuple[Spec, ...]"
 Key: TypeAlias = str | tuple[str, ...]
@@ -57,7 +56,7 @@ def as_number(value: object) -> SupportsFloat:
     return array.item() if array.size == 1 else array
 
 
-def of_each(value: object, dtype: np.dtype[S], n: int, what: str) -> NDArray[S]:
+def of_each(value: object, dtype: np.dtype[S], n: int, what: str) -> np.typing.NDArray[S]:
     """What an environment returned for each of ``n`` environments, ``[n, ...]``. One number stands for all of them.
 
     Raises ``ValueError``: it is of another number of environments; says ``what`` it is.
@@ -138,7 +137,7 @@ def stacked(each: list[Nested]) -> Nested:
     return mapped(lambda *leaves: np.stack(leaves), *each)
 
 
-def pick(nested: object, i: int | NDArray[np.int64]) -> object:
+def pick(nested: object, i: int | np.typing.NDArray[np.int64]) -> object:
     """That of one environment: of arrays, tensors or lists of ``n``, or dicts and tuples of them."""
     if isinstance(nested, Mapping):
         return {key: pick(nested[key], i) for key in nested.keys()}  # noqa: SIM118 - a TensorDict iterates over its batch

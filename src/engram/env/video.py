@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from av.container import InputContainer
-    from numpy.typing import NDArray
 
-    Frame = NDArray[np.uint8]
+    Frame = np.typing.NDArray[np.uint8]
 
 #: How videos are encoded: fast enough for three cameras beside a robot, and visually lossless.
 _CODEC, _OPTIONS = "libx264", {"preset": "ultrafast", "crf": "16"}

@@ -19,7 +19,9 @@ from engram.inspect.plots import Ends, Scan, Watched, check_here, effective, ind
 from engram.samplers import PrioritizedSampler
 from engram.samplers._base import DeclaredSampler
 from engram.storages import Storage
-from engram.store import Store, priorities, read_block, row_indexes, shared_memory
+from engram.store import lifetime, priorities, row_indexes
+from engram.store.memory import read_block
+from engram.store.store import Store
 from engram.types import Extent
 
 #: Rows that estimates are of.
@@ -114,7 +116,7 @@ def _bytes(storage: Storage, store: Store | None) -> dict[str, float]:
     nbytes = store.nbytes + sum(len(memory) for memory in store.control_memory)
     nbytes += sum(store.indexes[key].block.nbytes for key in tuple(store.indexes))  # another thread may add one
     on_disk = store.folder is not None
-    if store.folder is not None and (memory := shared_memory()).parent.name == "dev":
+    if store.folder is not None and (memory := lifetime.shared_memory()).parent.name == "dev":
         on_disk = os.stat(store.folder).st_dev != os.stat(memory).st_dev
     return {"bytes_ram": 0 if on_disk else nbytes, "bytes_disk": nbytes if on_disk else 0}
 

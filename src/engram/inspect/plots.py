@@ -23,16 +23,15 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
-    from numpy.typing import NDArray
 
     from engram.format.schema import Field
     from engram.storages import Storage
     from engram.types import Extent
 
     Moment = tuple[float, dict[str, float]]
-    Floats = NDArray[np.float64]
-    Ints = NDArray[np.int64]
-    Bools = NDArray[np.bool_]
+    Floats = np.typing.NDArray[np.float64]
+    Ints = np.typing.NDArray[np.int64]
+    Bools = np.typing.NDArray[np.bool_]
 
 
 #: Rows that are looked at, at most.

@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from engram._support import checks, devices
+from engram._support import checks, devices, words
 from engram._support.memory import missing_share
-from engram._support.words import count, format_share, format_size
 from engram.around import Expander
 from engram.format import layout, schema
 from engram.format.sizes import DevicePlan, ShownField
@@ -97,13 +96,14 @@ class StoragePlan(NamedTuple):
 
     def __str__(self) -> str:
         lines = [*map(self._line, self.fields)]
-        row, total, beside = map(format_size, (self.row_bytes, self.nbytes, self.overhead))
-        lines.append(f"{count(self.capacity, 'row')} of {row}: {total}, and {beside} beside them")
+        row, total, beside = map(words.format_size, (self.row_bytes, self.nbytes, self.overhead))
+        lines.append(f"{words.count(self.capacity, 'row')} of {row}: {total}, and {beside} beside them")
         if self.spared:
             ready = self.ready_bytes * self.capacity
             lines.append(
-                f"With stacks and next observations in each row: {format_size(ready)}. Stored once, they spare {format_size(self.spared)} "
-                f"({format_share(self.spared / ready)}), with {format_size(self.finals_bytes)} of final observations"
+                f"With stacks and next observations in each row: {words.format_size(ready)}. Stored once, they spare "
+                f"{words.format_size(self.spared)} ({words.format_share(self.spared / ready)}), with "
+                f"{words.format_size(self.finals_bytes)} of final observations"
             )
         if self.memory:
             lines.append(self._in_memory())
@@ -115,15 +115,15 @@ class StoragePlan(NamedTuple):
         it = ShownField.of(field, self.capacity)
         where = _RAGGED if it.is_ragged else f"{'/'.join(field.key)}.memmap"
         shape = f"rows {it.shape}" if it.is_ragged else f"shape {[self.capacity, *field.shape]}"
-        return f"{it.name}: {where} or RAM, {format_size(it.nbytes)}, {shape} {it.dtype}"
+        return f"{it.name}: {where} or RAM, {words.format_size(it.nbytes)}, {shape} {it.dtype}"
 
     def _in_memory(self) -> str:
-        have = f"In {format_size(self.memory)} of memory: "
+        have = f"In {words.format_size(self.memory)} of memory: "
         if self.memory < self.resident:
-            return f"{have}too little. Tickets and priorities need {format_size(self.resident)}, or each draw waits for the disk"
+            return f"{have}too little. Tickets and priorities need {words.format_size(self.resident)}, or each draw waits for the disk"
         batch = self.from_disk(256)
-        read = f"a batch of 256 rows reads {format_size(round(batch))} from disk" if batch else "all rows fit"
-        return f"{have}{format_size(self.resident)} for tickets and priorities; {read}"
+        read = f"a batch of 256 rows reads {words.format_size(round(batch))} from disk" if batch else "all rows fit"
+        return f"{have}{words.format_size(self.resident)} for tickets and priorities; {read}"
 
 
 def plan(

@@ -6,13 +6,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import TYPE_CHECKING, Generic, NoReturn, Self, TypeAlias, TypeVar
+from typing import Generic, NoReturn, Self, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engram._support import native
+from engram._support import native, tensordicts
 from engram._support.checks import as_ints, as_numbers, check_count, check_type
 from engram._support.nested import is_tensordict
 from engram._support.state import Loads, check_keys, prepare_load, saved, typed
@@ -20,23 +20,16 @@ from engram._support.tensordicts import is_tensor_collection, tensordict_type
 from engram.errors import NoSampleable
 from engram.remote.fleet import plans
 from engram.samplers._base import DeclaredSampler, check_drawable, declared, key_for
+from engram.saved.checkpointers import IndexNames, LoadHook, SaveHook
+from engram.saved.parts import PartSnapshot, Preparation
 from engram.storages import Storage
+from engram.store.sampled import SampledStorage
 from engram.types import Commit, Sampler, StorageLoad, Traits, Writer
-from engram.writers._base import NativeWriter
-from engram.writers._base import declared as declared_writer
+from engram.writers import _base
 
-if TYPE_CHECKING:
-    from engram.saved.checkpointers import IndexNames, LoadHook, SaveHook
-    from engram.saved.parts import PartSnapshot, Preparation
-
-    Change: TypeAlias = Callable[[object], object]
-
-    from tensordict import TensorDict
-
-    from engram.store.sampled import SampledStorage
-
-    Sources: TypeAlias = Sequence[tuple[DeclaredSampler, SampledStorage]]
-    Odds: TypeAlias = Sequence[float] | Tensor | str | None
+Change: TypeAlias = Callable[[object], object]
+Sources: TypeAlias = Sequence[tuple[DeclaredSampler, SampledStorage]]
+Odds: TypeAlias = Sequence[float] | Tensor | str | None
 
 
 T = TypeVar("T")
@@ -587,7 +580,9 @@ class SamplerEnsemble(_Samplers):
         >>> SamplerEnsemble(RandomSampler()).extend([0, 1])
         """
 
-    def sample(self, storage: StorageEnsemble, batch_size: int) -> tuple[TensorDict, TensorDict]:
+    def sample(
+        self, storage: StorageEnsemble, batch_size: int
+    ) -> tuple[tensordicts.TensorDict, tensordicts.TensorDict]:
         """Draw from the storages of an ensemble with a key of torch's default generator.
 
         Returns:
@@ -631,7 +626,7 @@ class SamplerEnsemble(_Samplers):
         return kind(index, batch_size=batch), kind(info, batch_size=batch)
 
 
-class _Writers(OnePerMember[Writer], NativeWriter):
+class _Writers(OnePerMember[Writer], _base.NativeWriter):
     """The writers of an ensemble, as far as a buffer asks them."""
 
     traits = Traits()
@@ -664,7 +659,7 @@ class WriterEnsemble(_Writers):
     def __init__(self, *writers: Writer) -> None:
         super().__init__()
         self._take(writers, Writer, "writers")
-        self._placers = tuple(map(declared_writer, writers))
+        self._placers = tuple(map(_base.declared, writers))
 
     @property
     def writers(self) -> tuple[Writer, ...]:

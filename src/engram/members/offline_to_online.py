@@ -8,8 +8,7 @@ from typing import Generic, Protocol, TypeVar, cast
 
 import torch
 
-from engram._support.checks import check_callable, check_count, check_number
-from engram._support.tensordicts import is_tensor_collection
+from engram._support import checks, tensordicts
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.buffer.tensordict import TensorDictReplayBuffer
 from engram.members.reading import Member, concatenated
@@ -88,13 +87,13 @@ class OfflineToOnlineReplayBuffer(Generic[Batch]):
         if (online_storage is None) == (online_capacity is None):
             got = "none" if online_storage is None else "both"
             raise ValueError(f"{who}: expected one of online_storage and online_capacity, got {got}.")
-        fraction = check_number(f"{who}: offline_fraction", offline_fraction, least=0, most=1)
+        fraction = checks.check_number(f"{who}: offline_fraction", offline_fraction, least=0, most=1)
         if fraction in (0, 1):
             raise ValueError(f"{who}: offline_fraction: expected a number between 0 and 1, got {offline_fraction}.")
-        check_callable(f"{who}: transform", transform, "a function of a batch", optional=True)
-        self._batch_size = None if batch_size is None else check_count(f"{who}: batch_size", batch_size)
+        checks.check_callable(f"{who}: transform", transform, "a function of a batch", optional=True)
+        self._batch_size = None if batch_size is None else checks.check_count(f"{who}: batch_size", batch_size)
         if online_capacity is not None:
-            online_storage = LazyTensorStorage(check_count(f"{who}: online_capacity", online_capacity))
+            online_storage = LazyTensorStorage(checks.check_count(f"{who}: online_capacity", online_capacity))
         kind = TensorDictReplayBuffer if isinstance(offline_dataset, TensorDictReplayBuffer) else ReplayBuffer
         #: The rows that were recorded before.
         self.offline_buffer = offline_dataset
@@ -126,8 +125,8 @@ class OfflineToOnlineReplayBuffer(Generic[Batch]):
         0.25
         0.0
         """
-        total = check_count("anneal: total_steps", total_steps)
-        taken = check_number("anneal: step", step, least=0)
+        total = checks.check_count("anneal: total_steps", total_steps)
+        taken = checks.check_number("anneal: step", step, least=0)
         self._offline_fraction = self._base_offline_fraction * max(1.0 - taken / total, 0.0)
 
     def add(self, data: object) -> object:
@@ -180,7 +179,7 @@ class OfflineToOnlineReplayBuffer(Generic[Batch]):
         >>> rb.sample(4)["obs"][:, 0].tolist()
         [0.0, 0.0, 1.0, 1.0]
         """
-        size = self._batch_size if batch_size is None else check_count("sample: batch_size", batch_size)
+        size = self._batch_size if batch_size is None else checks.check_count("sample: batch_size", batch_size)
         if size is None:
             raise ValueError("sample: batch_size: expected a number of rows, here or in the constructor, got none.")
         offline = size if not len(self.online_buffer) else round(self._offline_fraction * size)
@@ -247,11 +246,11 @@ def prefill_replay_buffer(
     if not {"extend"} <= set(dir(rb)):
         raise TypeError(f"{who}: rb: expected a buffer to write to, got {type(rb).__name__}.")
     _check_dataset(f"{who}: dataset", dataset)
-    chunk = check_count(f"{who}: chunk_size", chunk_size)
+    chunk = checks.check_count(f"{who}: chunk_size", chunk_size)
     # Not those that a queue has left; with ndim > 1 slots, as they are read and written by number.
     storage = dataset.storage if isinstance(dataset, ReplayBuffer) else None
     most = len(dataset) if storage is None else len(storage) // math.prod(storage.columns)
-    rows = most if n_samples is None else min(check_count(f"{who}: n_samples", n_samples), most)
+    rows = most if n_samples is None else min(checks.check_count(f"{who}: n_samples", n_samples), most)
     for first in range(0, rows, chunk):
         end = min(first + chunk, rows)
         some = dataset[first:end] if isinstance(dataset, ReplayBuffer) else dataset.sample(end - first)
@@ -268,6 +267,6 @@ def _check_dataset(what: str, dataset: object) -> None:
 
 def _anonymous(batch: Batch) -> Batch:
     """A batch without the entries that say which rows it holds."""
-    if not is_tensor_collection(batch):
+    if not tensordicts.is_tensor_collection(batch):
         return batch
     return cast("Batch", batch.exclude(*_OF_ONE_BUFFER))

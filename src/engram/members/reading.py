@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeAlias, cast
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple, NoReturn, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
-from engram._support import checks, field_paths
+from engram._support import checks, field_paths, tensordicts
 from engram._support.tensordicts import add_fields, is_tensor_collection, put, wrap
-from engram.buffer import read_path, window_marks
+from engram.buffer import read_path, replay_buffer, window_marks
+from engram.buffer.saving import Saving
+from engram.buffer.wiring import Wiring
 from engram.errors import NoSampleable
-from engram.format.sizes import without_rings
+from engram.format import schema, sizes
 from engram.members.components import SamplerEnsemble, naming
 from engram.remote.fleet import plans
 from engram.samplers._base import check_drawable, key_for
 from engram.storages import items
-from engram.store import Key, Store, ragged_rows
-from engram.store.limits import WAIT_S, LimitWait
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from contextlib import AbstractContextManager
-
-    from tensordict import TensorDict
-
-    from engram.buffer.replay_buffer import ReplayBuffer
-    from engram.buffer.saving import Saving
-    from engram.buffer.wiring import Wiring
-    from engram.format.schema import Schema
-    from engram.types import Entry, Shown
+from engram.store import blocks, limits, ragged_rows, store
+from engram.types import Entry, Shown
 
 #: What stands in a batch's info where a member says nothing.
 MISSING = {"priority_weight": 1.0, "index_generation": -1}
@@ -83,7 +75,7 @@ class Member:
         buffer: which the ensemble reads past its ``prefetch``.
     """
 
-    def __init__(self, number: int, buffer: ReplayBuffer) -> None:
+    def __init__(self, number: int, buffer: replay_buffer.ReplayBuffer) -> None:
         self.number, self.buffer = number, buffer
         self.wiring: Wiring = buffer._wiring  # noqa: SLF001 - of the facade
         self._raw, self._reading = _MemberReadPath(self.wiring), read_path.ReadPath(self.wiring)
@@ -107,7 +99,7 @@ class Member:
         with self.checking():
             self.wiring.check_editable(call)
 
-    def check_priorities(self, rows: TensorDict) -> None:
+    def check_priorities(self, rows: tensordicts.TensorDict) -> None:
         """Raise for priorities that come along with rows and that its sampler would refuse."""
         key = self.buffer._settings.priority_key  # noqa: SLF001 - of the facade
         if key is not None and self.wiring.of_sampler.prioritized and (priority := rows.get(key, None)) is not None:
@@ -121,7 +113,7 @@ class Member:
         Of a buffer with limits that is not known: more rows may be written while it waits for them.
         """
         wiring, memory = self.wiring, self.memory
-        if not wiring.of_sampler.consumes or memory is None or LimitWait.of(memory, rows) is not None:
+        if not wiring.of_sampler.consumes or memory is None or limits.LimitWait.of(memory, rows) is not None:
             return
         source = wiring.bound_sampler()
         if source.draws_of_a_row is None:
@@ -211,9 +203,9 @@ class Member:
         return not (wiring.transform.reads or wiring.collates or wiring.storage.gets or wiring.pinning is not None)
 
     @property
-    def memory(self) -> Store | None:
+    def memory(self) -> store.Store | None:
         """Where its fields are; None: of a list, or before the first write."""
-        return cast("Store | None", self.wiring.storage.memory)
+        return cast("store.Store | None", self.wiring.storage.memory)
 
 
 def check_alike(members: Sequence[Member]) -> None:
@@ -223,10 +215,10 @@ def check_alike(members: Sequence[Member]) -> None:
     """
     first = members[0]
     assert first.memory is not None  # its rows were drawn
-    own = without_rings(first.memory.schema)
+    own = sizes.without_rings(first.memory.schema)
     for other in members[1:]:
         assert other.memory is not None
-        other_schema = without_rings(other.memory.schema)
+        other_schema = sizes.without_rings(other.memory.schema)
         shared = max(min(len(own.fields), len(other_schema.fields)), own.first_fields, other_schema.first_fields)
         before, then = own.until(shared), other_schema.until(shared)
         if (before.fields, before.structure) == (then.fields, then.structure):
@@ -301,16 +293,16 @@ class EnsembleReadPath(read_path.ReadPath):
         super().__init__(wiring)
         self._members = members
         #: Schemas of rows that are of one form.
-        self._alike: tuple[Schema | None, ...] = ()
+        self._alike: tuple[schema.Schema | None, ...] = ()
 
     def gathers_pinned(self) -> bool:
         return False  # parts are put together first
 
-    def sample_with(self, key: Key, batch_size: int, return_info: bool, timeout: float | None) -> object:
-        raw = self._drawn(key.value, batch_size, WAIT_S if timeout is None else timeout)
+    def sample_with(self, key: blocks.Key, batch_size: int, return_info: bool, timeout: float | None) -> object:
+        raw = self._drawn(key.value, batch_size, limits.WAIT_S if timeout is None else timeout)
         return self.finish(*raw, return_info)
 
-    def read(self, key: Key, n: int, shown: Shown = "beside") -> _Raw:  # type: ignore[override]  # noqa: ARG002 - it joins parts, not columns
+    def read(self, key: blocks.Key, n: int, shown: Shown = "beside") -> _Raw:  # type: ignore[override]  # noqa: ARG002 - it joins parts, not columns
         """As of a buffer; for batches ahead, which do not wait for the limits of members."""
         return self._drawn(key.value, n, 0.0)
 
@@ -412,7 +404,7 @@ class EnsembleReadPath(read_path.ReadPath):
         how = self._wiring.collate_fn
         return collated(chunks, [self._members[number] for number in ids.tolist()]) if how is None else how(chunks)
 
-    def _attached(self, data: TensorDict, info: dict[Entry, Tensor], ids: Tensor) -> object:
+    def _attached(self, data: tensordicts.TensorDict, info: dict[Entry, Tensor], ids: Tensor) -> object:
         lead, named = self._named(info, ids)
         if "index" in data.keys():  # noqa: SIM118 - TensorDicts compare values with "in"
             data = data.exclude("index")
@@ -425,7 +417,7 @@ class EnsembleReadPath(read_path.ReadPath):
         each = ids.repeat_interleave(lead[0] // len(ids))  # 1, unless the rows of all parts are in one dimension
         return lead, each.reshape(-1, *(1,) * (len(lead) - 1)).expand(lead)
 
-    def info(self, rows: Tensor, info: dict[Entry, Tensor]) -> TensorDict:  # type: ignore[override]
+    def info(self, rows: Tensor, info: dict[Entry, Tensor]) -> tensordicts.TensorDict:  # type: ignore[override]
         """A TensorDict ``[parts, rows]``."""
         lead, named = self._named(info, rows)
         both = wrap({"index": info[_INDEX], "buffer_ids": named}, lead, None)
@@ -440,7 +432,7 @@ def concatenated(parts: Sequence[tuple[Member, int]]) -> object:
     Raises as :func:`check_alike`. RuntimeError: a member adds to what it has read, or changes it. What drawing raises.
     """
     keys = [key_for(it.wiring.storage, generator=it.wiring.generator) for it, _ in parts]
-    drawn = [member.draw(key.value, n, WAIT_S) for key, (member, n) in zip(keys, parts, strict=True)]
+    drawn = [member.draw(key.value, n, limits.WAIT_S) for key, (member, n) in zip(keys, parts, strict=True)]
     check_alike([member for member, _ in parts])
     if not all(member.is_plain and not member.wiring.source.computed_keys for member, _ in parts):
         raise RuntimeError(

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence, Sized
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypedDict, TypeVar, Unpack, cast, overload
+from typing import Any, ClassVar, Generic, Literal, Self, TypedDict, TypeVar, Unpack, cast, overload
 
 import torch
+from torch import Tensor
 
-from engram._support import closing, overrides, tensordicts, unsupported
-from engram._support.checks import check_callable, check_type
+from engram._support import checks, closing, overrides, tensordicts, unsupported
 from engram.buffer.base import BufferBase, Shows
 from engram.buffer.configuration import NOT_YET, Settings, returns_itself
 from engram.buffer.field_updates import ConditionalUpdateResult, submit_update_if_present
 from engram.buffer.output import Output, View, moved, target_of
 from engram.buffer.prefetching import Prefetching, go_back, place_of
+from engram.buffer.read_path import ReadPath
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.buffer.services import as_remote
 from engram.buffer.wiring import Wiring
@@ -34,14 +35,7 @@ from engram.members.routing import Keys, RoutedWrites, Routing, end_streams
 from engram.members.saving import EnsembleSaving
 from engram.store.limits import WAIT_S, checked_timeout
 from engram.transforms import Compose
-
-if TYPE_CHECKING:
-    from tensordict import TensorDict
-    from torch import Tensor
-
-    from engram.buffer.read_path import ReadPath
-    from engram.types import Device, Size, StrPath, Wait
-
+from engram.types import Device, Size, StrPath, Wait
 
 __all__ = ["ReplayBufferEnsemble"]
 
@@ -64,7 +58,7 @@ def check_components(call: str, given: object, kind: type[Components], members: 
 
     Raises ``TypeError``: something else, or a class that overrides what is never called. ``ValueError``: another number.
     """
-    given = check_type(call, given, kind, f"a {kind.__name__}, one for each member")
+    given = checks.check_type(call, given, kind, f"a {kind.__name__}, one for each member")
     if len(given) != members:
         raise ValueError(f"{call}: expected a {kind.__name__} of {members}, one for each member, got {len(given)}.")
     overrides.refuse_others(given, **_OF_MEMBERS)
@@ -180,7 +174,7 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
             if any(one is not None for one in (*components, others.get("collate_fns"))):
                 raise RuntimeError(f"{who}: expected members, or storages, samplers and writers of some, got both.")
             for number, rb in enumerate(rbs):
-                rb = check_type(f"{who}: member {number}", rb, ReplayBuffer, "a ReplayBuffer")
+                rb = checks.check_type(f"{who}: member {number}", rb, ReplayBuffer, "a ReplayBuffer")
             samplers = SamplerEnsemble(
                 *(rb.sampler for rb in rbs), p=p, sample_from_all=sample_from_all, num_buffer_sampled=num_buffer_sampled
             )
@@ -192,7 +186,7 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
                 raise RuntimeError(
                     f"{who}: p, sample_from_all, num_buffer_sampled: expected none of them beside samplers. Pass them to SamplerEnsemble."
                 )
-        check_callable(f"{who}: collate_fn", collate_fn, "a callable", optional=True)
+        checks.check_callable(f"{who}: collate_fn", collate_fn, "a callable", optional=True)
         self._rbs: tuple[ReplayBuffer[Batch], ...] = tuple(rbs)
         self._routing = Routing(routing_key, routing_dim)
         self._settings = Settings(who, batch_size, others.get("prefetch"), None, others.get("output", "torch"), None)
@@ -228,7 +222,7 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
     @overload
     def sample(
         self, batch_size: Size = ..., *, return_info: Literal[True], device: Device = ..., timeout: Wait = ...
-    ) -> tuple[Batch, TensorDict]: ...
+    ) -> tuple[Batch, tensordicts.TensorDict]: ...
     @overload
     def sample(self, batch_size: Size, return_info: bool, *, device: Device = ..., timeout: Wait = ...) -> object: ...
     def sample(
@@ -310,7 +304,7 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
 
     # ---- writing -------------------------------------------------------------------------------------------------------
 
-    def extend(self, data: object, *, update_priority: bool | None = None) -> TensorDict:
+    def extend(self, data: object, *, update_priority: bool | None = None) -> tensordicts.TensorDict:
         """Divide rows among the members, each of which writes its own, in their order.
 
         Args:
@@ -344,7 +338,7 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
         self._materialize()
         return self._writing.extend(data)
 
-    def add(self, data: object) -> TensorDict:
+    def add(self, data: object) -> tensordicts.TensorDict:
         """Write one row to the member that its ``routing_key`` names.
 
         Returns:
@@ -429,7 +423,7 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
         self._materialize()
         self._writing.update_priority(index, priority, generation)
 
-    def update_tensordict_priority(self, data: TensorDict) -> None:
+    def update_tensordict_priority(self, data: tensordicts.TensorDict) -> None:
         """Hand the priorities of a sampled batch to the members that it is of; no effect on those without priorities.
 
         Args:
@@ -895,9 +889,9 @@ def _made(
     who: str, components: tuple[object, object, object], collate_fns: Sequence[Callable[..., object] | None] | None
 ) -> tuple[ReplayBuffer[Batch], ...]:
     """The members that components are of."""
-    storages = check_type(f"{who}: storages", components[0], StorageEnsemble, "members, or a StorageEnsemble")
-    samplers = check_type(f"{who}: samplers", components[1], SamplerEnsemble, "members, or a SamplerEnsemble")
-    writers = check_type(f"{who}: writers", components[2], WriterEnsemble, "members, or a WriterEnsemble")
+    storages = checks.check_type(f"{who}: storages", components[0], StorageEnsemble, "members, or a StorageEnsemble")
+    samplers = checks.check_type(f"{who}: samplers", components[1], SamplerEnsemble, "members, or a SamplerEnsemble")
+    writers = checks.check_type(f"{who}: writers", components[2], WriterEnsemble, "members, or a WriterEnsemble")
     for one in components:
         overrides.refuse_others(one, **_OF_MEMBERS)
     n = len(storages)

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from engram import storages
-from engram._support import checks, nested
+from engram._support import checks, nested, tensordicts
 from engram._support.field_paths import FieldPath, as_path, checked_path, public
 from engram._support.tensordicts import is_tensor_collection, is_tensorclass, tensordict_type
 from engram.around import episodes, windows
 from engram.buffer import row_access, tensordict, window_marks
 from engram.buffer.field_updates import CALL, ConditionalUpdateResult, FieldUpdates
+from engram.buffer.wiring import Wiring
 from engram.errors import RowError
 from engram.members.components import WriterEnsemble, check_ids, naming, routed
+from engram.members.reading import Member
 from engram.remote.fleet import plans
 from engram.samplers import _base, prioritized
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tensordict import TensorDict
-
-    from engram.buffer.wiring import Wiring
-    from engram.members.reading import Member
-    from engram.types import Entry
+from engram.types import Entry
 
 
 class Routing:
@@ -48,7 +43,7 @@ class Routing:
         self.key: FieldPath | None = as_path(key, f"{who}: routing_key")
         self.dim = None if dim is None else checks.check_count(f"{who}: routing_dim", dim, least=-(1 << 62))
 
-    def members_of(self, data: TensorDict, members: int) -> Tensor:
+    def members_of(self, data: tensordicts.TensorDict, members: int) -> Tensor:
         """The member of each row of ``data.reshape(-1)``, int64 ``[n]``.
 
         Raises:
@@ -99,7 +94,7 @@ class RoutedWrites:
 
     # ---- rows ----------------------------------------------------------------------------------------------------------
 
-    def extend(self, data: object, call: str = "extend") -> TensorDict:
+    def extend(self, data: object, call: str = "extend") -> tensordicts.TensorDict:
         """What ``ReplayBufferEnsemble.extend`` returns."""
         if isinstance(data, list | tuple) and not data:
             data = tensordict_type()({}, [0])
@@ -107,7 +102,7 @@ class RoutedWrites:
             raise TypeError(f"{call}: expected a TensorDict, as its rows are divided, got {type(data).__name__}.")
         transform = self._wiring.transform
         if transform.writes:
-            data = cast("TensorDict | None", transform.inv(data.copy()))
+            data = cast("tensordicts.TensorDict | None", transform.inv(data.copy()))
         if data is None or not data.batch_size.numel():
             return self._written(torch.empty(0, dtype=torch.int64, device="cpu"), [], [])
         ids = self._routing.members_of(data, len(self._members))
@@ -121,7 +116,7 @@ class RoutedWrites:
                 written.append(share.member.buffer.extend(share.rows))
         return self._written(ids, shares, written)
 
-    def _check(self, member: Member, rows: TensorDict, call: str, *, alone: bool) -> None:
+    def _check(self, member: Member, rows: tensordicts.TensorDict, call: str, *, alone: bool) -> None:
         """Raise what writing the rows would, before any is written. What a transform of the member makes of them is not known yet."""
         wiring = member.wiring
         storage = wiring.storage
@@ -138,7 +133,9 @@ class RoutedWrites:
         count = storage.unnamed_lanes(call, batched=True)[1]
         storage.prepare(rows, call, batched=True, ignored=(*member.ignored, "index", "index_generation"), count=count)
 
-    def _written(self, ids: Tensor, shares: list[plans.Share[Member, TensorDict]], written: list[Tensor]) -> TensorDict:
+    def _written(
+        self, ids: Tensor, shares: list[plans.Share[Member, tensordicts.TensorDict]], written: list[Tensor]
+    ) -> tensordicts.TensorDict:
         """The places of rows: -1 where a member's transforms made other rows of those that it was given."""
         index = torch.full(ids.shape, -1, dtype=torch.int64, device="cpu")
         for share, rows in zip(shares, written, strict=True):
@@ -223,7 +220,7 @@ class RoutedWrites:
         for share in taking:
             share.member.buffer.update_priority(share.rows, share.of(values), generation=share.of(numbers))
 
-    def update_tensordict_priority(self, data: TensorDict) -> None:
+    def update_tensordict_priority(self, data: tensordicts.TensorDict) -> None:
         """What ``ReplayBufferEnsemble.update_tensordict_priority`` does."""
         taking = [member for member in self._members if member.wiring.of_sampler.takes_priorities]
         if taking:

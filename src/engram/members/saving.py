@@ -16,10 +16,7 @@ from engram.buffer.wiring import Wiring
 from engram.errors import IncompatibleCheckpoint
 from engram.members.components import naming
 from engram.members.reading import Member
-from engram.saved import disk, part_reader
-from engram.saved.checkpointers import ForeignEnsemble, foreign_format, foreign_state
-from engram.saved.checkpoints import Checkpoint, replacing, standing
-from engram.saved.parts import check_kind, read_state, write_part
+from engram.saved import checkpointers, checkpoints, disk, part_reader, parts
 from engram.types import Commit, StrPath
 
 State = dict[str, object]
@@ -61,7 +58,7 @@ class EnsembleSaving:
     def prepare_state(self, state: State, *, default_rng: bool) -> Commit:
         """Check a :meth:`state_dict`. Raises as ``ReplayBuffer.load_state_dict``; nothing is changed."""
         kind = self._kind
-        if foreign_state(state, 1) is not None:
+        if checkpointers.foreign_state(state, 1) is not None:
             raise IncompatibleCheckpoint(f"{kind}: expected the state of an ensemble, got that of one buffer.")
         check_keys(state, (*_COMPONENTS, "_members", *_OWN), kind)
         numbers = tuple(str(member.number) for member in self._members)
@@ -112,7 +109,7 @@ class EnsembleSaving:
         if self._prefetching is not None:
             self._prefetching.materialize()  # members do not wait for it
         begun = [member.saving.prepare_dump(prefetch) for member in self._members]
-        with replacing(Path(path)) as folder, disk.batched_fsync():
+        with checkpoints.replacing(Path(path)) as folder, disk.batched_fsync():
             for one in begun:
                 one.prepare()
             with ExitStack() as paused:
@@ -129,13 +126,13 @@ class EnsembleSaving:
                 dump.save(below)
             disk.sync_folder(below.parent)
             state = {name.removeprefix("_"): value for name, value in own.items()}
-            write_part(folder, _PART, self._kind, {"members": len(dumps), **state})
+            parts.write_part(folder, _PART, self._kind, {"members": len(dumps), **state})
 
     def loads(self, path: StrPath, *, convert: bool, default_rng: bool) -> None:
         """As ``ReplayBufferEnsemble.loads``."""
         check_path("loads: path", path)
-        folder = standing(Path(path))
-        if (foreign := foreign_format(folder)) is not None:
+        folder = checkpoints.standing(Path(path))
+        if (foreign := checkpointers.foreign_format(folder)) is not None:
             if convert:
                 raise IncompatibleCheckpoint(
                     f"{path}: a dump of {foreign.library}'s cannot be converted. Load it into an ensemble of buffers of its sizes."
@@ -145,8 +142,8 @@ class EnsembleSaving:
             return
         with ExitStack() as opened:
             reader = opened.enter_context(part_reader.PartReader.open(folder))
-            check_kind(reader, _PART, self._kind)
-            state = read_state(reader)
+            parts.check_kind(reader, _PART, self._kind)
+            state = parts.read_state(reader)
             with read_from(str(folder)):
                 check_keys(state, ("members", *(name.removeprefix("_") for name in _OWN)), self._kind)
                 saved = integer(state, "members", 1, 1 << 31, self._kind)
@@ -156,12 +153,12 @@ class EnsembleSaving:
             loads: list[Commit] = []
             for member in self._members:
                 with member.checking():
-                    checkpoint = opened.enter_context(Checkpoint(_folder_of(folder, member.number)))
+                    checkpoint = opened.enter_context(checkpoints.Checkpoint(_folder_of(folder, member.number)))
                     load = member.saving.prepare_load(checkpoint, 0, default_rng=False, convert=convert, resize=convert)
                     loads.append(load)
             self._loads(loads, own).commit()
 
-    def _prepare_foreign(self, dump: ForeignEnsemble) -> Commit:
+    def _prepare_foreign(self, dump: checkpointers.ForeignEnsemble) -> Commit:
         """Check a dump of another library's. What it does not say stays as it is here."""
         loads: list[Commit] = []
         for member, found in zip(self._members, dump.members, strict=True):

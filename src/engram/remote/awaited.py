@@ -17,8 +17,7 @@ from engram.remote.served import ServedStorage
 from engram.remote.storage import RemoteStorage
 from engram.saved.rows import Roles
 from engram.storages import Count, Storage, _columns, _geometry, _structure, _types
-from engram.store import Store
-from engram.store.store import COUNTERS
+from engram.store.store import COUNTERS, Store
 
 Method = TypeVar("Method", bound="Callable[..., object]")
 

@@ -6,9 +6,10 @@ import re
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 import pyarrow as pa
@@ -17,12 +18,8 @@ from pyarrow import flight
 
 from engram._support import fork, version, words
 from engram.remote import protocol, wire
+from engram.remote.member_list import MemberList
 from engram.store.trees import tree_bytes, tree_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from engram.remote.member_list import MemberList
 
 T = TypeVar("T")
 

@@ -20,9 +20,10 @@ from engram.remote.protocol import COALESCED_BYTES, MAX_BATCHES, Mass, Sample, S
 from engram.samplers import _base, prioritized, staleness
 from engram.saved.rows import Roles
 from engram.storages import Count, LazyTensorStorage, Storage, _columns, _ragged_structure, _structure, ragged
-from engram.store import Key, Store
+from engram.store.blocks import Key
 from engram.store.limits import Rules
 from engram.store.sampled import SampledStorage
+from engram.store.store import Store
 from engram.types import Entry, Info, NativeBatch, Shown, Traits
 from engram.writers._base import NativeWriter
 

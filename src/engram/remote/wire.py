@@ -6,8 +6,9 @@ import itertools
 import json
 import math
 import operator
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import pyarrow as pa
 import torch
@@ -17,10 +18,7 @@ from engram.format.schema import DTYPES, Field, Schema
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF, DlpackSpec, dlpack_specs
 from engram.store.ragged_rows import Items, items_in, offsets_of
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    Received: TypeAlias = Callable[[], list[torch.Tensor]]
+Received: TypeAlias = Callable[[], list[torch.Tensor]]
 
 
 #: Names of columns that are no fields begin with it.

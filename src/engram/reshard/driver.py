@@ -13,10 +13,8 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from engram._support.copies import raw_bytes
-from engram._support.words import count, format_share
+from engram._support import copies, words
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
 from engram.format.sizes import resized, rings_of, with_rings
@@ -149,9 +147,9 @@ class Reshard:
         advice = [way for end, way in ways.items() if any(lost[reason] for reason in _LACKING[end])]
         if lost["oversize"]:
             longest = max(target.lane_length for target in self.targets)
-            advice.append(f"lanes longer than {count(longest, 'row')} keep the oversize ones")
+            advice.append(f"lanes longer than {words.count(longest, 'row')} keep the oversize ones")
         raise IncompatibleCheckpoint(
-            f"{where}: expected to leave out at most {format_share(most)} of {count(steps, 'saved step')}, would leave out "
+            f"{where}: expected to leave out at most {words.format_share(most)} of {words.count(steps, 'saved step')}, would leave out "
             f"{sum(lost.values()):,} ({named}). {'; '.join([*advice, otherwise])}."
         )
 
@@ -197,7 +195,7 @@ def reshard(shards: Sequence[plans.SavedShard], targets: Sequence[plans.Target],
     return made
 
 
-def _values(rows: plans.SavedShard, ranking: Ranking | Literal["newest"] | None) -> NDArray[np.float64]:
+def _values(rows: plans.SavedShard, ranking: Ranking | Literal["newest"] | None) -> np.typing.NDArray[np.float64]:
     """Of each row: the largest stay."""
     source = rows.source
     if not len(source.runs):
@@ -311,7 +309,7 @@ def _load(made: Reshard, rank: int) -> dict[str, int]:
 
 def format_reshard(dealt: Mapping[str, Any]) -> str:
     """A report in a line."""
-    text = f"{_format_counts(dealt)}; from {count(len(dealt['shards']), 'rank')} to {len(dealt['targets'])}"
+    text = f"{_format_counts(dealt)}; from {words.count(len(dealt['shards']), 'rank')} to {len(dealt['targets'])}"
     lost = dealt["lost"]
     if not lost["ranks"]:
         return text
@@ -328,12 +326,12 @@ def reshard_lines(dealt: Mapping[str, Any]) -> Iterator[str]:
         yield f"shard of rank {shard['rank']}: {_format_counts(shard)}"
     for it in dealt["targets"]:
         yield (
-            f"rank {it['rank']}: {format_counts(it)} in {count(it['lanes'], 'lane')} of {count(it['lane_length'], 'row')}, "
-            f"{it['smallest_lane']} to {it['largest_lane']} in each; {count(it['unused'], 'row')} unused"
+            f"rank {it['rank']}: {format_counts(it)} in {words.count(it['lanes'], 'lane')} of {words.count(it['lane_length'], 'row')}, "
+            f"{it['smallest_lane']} to {it['largest_lane']} in each; {words.count(it['unused'], 'row')} unused"
         )
     yield (
-        f"{dealt['smallest_rank']} to {count(dealt['largest_rank'], 'step')} in a rank, {dealt['smallest_lane']} to "
-        f"{dealt['largest_lane']} in a lane; {count(dealt['unused'], 'row')} unused; plan {dealt['plan']}"
+        f"{dealt['smallest_rank']} to {words.count(dealt['largest_rank'], 'step')} in a rank, {dealt['smallest_lane']} to "
+        f"{dealt['largest_lane']} in a lane; {words.count(dealt['unused'], 'row')} unused; plan {dealt['plan']}"
     )
 
 
@@ -347,10 +345,10 @@ def _format_counts(counts: Mapping[str, Any]) -> str:
 
 def format_counts(counts: Mapping[str, int]) -> str:
     """Episodes and steps."""
-    return f"{count(counts['episodes'], 'episode')} with {count(counts['steps'], 'step')}"
+    return f"{words.count(counts['episodes'], 'episode')} with {words.count(counts['steps'], 'step')}"
 
 
-def _pair(pair: NDArray[np.int64]) -> dict[str, int]:
+def _pair(pair: np.typing.NDArray[np.int64]) -> dict[str, int]:
     return {"episodes": int(pair[0]), "steps": int(pair[1])}
 
 
@@ -430,7 +428,7 @@ def _differences(ours: object, theirs: object, where: str) -> Iterator[tuple[str
         return
     if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
         same = ours.dtype is theirs.dtype and ours.shape == theirs.shape
-        same = same and torch.equal(raw_bytes(ours), raw_bytes(theirs))
+        same = same and torch.equal(copies.raw_bytes(ours), copies.raw_bytes(theirs))
     else:
         same = repr(ours) == repr(theirs)
     if not same:

@@ -16,7 +16,6 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from engram._support.checks import check_choice
 from engram.errors import IncompatibleCheckpoint
@@ -90,9 +89,9 @@ class ReshardPlan(NamedTuple):
     #: That are kept.
     steps: Ints
     #: Its last step is to be marked as one.
-    truncated: NDArray[np.bool_]
+    truncated: np.typing.NDArray[np.bool_]
     #: The row behind it holds nothing.
-    gap: NDArray[np.bool_]
+    gap: np.typing.NDArray[np.bool_]
     #: That load.
     ranks: int
     #: int64 ``[M, reasons, 2]``: by shard and reason, as in :data:`DROPPED`, how many trajectories and steps.
@@ -437,7 +436,7 @@ def _ints(numbers: Ints, piece: int = 1 << 14) -> Iterator[int]:
 
 
 def plan_by_rank(
-    sources: Sequence[Source], values: Sequence[NDArray[np.float64]], targets: Sequence[Target]
+    sources: Sequence[Source], values: Sequence[np.typing.NDArray[np.float64]], targets: Sequence[Target]
 ) -> ReshardPlan:
     """Deal rows out round robin, the best first, until there is no room; each rank's lie in the order of their ages.
 

@@ -20,7 +20,7 @@ from engram._support.tensordicts import is_tensor_collection
 from engram._support.words import warn
 from engram.errors import EMPTY, NoSampleable, RowError
 from engram.saved.parts import Component, adopt
-from engram.store import Key, Masses
+from engram.store.blocks import Key, Masses
 from engram.store.sampled import SampledStorage
 from engram.types import Commit, Declared, Draw, Entry, Extent, Info, NativeBatch, Sampler, Shown, Traits, Write
 

@@ -16,7 +16,8 @@ from engram.errors import EMPTY, IncompatibleCheckpoint, NoSampleable
 from engram.samplers._base import MAX_DRAWS, NativeSampler, SamplerAround, declared
 from engram.samplers.prioritized import PrioritizedSampler, rows_of
 from engram.samplers.staleness import IndexedSampler, RuledSampler, StalenessAwareSampler, checked_uses
-from engram.store import Key, Masses, check_index_name
+from engram.store.blocks import Key, Masses
+from engram.store.indexes import check_index_name
 from engram.store.row_indexes import MAX_USES, ConsumptionIndex, GroupRules
 from engram.store.sampled import SampledStorage
 from engram.types import Commit, Draw, Extent, NativeBatch, Sampler, Shown, Traits, Write

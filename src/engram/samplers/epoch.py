@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from engram._support import native
 from engram._support.retries import Retries
 from engram._support.state import Change, typed
-from engram.samplers._base import NativeSampler, check_drawable
-from engram.store import Key, Masses, Store, check_index_name
+from engram.samplers._base import Accept, NativeSampler, check_drawable
+from engram.store import blocks, indexes
 from engram.store.row_indexes import NONE, EpochIndex, Progress, checked_progress
+from engram.store.sampled import SampledStorage
+from engram.store.store import Store
 from engram.types import Commit, Draw, Extent, Info, NativeBatch, Shown, Write
-
-if TYPE_CHECKING:
-    from engram.samplers._base import Accept
-    from engram.store.sampled import SampledStorage
 
 #: Rows that are looked at together.
 _SOME = 256
@@ -60,7 +58,7 @@ class SamplerWithoutReplacement(NativeSampler):
     ) -> None:
         if replacement:
             raise TypeError("SamplerWithoutReplacement: expected replacement=False. Use RandomSampler().")
-        check_index_name(index, "SamplerWithoutReplacement: index")
+        indexes.check_index_name(index, "SamplerWithoutReplacement: index")
         self.drop_last = bool(drop_last)
         self.shuffle = bool(shuffle)
         self.index_name = index
@@ -242,7 +240,7 @@ class SamplerWithoutReplacement(NativeSampler):
         return found < self._needed
 
     def sample_natively(
-        self, storage: SampledStorage, key: Key, n: int, *, numbered: bool = False, shown: Shown = "beside"
+        self, storage: SampledStorage, key: blocks.Key, n: int, *, numbered: bool = False, shown: Shown = "beside"
     ) -> NativeBatch:
         """:meth:`draw` and the rows' data in one native call: ``(columns, rows, info)``. The rows are None if nothing is shown.
 
@@ -279,9 +277,9 @@ class SamplerWithoutReplacement(NativeSampler):
             "drop_last=False."
         )
 
-    def masses(self, storage: SampledStorage) -> Masses:
+    def masses(self, storage: SampledStorage) -> blocks.Masses:
         size = len(storage)
-        return Masses(self.epoch(storage)[1] or size, 1.0, size)
+        return blocks.Masses(self.epoch(storage)[1] or size, 1.0, size)
 
     def epoch(self, storage: SampledStorage) -> tuple[int, int]:
         store, epoch = storage.memory, self._epoch_of(storage.memory)

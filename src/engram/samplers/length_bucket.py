@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engram._support import checks, field_paths, native
 from engram.samplers import _base, consuming, prioritized, prompt_groups, redraw
-from engram.store import Masses, ragged, sampled
+from engram.store import blocks, ragged, sampled
 from engram.types import Draw, Extent, Sampler, Traits
 
 #: Which bucket of a pool is handed out is drawn by this and the key, independently of the pool.
@@ -135,7 +135,7 @@ class LengthBucketSampler(_base.SamplerAround):
     def can_sample(self, storage: sampled.SampledStorage, batch_size: int) -> bool:
         return self._source.can_sample(storage, batch_size)
 
-    def masses(self, storage: sampled.SampledStorage) -> Masses | None:
+    def masses(self, storage: sampled.SampledStorage) -> blocks.Masses | None:
         return self._source.masses(storage)
 
     @property

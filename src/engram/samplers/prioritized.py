@@ -8,15 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engram._support import devices, state, unsupported, words
 from engram._support.checks import as_ints, as_numbers, check_choice, check_count, check_number
-from engram._support.devices import named_device
-from engram._support.state import Change, check_keys, tensor_in
-from engram._support.unsupported import reject_unsupported
-from engram._support.words import raise_as, warn
 from engram.errors import EMPTY, IncompatibleCheckpoint, NoSampleable
-from engram.samplers._base import NativeSampler
-from engram.samplers.redraw import DrawOverBatch
-from engram.store import Key, Masses, check_index_name
+from engram.samplers import _base, redraw
+from engram.store import blocks, indexes
 from engram.store.priorities import NAMES, PriorityConfig, PriorityIndex, check_priorities, state_of, with_parameters
 from engram.types import Commit, Draw, Extent, NativeBatch, Shown
 
@@ -40,7 +36,7 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 _AS_THEY_ARE = (torch.float32, torch.float64)
 
 
-class PrioritizedSampler(NativeSampler):
+class PrioritizedSampler(_base.NativeSampler):
     """Draws rows with replacement, each with ``P(i) = leaf_i / sum of leaves``, ``leaf_i = (priority_i + eps) ** alpha``.
 
     ``info`` and TensorDict batches have ``"priority_weight"``, ``[B]``: ``(leaf_i / smallest positive leaf) ** -beta``,
@@ -83,7 +79,7 @@ class PrioritizedSampler(NativeSampler):
     [30]
     """
 
-    traits = NativeSampler.traits._replace(reads_natively=True, prioritized=True, takes_priorities=True)
+    traits = _base.NativeSampler.traits._replace(reads_natively=True, prioritized=True, takes_priorities=True)
     _index_kind = PriorityIndex.kind
     normalize: Literal["store", "batch"] = "store"  # of samplers that earlier versions pickled
     #: Whether the tree lies on the accelerator where the rows are, or is to lie there; None: as the store has it.
@@ -104,7 +100,7 @@ class PrioritizedSampler(NativeSampler):
         normalize: Literal["store", "batch"] = "store",
         **unknown: Never,
     ) -> None:
-        reject_unsupported("PrioritizedSampler", unknown, {}, PrioritizedSampler)
+        unsupported.reject_unsupported("PrioritizedSampler", unknown, {}, PrioritizedSampler)
         check_choice("PrioritizedSampler: normalize", normalize, ("store", "batch"))
         if reduction not in _REDUCTIONS:
             raise NotImplementedError(
@@ -113,7 +109,7 @@ class PrioritizedSampler(NativeSampler):
         given: object = dtype
         if not (isinstance(given, torch.dtype) and given.is_floating_point):
             raise TypeError(f"PrioritizedSampler: dtype: expected a floating point dtype, got {dtype!r:.40}.")
-        check_index_name(index, "PrioritizedSampler: index")
+        indexes.check_index_name(index, "PrioritizedSampler: index")
         if alpha is None or beta is None:
             raise TypeError(
                 f"PrioritizedSampler: expected alpha and beta, got alpha={alpha}, beta={beta}. Write alpha=0.6, beta=0.4, for instance."
@@ -125,7 +121,9 @@ class PrioritizedSampler(NativeSampler):
         self.dtype = dtype
         self.reduction = reduction
         self.normalize = normalize
-        self.device = torch.device("cpu") if device is None else named_device(device, "PrioritizedSampler: device")
+        self.device = (
+            torch.device("cpu") if device is None else devices.named_device(device, "PrioritizedSampler: device")
+        )
         self.on_device = None if device is None else self.device.type != "cpu"
         self.index_name = index
         #: Whether ``alpha`` was set since: then a state's is not taken over.
@@ -232,9 +230,11 @@ class PrioritizedSampler(NativeSampler):
     def alpha(self, value: float) -> None:
         value = _number("alpha", value)
         if self.alpha == 0 and value > 0 and self._index is not None and self._index.core.total > 0:
-            warn("alpha: with alpha=0 all priorities were equal; rows that are there stay so until they are updated.")
+            words.warn(
+                "alpha: with alpha=0 all priorities were equal; rows that are there stay so until they are updated."
+            )
         if self._index is not None:
-            with raise_as(ValueError, "alpha"):
+            with words.raise_as(ValueError, "alpha"):
                 self._index.core.alpha = value
         self._config = self._config._replace(alpha=value)
         self._alpha_was_set = True
@@ -277,7 +277,7 @@ class PrioritizedSampler(NativeSampler):
             numbers = self._storage.tickets_of(rows)
         writes = self._storage.writes_of(rows, numbers)
         if over_batch:
-            return DrawOverBatch.of(rows, numbers, writes, weights.log().mul_(-index.core.beta), self.dtype)
+            return redraw.DrawOverBatch.of(rows, numbers, writes, weights.log().mul_(-index.core.beta), self.dtype)
         return Draw(rows, numbers, {"priority_weight": weights.to(self.dtype), "index_generation": writes})
 
     def draw_among(self, rows: Tensor, n: int, key: int) -> Draw | None:
@@ -292,7 +292,7 @@ class PrioritizedSampler(NativeSampler):
     def sample_natively(
         self,
         storage: SampledStorage,
-        key: Key,
+        key: blocks.Key,
         n: int,
         *,
         numbered: bool = True,
@@ -328,7 +328,7 @@ class PrioritizedSampler(NativeSampler):
         numbers = columns.pop()
         return columns, columns.pop(), {"priority_weight": weights, "index_generation": numbers}
 
-    def masses(self, storage: SampledStorage) -> Masses:
+    def masses(self, storage: SampledStorage) -> blocks.Masses:
         self.bind(storage)
         return self.priorities().masses
 
@@ -474,14 +474,14 @@ class PrioritizedSampler(NativeSampler):
 
     def prepare_load(self, state_dict: dict[str, object], capacity: int | None = None) -> Commit:
         where = "PrioritizedSampler"
-        check_keys(state_dict, NAMES, where)
+        state.check_keys(state_dict, NAMES, where)
         index = self._attached()
         rows = capacity or (self.max_size or torch.iinfo(torch.int64).max if index is None else index.core.rows)
         config = check_priorities(state_dict, self._config, rows, where)
         if self._alpha_was_set:
             state_dict = with_parameters(state_dict, self.alpha, config.eps)
             config = check_priorities(state_dict, self._config, rows, where)
-        leaves = len(tensor_in(state_dict, "leaves", torch.float64, (None,), where))
+        leaves = len(state.tensor_in(state_dict, "leaves", torch.float64, (None,), where))
         if capacity is None and index is None and leaves:
             raise RuntimeError(f"{where}: expected a storage with rows before their priorities are loaded.")
         if capacity is None and index is not None and not leaves:
@@ -489,7 +489,7 @@ class PrioritizedSampler(NativeSampler):
                 f"{where}: leaves: expected those of {rows} rows, got 0: the sampler of the state had no storage with rows. Load it before "
                 "rows are written, or the state of one that had."
             )
-        return Change(self._take, config, state_dict)
+        return state.Change(self._take, config, state_dict)
 
     def _take(self, config: PriorityConfig, state_dict: dict[str, object]) -> None:
         self._config = config

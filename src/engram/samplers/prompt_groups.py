@@ -13,8 +13,7 @@ from engram._support.field_paths import FieldPath, checked_path, plain, public
 from engram._support.retries import Retries
 from engram.errors import EMPTY, NoSampleable
 from engram.samplers import _base, staleness
-from engram.store.row_indexes import MAX_USES, GroupDraw, GroupRules, Groups
-from engram.store.sampled import SampledStorage
+from engram.store import row_indexes, sampled
 from engram.types import Draw, Extent
 
 _STRATEGIES = ("random", "recency", "reward", "variance")
@@ -25,7 +24,7 @@ _WHICH = {"random": 0, "freshest": 2, "oldest": 1, "spread": 2}
 _Rows: TypeAlias = Literal["random", "recency", "reward", "variance"]
 
 
-class PromptGroupSampler(staleness.RuledSampler[Groups]):
+class PromptGroupSampler(staleness.RuledSampler[row_indexes.Groups]):
     """Draws whole groups of rows that share a key, such as the answers to one prompt. For GRPO and other group-relative objectives.
 
     A batch is laid out group by group: ``batch.reshape(groups, rows of each)``. Groups are equally likely, and none comes twice.
@@ -156,18 +155,18 @@ class PromptGroupSampler(staleness.RuledSampler[Groups]):
         if max_uses is not None:
             self.use_up(max_uses, f"{name}: max_uses")
 
-    def _in_order(self) -> GroupRules:
+    def _in_order(self) -> row_indexes.GroupRules:
         """The rules of groups that are kept in order, if they are. Raises ``ValueError``: they are not complete, or not of one size."""
         if self.order == "random":
-            return GroupRules()
+            return row_indexes.GroupRules()
         if self.samples_per_group is None or not self.whole:
             raise ValueError(
                 f"PromptGroupSampler: strategy: {self.order!r}: expected complete groups of one size, which are kept in order, got "
                 f"{'num_groups' if self.samples_per_group is None else 'complete=False'}. Give samples_per_group alone."
             )
         if self.order == "spread":
-            return GroupRules(order=2, least=self.samples_per_group, reward=self._reward)
-        return GroupRules(order=1, least=self.samples_per_group)
+            return row_indexes.GroupRules(order=2, least=self.samples_per_group, reward=self._reward)
+        return row_indexes.GroupRules(order=1, least=self.samples_per_group)
 
     @property
     def group_key(self) -> str | FieldPath:
@@ -207,7 +206,7 @@ class PromptGroupSampler(staleness.RuledSampler[Groups]):
         >>> sampler
         PromptGroupSampler(samples_per_group=8, max_uses=1)
         """
-        uses = checks.check_count(call, max_uses, most=MAX_USES - 1)
+        uses = checks.check_count(call, max_uses, most=row_indexes.MAX_USES - 1)
         if not self.whole:
             raise ValueError(
                 f"{call}: expected complete groups, as a row that comes twice in a batch is used more often, got a sampler of others. Give "
@@ -217,7 +216,7 @@ class PromptGroupSampler(staleness.RuledSampler[Groups]):
 
     # ---- where the groups are ------------------------------------------------------------------------------------------
 
-    def bind(self, storage: SampledStorage) -> None:
+    def bind(self, storage: sampled.SampledStorage) -> None:
         """Meet the storage whose rows are drawn. Raises as the class says.
 
         >>> from engram import ListStorage, PromptGroupSampler
@@ -237,7 +236,7 @@ class PromptGroupSampler(staleness.RuledSampler[Groups]):
         if self._rules.version is not None:
             self._consumer.bind(storage)
 
-    def _index_of(self, storage: SampledStorage) -> Groups | None:
+    def _index_of(self, storage: sampled.SampledStorage) -> row_indexes.Groups | None:
         by_reward = self.strategy in ("reward", "variance") or self._rules.reward is not None
         return storage.groups(self.index_name, self._key, self._reward if by_reward else None, self._rules)
 
@@ -291,7 +290,7 @@ class PromptGroupSampler(staleness.RuledSampler[Groups]):
             )
         return self.samples_per_group
 
-    def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
+    def can_sample(self, storage: sampled.SampledStorage, batch_size: int) -> bool:
         """Whether there are the groups of such a batch. Raises as drawing, but not ``NoSampleable``.
 
         >>> import torch
@@ -396,7 +395,7 @@ class PromptGroupSampler(staleness.RuledSampler[Groups]):
     def _drawn(self, groups: int, each: int, key: int, without: Tensor) -> tuple[Draw, bool]:
         """Rows of some groups, and whether some come again. ``without``: rows whose groups the batch has already."""
         of, retries, floor = self._attached(), Retries(), self._floor()
-        asked = GroupDraw(self.strategy, groups, each, self.whole, floor, _WHICH[self.order])
+        asked = row_indexes.GroupDraw(self.strategy, groups, each, self.whole, floor, _WHICH[self.order])
         while True:
             try:
                 found = None if of is None else of.draw(retries.key_of(key), asked, without)
@@ -411,7 +410,7 @@ class PromptGroupSampler(staleness.RuledSampler[Groups]):
                 return Draw(rows, tickets), repeated
             retries.again(torch.tensor([found], device="cpu"), [0], ", of a group,")
 
-    def _too_few(self, of: Groups, asked: GroupDraw, others: int) -> str:
+    def _too_few(self, of: row_indexes.Groups, asked: row_indexes.GroupDraw, others: int) -> str:
         """What is said where nothing was drawn. ``others``: groups that the batch has already."""
         there = of.count
         why = self._passed_over() if self._rules.exclude or self._rules.max_uses is not None else ""

@@ -11,8 +11,7 @@ from engram._support import checks, native
 from engram._support.retries import Retries
 from engram.errors import EMPTY, NoSampleable, RowError
 from engram.samplers._base import DeclaredSampler, NativeSampler, check_drawable
-from engram.store import Masses
-from engram.store.sampled import SampledStorage
+from engram.store import blocks, sampled
 from engram.types import Draw, Extent, Info
 
 
@@ -49,7 +48,7 @@ class Redraw:
 
     def __init__(
         self,
-        storage: SampledStorage,
+        storage: sampled.SampledStorage,
         draw: Draw,
         source: DeclaredSampler | None,
         key: int | None,
@@ -197,5 +196,5 @@ class RandomSampler(NativeSampler):
         native.uniform(key, len(rows), places)
         return None if self.recent_share else Draw(rows[places])
 
-    def masses(self, storage: SampledStorage) -> Masses:
-        return Masses(len(storage), 1.0, len(storage))
+    def masses(self, storage: sampled.SampledStorage) -> blocks.Masses:
+        return blocks.Masses(len(storage), 1.0, len(storage))

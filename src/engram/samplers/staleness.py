@@ -15,7 +15,9 @@ from engram._support.field_paths import FieldPath, checked_path, plain, public
 from engram._support.state import Change, check_keys, integer, tensor_in
 from engram.errors import IncompatibleCheckpoint, NoSampleable
 from engram.samplers._base import DeclaredSampler, NativeSampler, check_drawable
-from engram.store import Masses, check_index_name, row_indexes
+from engram.store import row_indexes
+from engram.store.blocks import Masses
+from engram.store.indexes import check_index_name
 from engram.store.row_indexes import MAX_READY, MAX_USES, ConsumerVersionIndex, ConsumptionIndex, GroupRules, Groups
 from engram.types import Commit, Draw, Extent
 

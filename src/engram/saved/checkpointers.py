@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast, ru
 import msgspec
 import torch
 
-from engram._support.checks import check_type
+from engram._support import checks, tensordicts
 from engram._support.state import raised_by_the_user, typed
-from engram._support.tensordicts import tensordict_type
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format import layout
 from engram.format import schema as schemas
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
     from tensordict import TensorDict
 
-    from engram.store import Store
+    from engram.store.store import Store
     from engram.types import Form, ItemsSource, RowsSource, RowsTarget, StorageLoad, Traits
 
 Key: TypeAlias = tuple[str, ...]
@@ -148,7 +147,7 @@ def fields_of(store: Store, ring: Ring) -> dict[Key, torch.Tensor]:
 
 def slots_of(store: Store, ring: Ring) -> TensorDict:
     """The fields of a store, ``[T, *columns]``. Views."""
-    data = tensordict_type()(batch_size=(ring.slots, *ring.columns))
+    data = tensordicts.tensordict_type()(batch_size=(ring.slots, *ring.columns))
     for key, tensor in fields_of(store, ring).items():
         data.set(key, tensor.view(ring.slots, *ring.columns, *tensor.shape[2:]))
     return data
@@ -352,7 +351,7 @@ def applied(kind: str, hook: Callable[..., object], data: TensorDict, call: str,
     """
     with raised_by_the_user(f"Raised by the {kind} hook {hook!r:.80}, in {call}."):
         found = hook(data, **keyword)
-        if not isinstance(found, tensordict_type()):
+        if not isinstance(found, tensordicts.tensordict_type()):
             raise TypeError(
                 f"{call}: expected a TensorDict from {hook!r:.80}, got {type(found).__name__}. Return one from it, also where the hook "
                 "changes the data in place."
@@ -517,7 +516,7 @@ def prepare_hooked(
     length = Folder(folder).json((METADATA,)).get("len")
     if not isinstance(length, int) or length < 1:
         raise CorruptCheckpoint(f"{folder / METADATA}: expected the number of rows, got {length!r:.40}.")
-    data = tensordict_type().load_memmap(folder)
+    data = tensordicts.tensordict_type().load_memmap(folder)
     for hook in hooks:
         data = applied("load", hook, data, f"{folder}: load", out=None)
     return prepare_rows_of(storage, data, length, str(folder), state, without)
@@ -605,7 +604,7 @@ def tensordicts_of(keys: Iterable[Key]) -> schemas.Node:
 
 def check_storage(storage: object, call: str) -> Dumpable:
     """The same, as what saves itself. Raises ``TypeError``: it is no storage of engram's."""
-    return check_type(call, storage, Dumpable, "a storage of engram's")
+    return checks.check_type(call, storage, Dumpable, "a storage of engram's")
 
 
 class StorageCheckpointerBase(abc.ABC):

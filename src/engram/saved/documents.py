@@ -21,8 +21,7 @@ import msgspec
 import xxhash
 
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from engram.format import layout
-from engram.format.files import Descriptor
+from engram.format import files, layout
 from engram.format.strict import MAX_BYTES, MAX_DEPTH, REFUSALS, describe, is_tame, parse, plain
 from engram.saved import disk
 
@@ -72,7 +71,7 @@ def no_file(error: OSError, nbytes: int | None = None) -> str:
     raise error
 
 
-def open_folder(folder: Path, of: str) -> Descriptor:
+def open_folder(folder: Path, of: str) -> files.Descriptor:
     """A descriptor of the folder of a part, an attempt or a checkpoint. Raises ``CorruptCheckpoint``: there is none."""
     try:
         return disk.open_folder(folder)

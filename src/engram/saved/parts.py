@@ -16,8 +16,7 @@ from engram._support.field_paths import plain
 from engram._support.state import Loads, Stateful, check_keys, mapped, prepare_load, saved
 from engram.errors import IncompatibleCheckpoint
 from engram.format.schema import DTYPES
-from engram.saved import checkpoints, disk, documents, part_writer
-from engram.saved.part_reader import PartReader
+from engram.saved import checkpoints, disk, documents, part_reader, part_writer
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
 from engram.types import Commit, Declared
 
@@ -110,7 +109,7 @@ class Dumpable(Stateful):
         """
         return Unprepared(lambda: StateSnapshot(self.part, type(self).__name__, saved(self, self.part)))
 
-    def prepare_part(self, reader: PartReader) -> Commit:
+    def prepare_part(self, reader: part_reader.PartReader) -> Commit:
         """Check a part. Raises as :meth:`loads`; nothing is changed."""
         check_kind(reader, self.part, type(self).__name__)
         return prepare_load(self, read_state(reader), self.part)
@@ -142,7 +141,7 @@ class Dumpable(Stateful):
             CorruptCheckpoint: damaged; names file and byte.
             IncompatibleCheckpoint: of another kind of component. Otherwise as ``load_state_dict``. Nothing is changed.
         """
-        with PartReader.open(checkpoints.standing(Path(path))) as reader:
+        with part_reader.PartReader.open(checkpoints.standing(Path(path))) as reader:
             self.prepare_part(reader).commit()
 
     dump = save = dumps
@@ -159,7 +158,7 @@ class SavedPart(NamedTuple):
     state: dict[str, object]
 
 
-def check_kind(reader: PartReader | SavedPart, part: str, *kinds: str) -> None:
+def check_kind(reader: part_reader.PartReader | SavedPart, part: str, *kinds: str) -> None:
     """Raise ``IncompatibleCheckpoint`` unless that part is one of these kinds."""
     if reader.part != part or reader.type not in kinds:
         raise IncompatibleCheckpoint(
@@ -167,7 +166,7 @@ def check_kind(reader: PartReader | SavedPart, part: str, *kinds: str) -> None:
         )
 
 
-def check_blocks(reader: PartReader) -> None:
+def check_blocks(reader: part_reader.PartReader) -> None:
     """Read everything, before anything changes. Raises ``CorruptCheckpoint``: the first block that is not as it was."""
     for problem in reader.damage():
         raise documents.corrupt(*problem)
@@ -209,7 +208,7 @@ def _check_entries(state: object, where: str) -> None:
         raise TypeError(f"{where}: expected a dense tensor of {', '.join(DTYPES)}, got one of {state.dtype}.")
 
 
-def read_state(reader: PartReader) -> dict[str, object]:
+def read_state(reader: part_reader.PartReader) -> dict[str, object]:
     """The state of a part, every block of it checked.
 
     Raises:
@@ -218,7 +217,7 @@ def read_state(reader: PartReader) -> dict[str, object]:
     return {key: _read(it, reader) if isinstance(it, dict | list) else it for key, it in reader.state.items()}
 
 
-def _read(value: object, reader: PartReader) -> object:
+def _read(value: object, reader: part_reader.PartReader) -> object:
     if isinstance(value, dict):
         if "$array" in value:
             return _array(reader, value["$array"])
@@ -228,7 +227,7 @@ def _read(value: object, reader: PartReader) -> object:
     return value
 
 
-def _array(reader: PartReader, number: int) -> torch.Tensor:
+def _array(reader: part_reader.PartReader, number: int) -> torch.Tensor:
     array = reader.arrays[number]
     if not hasattr(torch, array.dtype):
         raise documents.corrupt(reader.folder, f"expected a dtype that this torch has, got {array.dtype}")
@@ -453,7 +452,7 @@ def reset_epoch(state: dict[str, object], seed: int) -> dict[str, object]:
     return {**state, **begin, "key": seed, "ran_out": False}
 
 
-def index_state(storage: PartReader, sampler: Mapping[str, object]) -> dict[str, object]:
+def index_state(storage: part_reader.PartReader, sampler: Mapping[str, object]) -> dict[str, object]:
     """The state of a sampler that lies in the storage's part. Raises ``CorruptCheckpoint``: it does not."""
     name = sampler[INDEX]
     found = storage.state.get("priorities", {})
@@ -464,7 +463,7 @@ def index_state(storage: PartReader, sampler: Mapping[str, object]) -> dict[str,
     return cast("dict[str, object]", states[name])
 
 
-def open_storage(checkpoint: checkpoints.Checkpoint, rank: int) -> PartReader:
+def open_storage(checkpoint: checkpoints.Checkpoint, rank: int) -> part_reader.PartReader:
     """The part with the rows. Raises ``CorruptCheckpoint``: it is missing, or a file has another size."""
     try:
         return checkpoint.part(rank, STORAGE)

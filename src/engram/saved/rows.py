@@ -17,22 +17,18 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engram._support import native
-from engram._support.field_paths import public
+from engram._support import field_paths, native
 from engram._support.words import raise_as
 from engram.errors import CorruptStore
 from engram.format import layout
 from engram.format import schema as schemas
 from engram.format.schema import Column, Field, PartField, Schema
-from engram.saved import description
-from engram.saved.disk import work_off
+from engram.saved import description, disk, parts
 from engram.saved.documents import corrupt
 from engram.saved.part_reader import PartReader, Stretch, stretches
-from engram.saved.parts import read_state
 from engram.saved.ragged import PartItems, WholeItems
-from engram.store import Store
-from engram.store.memory import write_rows
-from engram.store.rings import fill_rings
+from engram.store import memory, rings
+from engram.store.store import Store
 from engram.types import RowsTarget
 
 Ints: TypeAlias = NDArray[np.int64]
@@ -112,7 +108,9 @@ def roles_of(fields: Sequence[Field], given: Roles | None = None) -> tuple[str, 
     for key, role in (given or {}).items():
         path = (key,) if isinstance(key, str) else tuple(key)
         if path not in stored:
-            raise KeyError(f"roles: expected stored fields, {[public(field.key) for field in fields]}, got {key!r}.")
+            raise KeyError(
+                f"roles: expected stored fields, {[field_paths.public(field.key) for field in fields]}, got {key!r}."
+            )
         if fields[stored[path]].ragged and role != "data":
             raise ValueError(f"roles: {key!r}: expected a field whose rows have one size, got a ragged one.")
         roles[stored.pop(path)] = role
@@ -261,7 +259,7 @@ def parallel_read(shares: Sequence[Iterable[Callable[[], object]]], into: Sequen
     Shares must not touch the same reader or the same rows at once. Tensors on a device are filled by this thread alone, as what is
     launched there belongs to its stream.
     """
-    work_off(shares, READERS if all(tensor.is_cpu for tensor in into) else 1)
+    disk.work_off(shares, READERS if all(tensor.is_cpu for tensor in into) else 1)
 
 
 def described(schema: Schema, roles: Sequence[Any]) -> tuple[description.Geometry, list[PartField]]:
@@ -373,7 +371,7 @@ def read_rows_state(reader: PartReader, *, close_open: bool = False, without: Co
     Raises:
         CorruptCheckpoint: a block has another sum, or a table says what no store does.
     """
-    state: dict[str, Any] = read_state(reader)
+    state: dict[str, Any] = parts.read_state(reader)
     for name in without:
         state["priorities"].pop(name, None)
     geometry = reader.geometry
@@ -504,7 +502,7 @@ class SavedRowsSource:
             self._free = [self._reader, *(stack.enter_context(self._reader.again()) for _ in range(more))]
             parallel_read([[partial(self._read_piece, it, tensors)] for it in pieces], tensors)
         if self._items is not None:
-            fill_rings(tensors, self._items)
+            rings.fill_rings(tensors, self._items)
 
     def _read_piece(self, it: Stretch, tensors: RowsTarget) -> None:
         reader, into = self._free.pop(), tensors[it.field][it.begin : it.end]
@@ -515,4 +513,4 @@ class SavedRowsSource:
         finally:
             self._free.append(reader)
         if not direct:
-            write_rows(tensors, it.field, it.begin, rows)
+            memory.write_rows(tensors, it.field, it.begin, rows)

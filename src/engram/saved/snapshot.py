@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from engram.format.schema import PartField
     from engram.saved.part_reader import PartReader
     from engram.saved.rows import Ints, Marks, Roles
-    from engram.store import Store
+    from engram.store.store import Store
     from engram.types import Form
 
     SpansOf: TypeAlias = Callable[[int, int], Mapping[int, Tensor]]

@@ -13,7 +13,7 @@ from typing import IO
 
 from engram._support.checks import check_type
 from engram.buffer import ReplayBuffer
-from engram.store import Store
+from engram.store.store import Store
 
 __all__ = ["serve"]
 

@@ -25,7 +25,7 @@ from engram.remote import protocol
 from engram.serving.service import Service, check_protocol, served_by, why_alone
 from engram.storages import LazyMemmapStorage
 from engram.storages._structure import Structure
-from engram.store import Store
+from engram.store.store import Store
 from engram.types import Write
 
 #: Flight's error of a server that is gone: clients ask another one, or the same again.

@@ -36,12 +36,12 @@ from engram.remote import protocol, wire
 from engram.samplers import PrioritizedSampler
 from engram.samplers.staleness import RuledSampler, VersionedSampler
 from engram.serving.calls import Calls
-from engram.store import DrawingPart, Masses, OutOfOrder, Requests, ThreadKey
 from engram.store.adding import adopt_fields
+from engram.store.blocks import DrawingPart, Masses, ThreadKey
 from engram.store.lifetime import exclusive
 from engram.store.limits import Rules
 from engram.store.ragged_rows import Items, items_in, joined
-from engram.store.requests import IN_DOUBT
+from engram.store.requests import IN_DOUBT, OutOfOrder, Requests
 from engram.transforms import Compose
 from engram.types import Entry, WritePlan
 

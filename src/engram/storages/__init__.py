@@ -1,7 +1,5 @@
 """Storages hold what is written."""
 
-from typing import TYPE_CHECKING
-
 from engram.storages._base import Count, Rows, Storage, check_count
 from engram.storages._columns import coordinates
 from engram.storages._structure import leading_size
@@ -10,10 +8,8 @@ from engram.storages.compressed import CompressedListStorage, LazyStackStorage
 from engram.storages.list import ListStorage
 from engram.storages.memmap import LazyMemmapStorage
 from engram.storages.own import METHODS, DefaultStorage, LazyTensorStorage, OwnStorage, adapted
+from engram.storages.own import GivenStorage as GivenStorage
 from engram.storages.tensor import TensorStorage
-
-if TYPE_CHECKING:
-    from engram.storages.own import GivenStorage as GivenStorage
 
 __all__ = [
     "METHODS",

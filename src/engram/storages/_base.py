@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import operator
 import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -12,25 +14,16 @@ import torch
 from torch import Tensor
 
 from engram._support import checks, closing, fork, words
+from engram._support.field_paths import FieldPath
 from engram._support.overrides import doing, meanwhile, overrides
 from engram.errors import IncompatibleCheckpoint, RowError
-from engram.saved import checkpoints, part_reader, parts
-from engram.saved.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer, accepted, prepare_dumped
+from engram.format.schema import Schema
+from engram.saved import checkpointers, checkpoints, part_reader, parts
 from engram.storages.ragged import NO_RAGGED, RaggedOptions
 from engram.storages.tensor_state import KeptRows, unwritten
-from engram.store import keys, open_rows, row_indexes, sampled
-from engram.store.store import COUNTERS
+from engram.store import keys, limits, open_rows, row_indexes, sampled
+from engram.store.store import COUNTERS, Store
 from engram.types import Declared, Form, ItemsSource, Listener, RowsSource, StorageLoad, Traits, Write, WritePlan
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-    from contextlib import AbstractContextManager
-
-    from engram._support.field_paths import FieldPath
-    from engram.format.schema import Schema
-    from engram.saved.checkpointers import LoadHook, SaveHook
-    from engram.store import Store
-    from engram.store.limits import Rules
 
 
 class Rows(NamedTuple):
@@ -230,7 +223,7 @@ class Storage(Declared, parts.Dumpable, Port):
     #: The store that its rows lie in; None: there is none, or nothing was ever written.
     memory: Store | None = None
     #: Limits for the store, which does not exist yet; None: there are none, or it has them.
-    pending_limit: Rules | None = None
+    pending_limit: limits.Rules | None = None
     #: The field by which rows of the store, which does not exist yet, are to be found; None: there is none, or it knows it.
     pending_key: FieldPath | None = None
     #: Dimensions of the layout that are indexed: 1, or 1 + the number of columns' dimensions.
@@ -669,7 +662,7 @@ class Storage(Declared, parts.Dumpable, Port):
         self.memory.refilled()
         return removed
 
-    def limit(self, rules: Rules, unconsumed: int) -> None:
+    def limit(self, rules: limits.Rules, unconsumed: int) -> None:
         """Limit how fast rows come and go, at once or when there is a store. ``unconsumed``: rows that are not used up now.
 
         Raises ``TypeError``: there will be no store.
@@ -961,11 +954,11 @@ class Storage(Declared, parts.Dumpable, Port):
         return None
 
     #: What saves the rows and loads them; None: the storage itself does.
-    _checkpointer: StorageCheckpointerBase | None = None
-    _default_checkpointer: type[StorageCheckpointerBase] = TensorStorageCheckpointer
+    _checkpointer: checkpointers.StorageCheckpointerBase | None = None
+    _default_checkpointer: type[checkpointers.StorageCheckpointerBase] = checkpointers.TensorStorageCheckpointer
 
     @property
-    def checkpointer(self) -> StorageCheckpointerBase:
+    def checkpointer(self) -> checkpointers.StorageCheckpointerBase:
         """What :meth:`dumps` and ``rb.dumps`` save the rows with. None sets the default one.
 
         >>> from engram import FlatStorageCheckpointer, LazyTensorStorage
@@ -979,13 +972,13 @@ class Storage(Declared, parts.Dumpable, Port):
         return self._checkpointer
 
     @checkpointer.setter
-    def checkpointer(self, given: StorageCheckpointerBase | None) -> None:
-        taken = accepted(given)
-        if not isinstance(taken, StorageCheckpointerBase | None):
+    def checkpointer(self, given: checkpointers.StorageCheckpointerBase | None) -> None:
+        taken = checkpointers.accepted(given)
+        if not isinstance(taken, checkpointers.StorageCheckpointerBase | None):
             raise TypeError(f"checkpointer: expected a storage checkpointer, got {type(given).__name__}.")
         self._checkpointer = taken
 
-    def register_save_hook(self, hook: SaveHook) -> None:
+    def register_save_hook(self, hook: checkpointers.SaveHook) -> None:
         """Call ``hook(data, path=folder)`` with the rows before they are saved, after earlier hooks; its result is saved.
 
         The hook is the checkpointer's: it is not saved, and copies of the storage in other processes have it only if it was there before.
@@ -996,7 +989,7 @@ class Storage(Declared, parts.Dumpable, Port):
         """
         self.checkpointer.register_save_hook(hook)
 
-    def register_load_hook(self, hook: LoadHook) -> None:
+    def register_load_hook(self, hook: checkpointers.LoadHook) -> None:
         """Call ``hook(data, out=None)`` with what was loaded, after earlier hooks; its result becomes the rows.
 
         >>> from engram import Flat2TED, LazyTensorStorage
@@ -1059,7 +1052,7 @@ class Storage(Declared, parts.Dumpable, Port):
         """
         if self._checkpointer is None or self._checkpointer.is_plain:
             with part_reader.PartReader.open(checkpoints.standing(Path(path))) as reader:
-                prepare_dumped(self, reader).commit()
+                checkpointers.prepare_dumped(self, reader).commit()
             self.notify(None, None)
         else:
             self._checkpointer.loads(self, path)

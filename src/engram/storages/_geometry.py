@@ -16,10 +16,9 @@ from engram.format import layout
 from engram.format import schema as schemas
 from engram.format.schema import Schema
 from engram.format.sizes import resized, rings_of, with_rings
-from engram.storages import _ragged_structure, _structure
+from engram.storages import _ragged_structure, _structure, _types
 from engram.storages import ragged as ragged_fields
-from engram.storages._types import NO_DTYPES, Dtypes, check_stored, checked_dtypes
-from engram.store import Store
+from engram.store.store import Store
 from engram.types import Declared
 
 #: What takes rows of another size. A layout, a storage saved alone and a state dict have no such way.
@@ -61,7 +60,7 @@ class Geometry(NamedTuple):
     lanes: int = 1
     ndim: int = 1
     #: Of fields, by their paths: values of others are cast to them.
-    dtypes: Dtypes = NO_DTYPES
+    dtypes: _types.Dtypes = _types.NO_DTYPES
     #: Bytes of a row up to which fields share a file, where there are files; 0: none do.
     grouped: int = 0
     #: Fields whose rows have different lengths.
@@ -80,7 +79,7 @@ class Geometry(NamedTuple):
             raise ValueError(f"{where}: lanes: expected at most max_size={max_size}, got {lanes}.")
         if lanes > 1 and ndim > 1:
             raise ValueError(f"{where}: lanes: expected 1 with ndim={ndim}, whose columns go together; got {lanes}.")
-        return cls(max_size, lanes, ndim, NO_DTYPES if dtypes is None else checked_dtypes(dtypes, where))
+        return cls(max_size, lanes, ndim, _types.NO_DTYPES if dtypes is None else _types.checked_dtypes(dtypes, where))
 
     def grouping(self, group_small_fields: object, where: str) -> Geometry:
         """The same, with the option of that name. Raises ``TypeError``, ``ValueError``."""
@@ -199,7 +198,7 @@ class Geometry(NamedTuple):
         try:
             schema = schemas.decode(text.encode(), where)
             if self.dtypes:
-                check_stored(schema.fields, self.dtypes)
+                _types.check_stored(schema.fields, self.dtypes)
         except IncompatibleStore as error:
             raise IncompatibleCheckpoint(str(error)) from error
         except (CorruptStore, UnicodeEncodeError) as error:

@@ -12,9 +12,9 @@ from typing import NamedTuple
 from engram._support.mappings import Piece, shared_pieces
 from engram.format import layout
 from engram.format.schema import Schema
-from engram.store import Store
 from engram.store.lifetime import Process, forget_temporary, maker_of, shared_memory, sweep_shared_memory
 from engram.store.opening import create_store, moved, open_store, skip_numbers
+from engram.store.store import Store
 
 
 class Home(NamedTuple):

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram._support import native, nested, tensordicts
-from engram._support.field_paths import public
+from engram._support import field_paths, native, nested, tensordicts
 from engram.storages._types import as_tensor
 from engram.storages.ragged import ItemField, Ragged, uneven_rows
 from engram.store.memory import DTYPE_NAMES
@@ -117,7 +116,7 @@ def _of_length(field: ItemField, items: Items, longest: int, call: str) -> Items
         row = int(items.lengths.argmax())
         raise RuntimeError(
             f"{call}: {field.where}: expected rows of at most max_length={field.max_length:,} {unit}, got {longest:,} in row {row}. "
-            f"Cut it, or make the storage with a larger one: ragged={{{public(field.key)!r}: Ragged(…, max_length=…)}}. "
+            f"Cut it, or make the storage with a larger one: ragged={{{field_paths.public(field.key)!r}: Ragged(…, max_length=…)}}. "
             "Where it was not given, it follows from the first rows."
         )
     return items

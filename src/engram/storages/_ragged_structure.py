@@ -23,8 +23,6 @@ from engram.store.ragged_rows import Items
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from tensordict import TensorDict
-
     from engram.storages.ragged import Path, RaggedLayout, RaggedOptions
 
 
@@ -292,7 +290,7 @@ def is_uneven(data: object, known: Structure | None, options: RaggedOptions) -> 
     if known is not None:
         return True
     try:
-        return not tensordicts.children(cast("TensorDict", data))
+        return not tensordicts.children(cast("tensordicts.TensorDict", data))
     except RuntimeError:  # it cannot stack them
         return True
 

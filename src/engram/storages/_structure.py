@@ -22,7 +22,7 @@ from engram.format.layout import SINGLE
 from engram.format.schema import DTYPES, Field, Kind, Node, Schema, key_differences, name_of, validate_key
 from engram.storages import _types
 from engram.storages.ragged import ItemField
-from engram.store import DTYPE_NAMES, DTYPE_OF, dlpack_specs
+from engram.store.memory import DTYPE_NAMES, DTYPE_OF, dlpack_specs
 
 #: What makes a row of this kind of one of another.
 _REMEDIES = {"tensordict": " Write TensorDict(data, [n]); [] of one row.", "dict": " Write data.to_dict()."}

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import TYPE_CHECKING, Unpack, cast
+from collections.abc import Callable
+from typing import Unpack, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engram._support import tensordicts, words
-from engram._support.checks import check_callable, check_count, check_type
+from engram._support import checks, field_paths, nested, tensordicts, unsupported, words
 from engram._support.copies import deflated, inflated, raw_bytes, zstd
-from engram._support.nested import map_leaves
 from engram.storages.items import ItemGroups
 from engram.storages.list import ListStorage
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
 from engram.store.row_indexes import ALL_ROWS, GroupRules, Groups
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tensordict import TensorDict
-
-    from engram._support import field_paths, unsupported
 
 #: In a saved item: a tensor, a TensorDict, and what is said of them.
 _TENSOR, _TENSORDICT = "engram.tensor", "engram.tensordict"
@@ -61,7 +53,7 @@ class LazyStackStorage(ListStorage):
         **later: Unpack[unsupported.TracingArguments],
     ) -> None:
         super().__init__(max_size, device=device, **later)
-        self.stack_dim = check_count("LazyStackStorage: stack_dim", stack_dim, least=-64, most=64)
+        self.stack_dim = checks.check_count("LazyStackStorage: stack_dim", stack_dim, least=-64, most=64)
 
     def stacked(self, items: list[object]) -> object:
         """A lazy stack of some rows, which are not copied.
@@ -81,7 +73,7 @@ class LazyStackStorage(ListStorage):
             raise TypeError(
                 f"LazyStackStorage: expected TensorDicts, got {type(odd).__name__}. Use a ListStorage, or a collate_fn of your own."
             )
-        rows = cast("list[TensorDict]", items)
+        rows = cast("list[tensordicts.TensorDict]", items)
         sizes = {row.batch_size for row in rows}
         if len(sizes) > 1:
             raise RuntimeError(
@@ -190,10 +182,10 @@ class CompressedListStorage(ListStorage):
         super().__init__(max_size, device=device, **later)
         who = type(self).__name__
         for name, one in (("compression_fn", compression_fn), ("decompression_fn", decompression_fn)):
-            check_callable(f"{who}: {name}", one, "a callable", optional=True)
+            checks.check_callable(f"{who}: {name}", one, "a callable", optional=True)
         if (compression_fn is None) != (decompression_fn is None):
             raise TypeError(f"{who}: expected compression_fn and decompression_fn together, got one of them.")
-        level = check_count(f"{who}: compression_level", compression_level, least=-sys.maxsize)
+        level = checks.check_count(f"{who}: compression_level", compression_level, least=-sys.maxsize)
         self.compression_level = level
         self._compress, self._decompress = compression_fn, decompression_fn
         if compression_fn is None and (module := zstd()) is not None:
@@ -207,7 +199,7 @@ class CompressedListStorage(ListStorage):
         return [self._compressed(item) for item in items]
 
     def _compressed(self, item: object) -> object:
-        return map_leaves(item, self._compressed_leaf)
+        return nested.map_leaves(item, self._compressed_leaf)
 
     def _compressed_leaf(self, leaf: object) -> object:
         if isinstance(leaf, Tensor):
@@ -216,7 +208,7 @@ class CompressedListStorage(ListStorage):
                 data = self._compress(plain)
                 made = f"a uint8 tensor from {self._compress!r:.80}"
                 advice = "Return one: torch.frombuffer(bytearray(data), dtype=torch.uint8) makes it of bytes."
-                data = check_type(f"{type(self).__name__}: compression_fn", data, Tensor, made, advice)
+                data = checks.check_type(f"{type(self).__name__}: compression_fn", data, Tensor, made, advice)
             else:
                 raw = deflated(_bytes_of(plain), self.compression_level)
                 data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
@@ -227,7 +219,7 @@ class CompressedListStorage(ListStorage):
         return leaf
 
     def _whole(self, item: object) -> object:
-        return map_leaves(item, self._whole_leaf)
+        return nested.map_leaves(item, self._whole_leaf)
 
     def _whole_leaf(self, leaf: object) -> object:
         if isinstance(leaf, _Entries):
@@ -282,7 +274,7 @@ class CompressedListStorage(ListStorage):
         b'\x01\x02'
         """
         tensor = torch.from_numpy(data) if isinstance(data, np.ndarray) else data
-        return _bytes_of(check_type("to_bytestream", tensor, Tensor, "a tensor or an array"))
+        return _bytes_of(checks.check_type("to_bytestream", tensor, Tensor, "a tensor or an array"))
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
@@ -296,15 +288,15 @@ def _size(item: object) -> int:
         if isinstance(leaf, _Leaf):
             sizes.append(leaf.data.nbytes)
         elif isinstance(leaf, _Entries):
-            map_leaves(leaf.entries, note)
+            nested.map_leaves(leaf.entries, note)
 
-    map_leaves(item, note)
+    nested.map_leaves(item, note)
     return sum(sizes)
 
 
 def _saved(item: object) -> object:
     """A compressed item of tensors and containers alone."""
-    return map_leaves(item, _saved_leaf)
+    return nested.map_leaves(item, _saved_leaf)
 
 
 def _saved_leaf(leaf: object) -> object:

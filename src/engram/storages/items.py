@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram._support import copies, native, nested, words
+from engram._support import copies, native, nested, tensordicts, words
 from engram._support.field_paths import FieldPath, public
 from engram._support.state import check_keys, tensor_in, typed
 from engram._support.tensordicts import (
@@ -23,13 +23,12 @@ from engram._support.tensordicts import (
     wrap,
 )
 from engram.format.schema import DTYPES, Field, Node, Schema
-from engram.store import Store, memory, row_indexes
+from engram.store import memory, row_indexes
+from engram.store.store import Store
 from engram.types import WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from tensordict import TensorDict
 
     from engram.storages.list import ListStorage
 
@@ -564,7 +563,7 @@ def _stack_dicts(items: list[dict[str, object]], path: nested.Path) -> dict[str,
     return {key: stack([item[key] for item in items], (*path, str(key))) for key in keys}
 
 
-def _stack_flat(items: list[TensorDict]) -> TensorDict | None:
+def _stack_flat(items: list[tensordicts.TensorDict]) -> tensordicts.TensorDict | None:
     """Flat TensorDicts of the same fields, shapes and dtypes; None if they are not."""
     native.prefetch(items)
     batch, device, kind = items[0].batch_size, items[0].device, tensordict_type()

@@ -2,50 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from engram._support import field_paths, nested, tensordicts, unsupported
 from engram._support.devices import existing_device
-from engram._support.nested import NoRows, describe, find, is_named_tuple, map_with_paths
 from engram._support.state import check_keys, integer, tensor_in, typed
 from engram._support.tensordicts import detached, is_tensor_collection, is_tensorclass
-from engram._support.unsupported import NOT_TRACED, TracingArguments, reject_unsupported, take_compilable
 from engram.errors import IncompatibleCheckpoint, RowError
 from engram.format.schema import Node, Schema
 from engram.saved.parts import Unprepared
 from engram.saved.snapshot import StoragePreparation, StorageSnapshot, WholeSnapshot, named_writes
-from engram.storages._base import Count, Rows, Storage, check_count, check_plan
-from engram.storages._geometry import Geometry
+from engram.storages import _base, _geometry
 from engram.storages.items import ItemGroups, pack, unpack
 from engram.storages.tensor_state import checked_priorities, saved_priorities
-from engram.store import Store, StoreState, check_index_name, reattach
+from engram.store import opening, store
+from engram.store.indexes import check_index_name
 from engram.store.priorities import PriorityConfig, PriorityIndex
 from engram.store.row_indexes import ALL_ROWS, ConsumptionIndex, GroupRules, Groups
 from engram.types import Decompress, Extent, ItemsSource, StorageLoad, Write, WritePlan
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
-
-    from tensordict import TensorDict
-
-    from engram._support.field_paths import FieldPath
-
 
 #: Rows of the store of a list without a bound, and of a long one until it has more.
 _FIRST_ROWS = 1 << 24
 
 
-def _numbered_rows(capacity: int) -> Store:
+def _numbered_rows(capacity: int) -> store.Store:
     """A store of rows without fields: it says which rows there are, and what their tickets are."""
-    return Store.private(Schema(capacity, 1, (), (), Node("dict", children={})))
+    return store.Store.private(Schema(capacity, 1, (), (), Node("dict", children={})))
 
 
-class ListStorage(Storage):
+class ListStorage(_base.Storage):
     """A list of arbitrary objects: ragged tensors, strings, whole trajectories.
 
     ``extend`` takes a list, tuple, range or set, or a tensor, array or TensorDict, whose rows become the items. A named tuple is one
@@ -71,19 +63,19 @@ class ListStorage(Storage):
         max_size: int | None = None,
         *,
         device: torch.device | str | None = None,
-        **later: Unpack[TracingArguments],
+        **later: Unpack[unsupported.TracingArguments],
     ) -> None:
-        reject_unsupported("ListStorage", later, NOT_TRACED, type(self))
-        take_compilable(self, later)
+        unsupported.reject_unsupported("ListStorage", later, unsupported.NOT_TRACED, type(self))
+        unsupported.take_compilable(self, later)
         super().__init__()
         if max_size is not None:
-            max_size = Geometry.checked(type(self).__name__, max_size).max_size
+            max_size = _geometry.Geometry.checked(type(self).__name__, max_size).max_size
         self._max_size = max_size
         self._device = None if device is None else existing_device(device, f"{type(self).__name__}: device")
         #: By row; None where nothing is held.
         self._items: list[object] = []
         self._rows = _numbered_rows(min(self.max_size, _FIRST_ROWS))
-        self._groups: dict[tuple[FieldPath, FieldPath | None, GroupRules], ItemGroups] = {}
+        self._groups: dict[tuple[field_paths.FieldPath, field_paths.FieldPath | None, GroupRules], ItemGroups] = {}
 
     def bound(self, size: int) -> None:
         with self._lock:
@@ -100,7 +92,7 @@ class ListStorage(Storage):
             rows.replace(_with_capacity(self._rows.state(), capacity), lambda _: None)
         self._rows = rows
 
-    def _all_rows(self) -> Store:
+    def _all_rows(self) -> store.Store:
         """The store with all rows that the list may have, as indexes need it. The lock is held."""
         self._resize(self.max_size)
         return self._rows
@@ -143,16 +135,16 @@ class ListStorage(Storage):
             return Extent(self.max_size, core.extent()[0], (core.next_position(0) % self.max_size,), holes)
 
     def prepare(
-        self, data: object, call: str, *, batched: bool, ignored: Iterable[str] = (), count: Count | None = None
+        self, data: object, call: str, *, batched: bool, ignored: Iterable[str] = (), count: _base.Count | None = None
     ) -> tuple[list[object], int]:
         items = self._split(data, call) if batched else [data]
         if not items:
-            raise NoRows(f"{call}: expected at least one row, got an empty batch.")
-        check_count(call, count, len(items))
+            raise nested.NoRows(f"{call}: expected at least one row, got an empty batch.")
+        _base.check_count(call, count, len(items))
         return self._stored(items), len(items)
 
     def _split(self, data: object, call: str) -> list[object]:
-        if isinstance(data, list | tuple | range | set | frozenset) and not is_named_tuple(data):
+        if isinstance(data, list | tuple | range | set | frozenset) and not nested.is_named_tuple(data):
             return list(data)
         if is_tensor_collection(data) and data.batch_size:
             return list(data.unbind(0))
@@ -169,7 +161,7 @@ class ListStorage(Storage):
         kinds = {type(item): item for item in items}  # each is looked at once
         with_tensors = {kind: isinstance(item, Tensor) or is_tensor_collection(item) for kind, item in kinds.items()}
         kept = [_without_graph(item) if with_tensors[type(item)] else item for item in items]
-        return kept if self._device is None else [map_with_paths(item, self._moved, keep=True) for item in kept]
+        return kept if self._device is None else [nested.map_with_paths(item, self._moved, keep=True) for item in kept]
 
     def _moved(self, leaf: object, _: object) -> object:
         return leaf.to(self._device) if isinstance(leaf, Tensor) or is_tensor_collection(leaf) else leaf
@@ -179,7 +171,7 @@ class ListStorage(Storage):
             write = self.write(WritePlan(rows=plan.rows), [prepared[i] for i in plan.kept.tolist()], len(plan.kept))
             return Write(plan.reported(write.rows, n), write.first)
         self.begin_change()
-        check_plan(plan, n, lanes=1)
+        _base.check_plan(plan, n, lanes=1)
         with self._lock:
             rows = self._checked(plan.rows.tolist()) if plan.rows is not None else None
             behind = self._rows.core.next_position(0) + n if rows is None else max(rows, default=-1) + 1
@@ -224,7 +216,7 @@ class ListStorage(Storage):
             raise
         return write
 
-    def edit(self, where: Rows, prepared: list[object]) -> Write:
+    def edit(self, where: _base.Rows, prepared: list[object]) -> Write:
         self.begin_change()
         with self._lock:
             self._live(where.rows)  # one that was removed since it was located stays void
@@ -256,7 +248,7 @@ class ListStorage(Storage):
     def some(self, columns: list[object], which: slice | list[int]) -> list[object]:  # type: ignore[override]
         return columns[which] if isinstance(which, slice) else [columns[i] for i in which]
 
-    def pack(self, columns: list[object], where: Rows, extra: dict[str, Tensor] | None = None) -> object:
+    def pack(self, columns: list[object], where: _base.Rows, extra: dict[str, Tensor] | None = None) -> object:
         if extra is not None:
             columns = [_with_entries(item, {key: it[i] for key, it in extra.items()}) for i, item in enumerate(columns)]
         return columns[0] if where.single else columns
@@ -310,7 +302,7 @@ class ListStorage(Storage):
             return ConsumptionIndex.of_store(self._all_rows(), name, most, rules)
 
     def groups(
-        self, name: str, key: FieldPath, reward: FieldPath | None, rules: GroupRules = ALL_ROWS
+        self, name: str, key: field_paths.FieldPath, reward: field_paths.FieldPath | None, rules: GroupRules = ALL_ROWS
     ) -> Groups | None:
         raise TypeError(
             "PromptGroupSampler: expected a tensor storage, whose rows have a field that says their group, or a LazyStackStorage, got a "
@@ -328,7 +320,7 @@ class ListStorage(Storage):
         return {**super().__getstate__(), "_rows": self._rows.detached(), "_groups": {}}  # these follow from the items
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "_rows": reattach(state["_rows"])})
+        super().__setstate__({**state, "_rows": opening.reattach(state["_rows"])})
 
     # ---- state ---------------------------------------------------------------------------------------------------------
 
@@ -467,11 +459,11 @@ class ListStorage(Storage):
 
     def field(self, key: tuple[str, ...], rows: Tensor, expected: Tensor) -> tuple[list[object], list[int]]:
         items, moved = self.read(rows, expected)
-        values = [find(item, key) for item in items]
+        values = [nested.find(item, key) for item in items]
         for i, value in enumerate(values):
             if value is None and i not in moved:
                 raise KeyError(
-                    f"row {int(rows[i])}: expected a TensorDict or a dict with the key {key}, got {describe(items[i])}."
+                    f"row {int(rows[i])}: expected a TensorDict or a dict with the key {key}, got {nested.describe(items[i])}."
                 )
         return values, moved
 
@@ -501,7 +493,7 @@ class _ItemsLoad(NamedTuple):
             numbers, writes, items = state["numbers"], state.get("writes", state["numbers"]), iter(self.items)
             storage._resize(min(storage.max_size, max(_FIRST_ROWS, storage._rows.capacity, len(numbers))))
             lanes = torch.tensor([[state["cursor"], len(numbers), 0, 0]], device="cpu")
-            rows = StoreState(lanes, numbers, state["clock"], state["write_count"], writes)
+            rows = store.StoreState(lanes, numbers, state["clock"], state["write_count"], writes)
             storage._rows.replace(_with_capacity(rows, storage._rows.capacity), lambda _: None)
             storage._items = [next(items) if number else None for number in numbers.tolist()]
             for name, (config, entries) in self.priorities.items():
@@ -510,7 +502,7 @@ class _ItemsLoad(NamedTuple):
                 storage._tell_groups(groups)
 
 
-def _with_capacity(state: StoreState, capacity: int) -> StoreState:
+def _with_capacity(state: store.StoreState, capacity: int) -> store.StoreState:
     """The state of a store of other rows, in one that has so many. None beyond holds anything."""
     assert state.writes is not None  # as lists have them
     numbers, writes = (pad(of, (0, capacity - len(of))) for of in (state.numbers, state.writes))
@@ -521,7 +513,7 @@ def _with_entries(item: object, entries: dict[str, Tensor]) -> object:
     """A TensorDict around the same tensors, with more entries; other items as they are."""
     if not is_tensor_collection(item) or is_tensorclass(item):
         return item
-    made: TensorDict = item.copy()
+    made: tensordicts.TensorDict = item.copy()
     for key, value in entries.items():
         made.set(key, value.expand(made.batch_size))
     return made

@@ -17,7 +17,8 @@ from engram.errors import IncompatibleCheckpoint, IncompatibleStore
 from engram.format import layout
 from engram.format import schema as schemas
 from engram.storages import _base, _geometry, _home, _ragged_structure, _structure, _types, own, ragged
-from engram.store import Store, holds_store, occupied, open_readonly, open_store
+from engram.store import lifetime, opening
+from engram.store.store import Store
 
 
 class LaterMemmapArguments(unsupported.TracingArguments, total=False):
@@ -122,7 +123,7 @@ class LazyMemmapStorage(own.LazyTensorStorage):
         self._home = _home.Home.of(self, home, maker, temporary=temporary)
         if self._scratch_dir is not None:  # say at once what would fail at the first write
             if layout.is_store(self._scratch_dir) and not existsok:
-                raise RuntimeError(occupied(self._scratch_dir, self._scratch_dir / layout.FOLDER))
+                raise RuntimeError(lifetime.occupied(self._scratch_dir, self._scratch_dir / layout.FOLDER))
             _check_place(self._scratch_dir)
 
     @classmethod
@@ -150,7 +151,7 @@ class LazyMemmapStorage(own.LazyTensorStorage):
         >>> storage.close()
         """
         path = checks.check_path("LazyMemmapStorage.open: directory", directory)
-        store = (open_readonly if readonly else open_store)(path, unclean=unclean)
+        store = (opening.open_readonly if readonly else opening.open_store)(path, unclean=unclean)
         schema = store.schema
         assert store.folder is not None  # it was opened there
         geometry = _geometry.Geometry(schema.capacity, schema.lanes, 1 + len(schema.columns), dtypes)
@@ -207,7 +208,7 @@ class LazyMemmapStorage(own.LazyTensorStorage):
         call = "open_or_create"
         geometry = _geometry.Geometry.checked(call, max_size, lanes, ndim, dtypes)
         geometry = geometry.with_ragged(more, call).grouping(group_small_fields, call)
-        if not holds_store(directory, call):
+        if not opening.holds_store(directory, call):
             _check_place(directory)
             return cls._in(_home.Home(directory, f"{call} {geometry[:3]}"), geometry, io)
         storage = cls.open(directory, unclean=unclean, dtypes=geometry.dtypes, io=io)

@@ -13,33 +13,27 @@ from typing import Any, NoReturn, Protocol, TypeAlias, Unpack, cast, runtime_che
 import msgspec
 import torch
 
-from engram._support.checks import check_path, check_type
+from engram._support import checks, words
 from engram._support.state import copied
 from engram._support.tensordicts import is_tensor_collection, wrap
-from engram._support.words import count, warn
 from engram.errors import IncompatibleCheckpoint, IncompatibleStore
 from engram.format.layout import SINGLE
 from engram.format.schema import Field, Node, Schema, decode, differences, encode, renumbered
-from engram.saved.part_reader import PartReader
-from engram.saved.parts import Unprepared
+from engram.saved import part_reader, parts
 from engram.saved.snapshot import RowsSnapshot, StoragePreparation, StorageSnapshot
-from engram.storages._base import Rows, Storage
-from engram.storages._geometry import OF_DATA, Geometry, LazyArguments, take_later
-from engram.storages._home import Home
+from engram.storages import _base, _geometry, _home, ragged, tensor, tensor_state
 from engram.storages._ragged_structure import RaggedStructure, structure_in, structure_of
 from engram.storages._structure import Structure, device_of
 from engram.storages.announcing import advice, announce, creation_line, temporary, warn_of_lanes
 from engram.storages.list import ListStorage
-from engram.storages.ragged import NO_RAGGED, RaggedLayout
-from engram.storages.tensor import TensorStorage
-from engram.storages.tensor_state import RowsLoad, SnapshotPreparation
-from engram.store import DeviceStore, ForeignStore, Mirror, Store, copy_rows, holds_store, open_store, skip_numbers
-from engram.store.keys import key_field, key_of
-from engram.store.limits import Rules
+from engram.store import elsewhere, keys, limits, opening
+from engram.store.device.mirror import Mirror, copy_rows
+from engram.store.device.store import DeviceStore
 from engram.store.ragged import store_class
+from engram.store.store import Store
 from engram.types import Extent, Form, RowsSource, RowStorage, StorageLoad, Traits
 
-GivenStorage: TypeAlias = Storage | RowStorage | Callable[[], Storage | RowStorage]
+GivenStorage: TypeAlias = _base.Storage | RowStorage | Callable[[], _base.Storage | RowStorage]
 
 #: The methods that a storage of one's own has.
 METHODS = ("extent", "place", "write", "read")
@@ -73,7 +67,7 @@ class OwnColumns:
         self.own = own
         self.name = type(own).__name__
         declared = own.traits if isinstance(own, _Declares) else Traits()
-        declared = check_type(f"{self.name}: traits", declared, Traits, "a Traits", "Write Traits(…).")
+        declared = checks.check_type(f"{self.name}: traits", declared, Traits, "a Traits", "Write Traits(…).")
         if declared.empties and not isinstance(own, _Empties):
             raise TypeError(f"{self.name}: expected the method empty, which Traits(empties=True) declares, got none.")
         self.in_order, self._empties = declared.in_order, declared.empties
@@ -95,7 +89,7 @@ class OwnColumns:
         """Raises ``TypeError``, ``ValueError``: it is none, or none that a storage of one's own has."""
         found = self.own.extent()
         call = self._call("extent")
-        found = check_type(call, found, Extent, "an Extent", "Return Extent(capacity, (filled,), (seam,)).")
+        found = checks.check_type(call, found, Extent, "an Extent", "Return Extent(capacity, (filled,), (seam,)).")
         if len(found.filled) != 1 or len(found.seam) != 1 or found.holes is not None:
             raise ValueError(f"{call}: expected one lane, no holes, Extent(capacity, (filled,), (seam,)), got {found}.")
         capacity, (filled,), (seam,), _ = found
@@ -155,7 +149,7 @@ class OwnColumns:
             self.own.empty()
 
 
-class OwnStorage(TensorStorage):
+class OwnStorage(tensor.TensorStorage):
     """What a buffer makes of an object with the methods of :class:`~engram.types.RowStorage`: ``rb.storage``.
 
     Rows are as :attr:`own` keeps them. Tickets and indexes are in the memory of this process: one that makes a buffer of an object that
@@ -164,7 +158,7 @@ class OwnStorage(TensorStorage):
 
     def __init__(self, own: RowStorage) -> None:
         columns = OwnColumns(own)
-        self._configure(Geometry.checked(f"{columns.name}: capacity", columns.capacity), "cpu")
+        self._configure(_geometry.Geometry.checked(f"{columns.name}: capacity", columns.capacity), "cpu")
         #: The user's object.
         self.own = own
         self._columns = columns
@@ -175,7 +169,7 @@ class OwnStorage(TensorStorage):
 
     def _make(self, structure: Structure) -> None:
         self._columns.take(structure)
-        store = ForeignStore(self._geometry.schema(structure, ()), self._columns)
+        store = elsewhere.ForeignStore(self._geometry.schema(structure, ()), self._columns)
         store.take_extent(self._columns.extent())
         self._adopt(store, structure)
         self._note_schema()
@@ -217,7 +211,7 @@ class OwnStorage(TensorStorage):
     def share(self, maker: str | None = None) -> None:
         self._unsupported("share", "Share a LazyTensorStorage, or serve the buffer: rb.serve().")
 
-    def limit(self, rules: Rules, unconsumed: int) -> None:
+    def limit(self, rules: limits.Rules, unconsumed: int) -> None:
         if any(rules):
             self._unsupported("limit", "Limit a LazyTensorStorage or LazyMemmapStorage.")
 
@@ -233,13 +227,13 @@ class OwnStorage(TensorStorage):
 
     # ---- reading ---------------------------------------------------------------------------------------------------------
 
-    def locate(self, index: object) -> Rows:
+    def locate(self, index: object) -> _base.Rows:
         return self.resolve(index)
 
     def __getitem__(self, index: object) -> object:
         """Live rows by number: a copy."""
         self.store  # noqa: B018 - raises where there is none
-        return Storage.__getitem__(self, index)
+        return _base.Storage.__getitem__(self, index)
 
     @property
     def _storage(self) -> None:
@@ -249,10 +243,10 @@ class OwnStorage(TensorStorage):
 
     def _first_rows(self, n: int) -> list[torch.Tensor]:
         store = self.store
-        assert isinstance(store, ForeignStore)
+        assert isinstance(store, elsewhere.ForeignStore)
         return store.first_rows(n)
 
-    def prepare_rows(self, state: dict[str, object], source: RowsSource) -> RowsLoad:
+    def prepare_rows(self, state: dict[str, object], source: RowsSource) -> tensor_state.RowsLoad:
         """As for every tensor storage. Raises, too: ``RuntimeError``: rows cannot be forgotten; ``IncompatibleCheckpoint``: holes."""
         load = super().prepare_rows(state, source)
         if load.schema is not None or self.memory is not None:
@@ -269,26 +263,28 @@ class OwnStorage(TensorStorage):
 
     def prepare_snapshot(self, *, without: Collection[tuple[str, str]] = (), whole: bool = True) -> StoragePreparation:
         return (
-            Unprepared(partial(self._snapshot, without)) if whole else SnapshotPreparation(self, without, whole=False)
+            parts.Unprepared(partial(self._snapshot, without))
+            if whole
+            else tensor_state.SnapshotPreparation(self, without, whole=False)
         )
 
     def _snapshot(self, without: Collection[tuple[str, str]]) -> StorageSnapshot:
         """Rows are copied while writers wait."""
         store = self.memory
         if store is None:
-            return SnapshotPreparation(self, without, whole=False).take()
+            return tensor_state.SnapshotPreparation(self, without, whole=False).take()
         state = self.state_dict(without=without)
         rows, live = copied(state.pop("rows")), len(self)
         return RowsSnapshot("OwnStorage", store.held(), state, 0, live, live * store.schema.row_bytes, rows)
 
     def __repr__(self) -> str:
-        fields = "not written yet" if self.structure is None else count(len(self.structure.fields), "field")
+        fields = "not written yet" if self.structure is None else words.count(len(self.structure.fields), "field")
         return f"OwnStorage({self._columns.name}, size={len(self):,}/{self._capacity:,}, {fields})"
 
 
 def adapted(given: object) -> object:
     """A storage around an object with the methods of one's own; anything else as it is."""
-    if isinstance(given, Storage | type) or not isinstance(given, RowStorage):
+    if isinstance(given, _base.Storage | type) or not isinstance(given, RowStorage):
         return given
     return OwnStorage(given)
 
@@ -297,7 +293,7 @@ def adapted(given: object) -> object:
 _TAKEN = " The fields stay while others have the store open: empty() it before they do, or write a first row that is like all."
 
 
-class LazyTensorStorage(TensorStorage):
+class LazyTensorStorage(tensor.TensorStorage):
     """RAM, or memory of an accelerator, allocated at the first write and shaped after its first row.
 
     Creation logs one line: where it is, and of each key its shape, dtype and size. RAM is taken page by page, as rows are written.
@@ -373,15 +369,15 @@ class LazyTensorStorage(TensorStorage):
         lanes: int = 1,
         dtypes: Mapping[str | tuple[str, ...], torch.dtype] | None = None,
         mirror: str | os.PathLike[str] | None = None,
-        **more: Unpack[LazyArguments],
+        **more: Unpack[_geometry.LazyArguments],
     ) -> None:
         where = type(self).__name__
-        geometry = Geometry.checked(where, max_size, lanes, ndim, dtypes)
+        geometry = _geometry.Geometry.checked(where, max_size, lanes, ndim, dtypes)
         geometry = geometry.with_ragged(more, where, "" if device in ("cpu", "auto", None) else f"device={device!r}")
-        take_later(self, more)
+        _geometry.take_later(self, more)
         self._configure(geometry, device)
         if mirror is not None:
-            self._begin_mirror(check_path(f"{type(self).__name__}: mirror", mirror).absolute())
+            self._begin_mirror(checks.check_path(f"{type(self).__name__}: mirror", mirror).absolute())
 
     @property
     def layout(self) -> dict[str, object]:
@@ -402,7 +398,7 @@ class LazyTensorStorage(TensorStorage):
     @layout.setter
     def layout(self, layout: object) -> None:
         with self._lock:
-            self.ragged = self.ragged._replace(layout=RaggedLayout.checked(layout, type(self).__name__))
+            self.ragged = self.ragged._replace(layout=ragged.RaggedLayout.checked(layout, type(self).__name__))
             if isinstance(self.structure, RaggedStructure):
                 self.structure.options = self.ragged
 
@@ -449,7 +445,7 @@ class LazyTensorStorage(TensorStorage):
                 data, call = row
                 first = data[0] if batched and isinstance(data, list) else data
                 Structure.of(first, batched=batched and first is data, call=str(call))
-            before, limit, key = self.written(), Rules(*store.core.limit), key_of(store)
+            before, limit, key = self.written(), limits.Rules(*store.core.limit), keys.key_of(store)
             self._looking = True  # it is still there
             try:
                 del self.memory
@@ -470,7 +466,7 @@ class LazyTensorStorage(TensorStorage):
 
     def _initialize(self, data: Any, n: int | None, columns: tuple[int, ...], call: str) -> None:
         if call == "add" and n is None and is_tensor_collection(data) and data.batch_size:
-            warn(
+            words.warn(
                 f"add: the first row is a TensorDict of batch size {list(data.batch_size)}; it is stored as one row of "
                 "that shape. If it is a batch of rows, use extend()."
             )
@@ -478,11 +474,11 @@ class LazyTensorStorage(TensorStorage):
         structure = structure_of(data, batched=n is not None, call=call, dtypes=dtypes, ragged=self.ragged)
         if dtypes or structure.ragged:
             structure.flatten(data, n, call)  # before there is memory: values may not fit
-        if self._device_argument in OF_DATA and self._home is None:
+        if self._device_argument in _geometry.OF_DATA and self._home is None:
             self._device = device_of(data)
         schema = self._geometry.schema(structure, columns)
         if self.pending_key is not None:
-            key_field(schema, self.pending_key)  # before there is memory
+            keys.key_field(schema, self.pending_key)  # before there is memory
         self._adopt(self._allocate(schema), structure)
         announce(*advice(structure.fields, dtypes))
         warn_of_lanes(self._geometry.max_size, self._geometry.capacity, self._geometry.lanes)
@@ -491,7 +487,7 @@ class LazyTensorStorage(TensorStorage):
         with self._lock:
             if self.memory is None:
                 if self.pending_key is not None:
-                    key_field(schema, self.pending_key)
+                    keys.key_field(schema, self.pending_key)
                 self._adopt(self._allocate(schema), structure_in(schema, self._geometry.dtypes, self.ragged))
 
     def _allocate(self, schema: Schema) -> Store:
@@ -499,10 +495,10 @@ class LazyTensorStorage(TensorStorage):
             return self._allocate_in(self._home, schema, replace=True)
         place = "RAM" if self._device.type == "cpu" else str(self._device)
         store = self._allocate_here(schema)
-        skip_numbers(store.core, self._given)
+        opening.skip_numbers(store.core, self._given)
         if self._mirror is not None:
             assert isinstance(store, DeviceStore)  # as _begin_mirror() has seen
-            store.mirror = Mirror(store, Home(self._mirror).create(schema, replace=False, given=self._given))
+            store.mirror = Mirror(store, _home.Home(self._mirror).create(schema, replace=False, given=self._given))
         announce(creation_line(schema, place))
         return store
 
@@ -516,9 +512,9 @@ class LazyTensorStorage(TensorStorage):
         """Note where rows are copied to; if there are some, begin with them."""
         self._check_accelerated()
         self._mirror, call = folder, f"{type(self).__name__}: mirror"
-        if not holds_store(folder, call):
+        if not opening.holds_store(folder, call):
             return
-        target = open_store(folder)
+        target = opening.open_store(folder)
         try:
             found = msgspec.structs.replace(target.schema, grouped=0)
             if differs := differences(self._geometry.schema(Structure.from_schema(found), found.columns), found):
@@ -553,7 +549,7 @@ class LazyTensorStorage(TensorStorage):
         if isinstance(store, DeviceStore) and store.mirror is not None:
             store.mirror.flush()
 
-    def _allocate_in(self, home: Home, schema: Schema, *, replace: bool) -> Store:
+    def _allocate_in(self, home: _home.Home, schema: Schema, *, replace: bool) -> Store:
         store = home.create(schema, replace=replace, given=self._given)
         announce(creation_line(schema, cast("Path", store.directory)))  # it was just created there
         return store
@@ -606,7 +602,7 @@ class DefaultStorage(ListStorage):
         try:
             with temporary():
                 storage = LazyTensorStorage(1)
-                storage.ragged = NO_RAGGED  # texts are kept in the list
+                storage.ragged = ragged.NO_RAGGED  # texts are kept in the list
                 storage.prepare(data, call, batched=batched)
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             if batched and rows is not data:
@@ -640,7 +636,7 @@ class DefaultStorage(ListStorage):
             return self.become_tensors().prepare_load(state_dict)
         return super().prepare_load(state_dict)
 
-    def prepare_part(self, reader: PartReader, **options: Any) -> StorageLoad:
+    def prepare_part(self, reader: part_reader.PartReader, **options: Any) -> StorageLoad:
         if reader.type in LazyTensorStorage._loads:
             return self.become_tensors().prepare_part(reader, **options)
         return super().prepare_part(reader, **options)

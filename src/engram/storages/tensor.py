@@ -21,19 +21,18 @@ from engram.saved.part_reader import PartReader
 from engram.saved.parts import check_blocks
 from engram.saved.rows import SavedRowsSource, read_rows_state
 from engram.saved.snapshot import StoragePreparation
-from engram.storages import _columns, tensor_state
+from engram.storages import _columns, _types, tensor_state
 from engram.storages._base import Count, Rows, Storage, WrongCount, check_plan
 from engram.storages._geometry import OF_DATA, Geometry, LaterArguments, positions_of, take_later
 from engram.storages._home import Home, share_in_place
 from engram.storages._ragged_structure import structure_in
 from engram.storages._structure import Structure, device_of, leading_size
-from engram.storages._types import as_tensor
 from engram.storages.ragged import RaggedLayout
 from engram.storages.tensor_state import RowsLoad, RowsState
-from engram.store import DeviceStore, Store, reattach
+from engram.store import opening, ragged
+from engram.store.device.store import DeviceStore
 from engram.store.priorities import Priorities, PriorityConfig, PriorityIndex, priorities_of
-from engram.store.ragged import RaggedStore
-from engram.store.store import NativeWrite, T
+from engram.store.store import NativeWrite, Store, T
 from engram.types import Extent, Form, RowsSource, StorageLoad, Traits, Write, WritePlan
 
 
@@ -372,7 +371,7 @@ class TensorStorage(Storage):
         return self.prepare(given, call, batched=batched, ignored=ignored, count=count)
 
     def number(self, value: object, path: tuple[str, ...]) -> object:
-        return as_tensor(value, path, "add") if self.memory is None else self.written().number(value, path)
+        return _types.as_tensor(value, path, "add") if self.memory is None else self.written().number(value, path)
 
     def _forget_fake_rows(self, *row: object, batched: bool = False, error: Exception | None = None) -> bool:
         """Whether this was a storage whose rows say nothing of those to come, and is as before its first write now."""
@@ -679,7 +678,7 @@ class TensorStorage(Storage):
             state = self.state_without_rows(without=without)
             numbers = state["numbers"]
             rows = [] if state["schema"] is None else self._first_rows(len(numbers))
-            if state.pop(tensor_state.HEADS, None) is not None and isinstance(self.store, RaggedStore):
+            if state.pop(tensor_state.HEADS, None) is not None and isinstance(self.store, ragged.RaggedStore):
                 state["items"] = self.store.packed(rows, numbers != 0)
         tensor_state.fill_with_zeros(rows, numbers == 0)
         return {**state, "rows": rows}
@@ -774,7 +773,7 @@ class TensorStorage(Storage):
         saved = state.pop("memory", None)
         super().__setstate__(state)
         if saved is not None:
-            store = reattach(saved)
+            store = opening.reattach(saved)
             if "structure" not in state:
                 self.structure = structure_in(store.schema, self._geometry.dtypes, self.ragged)
             elif self.structure is not None and len(self.structure.fields) < len(store.schema.fields):

@@ -18,11 +18,13 @@ from engram.format import schema as schemas
 from engram.format.schema import Field, Schema
 from engram.saved.ragged import RaggedRowsSource
 from engram.saved.snapshot import RowsSnapshot, StorageSnapshot, WholeSnapshot, bytes_of, named_writes
-from engram.store import Store, StoreState, add_field, check_index_name, fill_rows, ragged, row_indexes
+from engram.store import adding, ragged, row_indexes
+from engram.store.indexes import check_index_name
 from engram.store.memory import refuse_ragged, torch_dtype, write_rows
 from engram.store.priorities import NAMES, PriorityConfig, PriorityIndex, check_priorities, priorities_of
 from engram.store.rings import Piece, check_room, compacted, fill_rings, heads_of, oldest_first
 from engram.store.row_indexes import EpochIndex, Progress, UsageIndex, checked_progress
+from engram.store.store import Store, StoreState
 from engram.types import RowsSource, RowsTarget
 
 
@@ -474,7 +476,7 @@ class FirstFields(NamedTuple):
         first.put, first.rings = tensors.put, tensors.rings
         self.source.fill(first)
         for number in range(self.saved, len(tensors)):
-            fill_rows(tensors[number], self.here.fill(number) or b"", zeroed=False)
+            adding.fill_rows(tensors[number], self.here.fill(number) or b"", zeroed=False)
 
 
 class RowsLoad(NamedTuple):
@@ -504,7 +506,7 @@ class RowsLoad(NamedTuple):
         self.storage.allocate_for(self.schema)
         store = cast("Store", self.storage.memory)  # it was just allocated
         for number in range(len(store.schema.fields), len(self.schema.fields)):
-            add_field(store, self.schema.fields[number], self.schema.fill(number) or b"")
+            adding.add_field(store, self.schema.fields[number], self.schema.fill(number) or b"")
 
     def commit(self) -> None:
         self.allocate()

@@ -21,8 +21,7 @@ from engram._support import native
 from engram.errors import CorruptStore, WriterStalled
 from engram.format import files, layout
 from engram.format import schema as schemas
-from engram.store.lifetime import exclusive, schema_in
-from engram.store.memory import column_field, private_field
+from engram.store import lifetime, memory
 
 #: How often a pause is tried: who holds one may be waiting for the lock of the folder.
 _TRIES = 3
@@ -83,14 +82,14 @@ def _add_in_memory(store: Growing, field: schemas.Field, fill: bytes) -> None:
         schema = _grown(store.schema, field, fill)
         if schema is None:
             return
-        tensor = private_field(field, store.capacity)
+        tensor = memory.private_field(field, store.capacity)
         fill_rows(tensor, fill)
         with store.paused():
             store.grow(schema, [tensor])
 
 
 def _add_in(directory: Path, store: Growing, field: schemas.Field, fill: bytes) -> None:
-    with exclusive(directory):
+    with lifetime.exclusive(directory):
         adopt_fields(store)
         schema = _grown(store.schema, field, fill)
         if schema is None:
@@ -103,7 +102,7 @@ def _add_in(directory: Path, store: Growing, field: schemas.Field, fill: bytes) 
         hidden.unlink(missing_ok=True)  # of a process that died
         try:
             files.reserve(hidden, field.row_bytes * schema.capacity)
-            tensor = column_field(hidden, field, schema.capacity)
+            tensor = memory.column_field(hidden, field, schema.capacity)
             fill_rows(tensor, fill)
             with store.paused():
                 # In this order: who sees the new epoch waits for the folder, and finds the field, or that there is none.
@@ -112,7 +111,7 @@ def _add_in(directory: Path, store: Growing, field: schemas.Field, fill: bytes) 
                 store.grow(schema, [tensor])
                 store.core.knows_fields(epoch)
         except BaseException:
-            if len(schema_in(directory).fields) <= number:
+            if len(lifetime.schema_in(directory).fields) <= number:
                 hidden.unlink(missing_ok=True)
             raise
         with contextlib.suppress(OSError):  # the field is there: the next process that opens the store names its file
@@ -160,8 +159,8 @@ def adopt_fields(store: Growing) -> None:
     directory = store.folder
     if directory is None or store.closed:
         return
-    with exclusive(directory):
-        epoch, schema = store.core.fields_epoch, schema_in(directory)
+    with lifetime.exclusive(directory):
+        epoch, schema = store.core.fields_epoch, lifetime.schema_in(directory)
         known = len(store.schema.fields)
         if schema.fields[:known] != store.schema.fields or schema.first_fields != store.schema.first_fields:
             raise changed_description(directory / layout.FOLDER)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engram.format.schema import Schema
-from engram.store.device import HostedStore
+from engram.store.device.store import HostedStore
 from engram.store.memory import as_rows, new_control_memory, private_field, refuse_ragged, torch_dtype
 from engram.store.store import Store, StoreState
 from engram.types import Extent, RowsTarget, Write, WritePlan

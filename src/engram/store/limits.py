@@ -12,7 +12,7 @@ from typing import NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar
 
 from engram._support import checks, native, words
 from engram.errors import NoSampleable, RateLimited
-from engram.store import Store
+from engram.store.store import Store
 
 
 @dataclass(frozen=True)

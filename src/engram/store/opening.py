@@ -15,18 +15,15 @@ from typing import Any
 
 import torch
 
-from engram._support import fork, mappings, native
+from engram._support import fork, mappings, native, words
 from engram._support.memory import available_memory
-from engram._support.words import format_size, raise_as, warn
 from engram.errors import CorruptStore, IncompatibleStore, ReadOnlyStore, StoreInUse, UncleanStore
 from engram.format import files, layout, sizes
 from engram.format import files as controls
 from engram.format import schema as schemas
-from engram.store import lifetime, memory
-from engram.store.adding import changed_description, encoded, put_in_order
-from engram.store.device import DeviceStore
+from engram.store import adding, lifetime, memory, ragged
+from engram.store.device.store import DeviceStore
 from engram.store.indexes import INDEX_KINDS, Host, Indexes
-from engram.store.ragged import RaggedStore, store_class
 from engram.store.rings import make_rings, private_rings, rings_in
 from engram.store.store import Repair, Saved, Store
 
@@ -126,7 +123,7 @@ class ReaderStore(Store):
         """In a child: the maps are its own, and it has nothing to recover."""
 
 
-class RaggedReaderStore(RaggedStore, ReaderStore):
+class RaggedReaderStore(ragged.RaggedStore, ReaderStore):
     """As :class:`ReaderStore`, of rows with ragged fields."""
 
 
@@ -174,7 +171,7 @@ def create_store(
     """
     if adopted is not None:
         memory.refuse_ragged(schema, "rows that exist already", "Write them to a new storage")
-    raw = encoded(schema)
+    raw = adding.encoded(schema)
     hidden = directory / f"{layout.FOLDER}-{os.getpid()}-{threading.get_ident()}"
     rows = layout.row_files(directory, schema, hidden.name).values()
     paths = {path: row_bytes * schema.capacity for path, row_bytes in rows}
@@ -316,7 +313,7 @@ def reattach(saved: Saved) -> Store:
         for field, column in zip(fields, columns, strict=True):
             field.copy_(column)
         rings = private_rings(schema).copy_from([part.tensor for part in saved.rings])
-        store = store_class(schema)(schema, fields, *memory.new_control_memory(schema), rings=rings)
+        store = ragged.store_class(schema)(schema, fields, *memory.new_control_memory(schema), rings=rings)
     else:
         store = DeviceStore.on(schema, columns[0].device, columns)
     store.take_over(control, tickets)
@@ -431,7 +428,7 @@ def _upgraded(directory: Path, schema: schemas.Schema, fingerprints: Sequence[in
         in_use = anyone_has_open(directory, control, tickets)
         header = controls.parse_control(bytes(control.tensor[: controls.FIXED_BYTES].numpy()))
     if header.schema_sum not in fingerprints:
-        raise changed_description(folder)
+        raise adding.changed_description(folder)
     if in_use:
         raise StoreInUse(
             f"open: a process of an earlier engram has the store in {str(directory)!r} open, and this one would change its format. "
@@ -463,14 +460,14 @@ def _check_description(store: Store, folder: Path, fingerprints: Sequence[int]) 
     """Raise ``CorruptStore`` unless control memory belongs to the description."""
     core, schema = store.core, store.schema
     if (core.capacity, core.lanes) != (schema.capacity, schema.lanes) or core.schema_sum not in fingerprints:
-        raise changed_description(folder)
+        raise adding.changed_description(folder)
 
 
 def _attach(schema: schemas.Schema, directory: Path, fingerprints: Sequence[int], *, unclean: str) -> Store:
     """The store in a folder whose description was read. The folder is locked."""
     folder = directory / layout.FOLDER
     alive, store = lifetime.AliveFile(directory), None
-    put_in_order(directory, schema)
+    adding.put_in_order(directory, schema)
     try:
         control, tickets = _mapped_control(folder, schema)
         segments = memory.segments_in(folder)
@@ -483,7 +480,7 @@ def _attach(schema: schemas.Schema, directory: Path, fingerprints: Sequence[int]
         attachment = lifetime.Attachment(directory, alive, control, tickets, has_files=segments is None)
         with _naming(folder):
             rings = rings_in(directory, schema, memory.file_block)
-            store = store_class(schema)(schema, tensors, control, tickets, attachment, rings=rings)
+            store = ragged.store_class(schema)(schema, tensors, control, tickets, attachment, rings=rings)
             attachment.begin(store, store.core)  # from here on closing it releases all that was taken
         _check_description(store, folder, fingerprints)
         if segments is None:
@@ -521,9 +518,9 @@ def _use_files(store: Store, directory: Path) -> None:
     store.core.use_files(paths, store.larger)
     needed = sizes.resident_bytes(directory, capacity)
     if store.larger and available < needed:
-        warn(
-            f"{str(directory)!r}: tickets and priorities of {capacity:,} rows need {format_size(needed)} of memory, this process can have "
-            f"{format_size(available)}: each draw waits for the disk. Give it more, or choose a smaller store."
+        words.warn(
+            f"{str(directory)!r}: tickets and priorities of {capacity:,} rows need {words.format_size(needed)} of memory, this process can "
+            f"have {words.format_size(available)}: each draw waits for the disk. Give it more, or choose a smaller store."
         )
 
 
@@ -561,7 +558,7 @@ def _closed_in_order(core: native.Store, directory: Path, unclean: str) -> bool:
 
 def _check_closed(core: native.Store, directory: Path) -> None:
     """Check the control memory of a store that was closed in order. Cost: O(lanes)."""
-    with raise_as(CorruptStore, directory / layout.FOLDER / layout.CONTROL, CorruptStore):
+    with words.raise_as(CorruptStore, directory / layout.FOLDER / layout.CONTROL, CorruptStore):
         core.check_closed()
 
 

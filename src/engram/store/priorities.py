@@ -7,23 +7,21 @@ different indexes have priorities of their own over one copy of the data.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from engram._support import native
 from engram._support.state import real, tensor_in, typed
 from engram.errors import IncompatibleCheckpoint, IncompatibleStore, PriorityError, RowError
-from engram.store import DevicePriorities, DeviceStore, DrawingPart, Store, TicketIndex, check_index_name
+from engram.store import blocks, indexes, memory
+from engram.store.device.rows import DevicePriorities
+from engram.store.device.store import DeviceStore
+from engram.store.store import Store
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from engram.store import Block, Key, Masses
-
-    Numbers: TypeAlias = NDArray[np.generic]
+Numbers: TypeAlias = np.typing.NDArray[np.generic]
 
 #: Entries of a state.
 NAMES = ("alpha", "beta", "eps", "max_priority_within_buffer", "highest", "leaves")
@@ -94,7 +92,7 @@ def with_parameters(state: dict[str, Any], alpha: float, eps: float) -> dict[str
     return {**state, "alpha": alpha, "eps": eps, "leaves": torch.where(given, powers, leaves)}
 
 
-class PriorityIndex(TicketIndex[native.Priorities]):
+class PriorityIndex(indexes.TicketIndex[native.Priorities]):
     """The priorities of the rows of one store. Made by :meth:`of_store`."""
 
     kind = "priorities"
@@ -118,7 +116,7 @@ class PriorityIndex(TicketIndex[native.Priorities]):
             IncompatibleStore: the index of that name has another ``eps`` or ``max_priority_within_buffer``.
             OSError: no space for its file.
         """
-        check_index_name(name)
+        indexes.check_index_name(name)
         nbytes = native.priority_bytes(store.capacity, config.within_buffer)
         # No other thread looks while they are on neither the device nor the host.
         with store.placing() if isinstance(store, DeviceStore) else contextlib.nullcontext():
@@ -149,7 +147,7 @@ class PriorityIndex(TicketIndex[native.Priorities]):
         self.core.draw(key, rows, numbers, weights, leaves, among)
         return rows, numbers, weights
 
-    def sample(self, store: Store, key: Key, n: int, single_precision: bool, over_batch: bool) -> list[Tensor]:
+    def sample(self, store: Store, key: blocks.Key, n: int, single_precision: bool, over_batch: bool) -> list[Tensor]:
         """As :meth:`draw`, with the rows' data: one tensor per field, then rows, ticket numbers and weights, ``over_batch``: over the
         largest of these.
         """
@@ -226,9 +224,9 @@ class PriorityIndex(TicketIndex[native.Priorities]):
         return PriorityConfig(self.core.alpha, self.core.beta, self.core.eps, self.core.within_buffer)
 
     @property
-    def masses(self) -> Masses:
+    def masses(self) -> blocks.Masses:
         """Sum and smallest of the leaves, and live rows, of one moment."""
-        with DrawingPart() as part:
+        with blocks.DrawingPart() as part:
             self.core.weigh(None, None)
         return part.masses
 
@@ -272,7 +270,7 @@ class DeviceIndex(DevicePriorities):
             ValueError: not a name of an index.
             IncompatibleStore: the index of that name has other parameters, or lies on the host.
         """
-        check_index_name(name)
+        indexes.check_index_name(name)
         with store.placing():
             known = store.indexes.get((name, PriorityIndex.kind))
             if known is not None:
@@ -321,7 +319,7 @@ class DeviceIndex(DevicePriorities):
             return {**state_of(self.config), "highest": self.highest, "leaves": leaves}
 
     @property
-    def block(self) -> Block:
+    def block(self) -> memory.Block:
         """Memory of an index on the host with these priorities: what copies of the store get."""
         index = PriorityIndex.of_no_store(self.rows, self.config)
         index.core.written(torch.arange(self.rows, device="cpu"))

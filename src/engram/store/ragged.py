@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import torch
+from torch import Tensor
 
-from engram._support import native
+from engram._support import field_paths, native
 from engram.errors import RowError
-from engram.store import memory, store
+from engram.format.schema import RaggedGroup, Schema
+from engram.store import blocks, memory, store
 from engram.store.ragged_rows import Items, addresses_of, check_room, sharing, source_of
 from engram.store.rings import RingsTarget, heads_of
 from engram.types import Draw, RowsTarget, Write, WritePlan
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch import Tensor
-
-    from engram._support.field_paths import FieldPath
-    from engram.format.schema import RaggedGroup, Schema
-    from engram.store.blocks import Key
-
-    #: Of each group its fields, the longest row, lengths, where rows begin, offsets as int64 and as int32, and the items of each field.
-    ItemsRead: TypeAlias = Sequence[tuple[list[int], int, Tensor, Tensor, Tensor, Tensor, list[Tensor]]]
+#: Of each group its fields, the longest row, lengths, where rows begin, offsets as int64 and as int32, and the items of each field.
+ItemsRead: TypeAlias = Sequence[tuple[list[int], int, Tensor, Tensor, Tensor, Tensor, list[Tensor]]]
 
 
-def counted_groups(schema: Schema, field: FieldPath | None, call: str) -> list[int]:
+def counted_groups(schema: Schema, field: field_paths.FieldPath | None, call: str) -> list[int]:
     """The groups of fields of which the longest is the length of a row: that of a field, or those of all that are no texts, if any.
 
     Raises ``KeyError``: no such ragged field.
@@ -57,14 +51,14 @@ class RaggedStore(store.Store):
     #: int64 ``[lanes, groups]``: by how much offsets of items are larger here than where rows were saved; None: by nothing.
     item_shifts: Tensor | None = None
 
-    def counted_groups(self, field: FieldPath | None, call: str) -> list[int]:
+    def counted_groups(self, field: field_paths.FieldPath | None, call: str) -> list[int]:
         """As :func:`counted_groups`, which is asked once for each field."""
         if field not in self._counted:
             self._counted[field] = counted_groups(self.schema, field, call)
         return self._counted[field]
 
     @cached_property
-    def _counted(self) -> dict[FieldPath | None, list[int]]:
+    def _counted(self) -> dict[field_paths.FieldPath | None, list[int]]:
         return {}
 
     @property
@@ -218,7 +212,7 @@ class RaggedStore(store.Store):
         """The columns of all leaders, int32 ``[n, 3]``, of rows that have these tickets; and the positions of those that have others."""
         return super().read(rows, expected=expected, which=[group.leader for group in self.schema.ragged_groups])
 
-    def lengths_of(self, rows: Tensor, expected: Tensor, field: FieldPath | None, call: str) -> Tensor:
+    def lengths_of(self, rows: Tensor, expected: Tensor, field: field_paths.FieldPath | None, call: str) -> Tensor:
         """How long rows are that have these tickets, int32 ``[n]``; of others any number. Raises as :func:`counted_groups`."""
         spans, _ = self.read_spans(rows, expected)
         return torch.stack([spans[place][:, 2] for place in counted_groups(self.schema, field, call)]).amax(0)
@@ -255,11 +249,11 @@ class RaggedStore(store.Store):
         _put(groups, columns, rows, at)
         return columns[: len(wanted)], moved
 
-    def sample_uniform(self, key: Key, n: int, with_rows: bool, with_numbers: bool = False) -> list[Tensor]:
+    def sample_uniform(self, key: blocks.Key, n: int, with_rows: bool, with_numbers: bool = False) -> list[Tensor]:
         return self.sample_unlimited(key, n, with_rows, with_numbers, False)  # type: ignore[return-value] # it waits for nothing
 
     def sample_unlimited(
-        self, key: Key, n: int, with_rows: bool, with_numbers: bool, unless_limited: bool = True
+        self, key: blocks.Key, n: int, with_rows: bool, with_numbers: bool, unless_limited: bool = True
     ) -> list[Tensor] | None:
         drawn = self.core.draw_uniform(self.layout, key.address, n, True, True, unless_limited, self._item_layout)
         if drawn is None:

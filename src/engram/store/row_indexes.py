@@ -6,9 +6,11 @@ process keeps it.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar, cast
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from engram._support import fork, native
 from engram._support.field_paths import FieldPath, public
@@ -16,26 +18,19 @@ from engram._support.state import check_keys, integer
 from engram.errors import IncompatibleStore
 from engram.format import layout
 from engram.format.schema import DTYPES, Field, items_of
-from engram.store.indexes import LockedIndex, Ordered, TicketIndex
-from engram.store.memory import Block, dlpack_specs, placed, read_block
+from engram.store import indexes, memory
+from engram.store.store import Store
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from engram.store.store import Store
-
-    #: int64 rows, group by group, their tickets, and whether some come again; or a row: all rows of its group were just being written;
-    #: None: there is no group.
-    Drawn: TypeAlias = tuple[Tensor, Tensor, bool] | int | None
+#: int64 rows, group by group, their tickets, and whether some come again; or a row: all rows of its group were just being written;
+#: None: there is no group.
+Drawn: TypeAlias = tuple[Tensor, Tensor, bool] | int | None
 
 #: Which rows are in groups, as the core says it: the number of the key's field and its bytes, fields that are to be ready, uses, the field
 #: of the version, staleness, the order of groups, rows of each of these, and the field of their rewards.
 GroupPolicy: TypeAlias = tuple[int, int, tuple[int, ...], int, "int | None", int, int, int, "int | None"]
 
 
-class _Ruled(Ordered, Protocol):
+class _Ruled(indexes.Ordered, Protocol):
     """A core that knows its rules."""
 
     @property
@@ -60,7 +55,7 @@ MAX_READY, MAX_USES = 16, 1 << 24
 READY_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
-class RuledIndex(TicketIndex[P]):
+class RuledIndex(indexes.TicketIndex[P]):
     """An index of rows that follow rules, by which all that use it draw."""
 
     @classmethod
@@ -144,7 +139,7 @@ class ConsumptionIndex(RuledIndex[native.Consumption]):
         self.core.restore(uses)
 
 
-class UsageIndex(LockedIndex[native.Usage]):
+class UsageIndex(indexes.LockedIndex[native.Usage]):
     """Counts of samples of the rows of one store. It has no lock: each count is an atomic word."""
 
     kind = "usage"
@@ -168,7 +163,7 @@ class UsageIndex(LockedIndex[native.Usage]):
         if index is None and store.core.asked_usage:
             if store.readonly and store.folder is not None:
                 path = store.folder / layout.FOLDER / layout.INDEXES / cls.NAME / cls.kind
-                return cls(read_block(path, path.stat().st_size), None) if path.exists() else None
+                return cls(memory.read_block(path, path.stat().st_size), None) if path.exists() else None
             index = store.indexes.refreshed().get((cls.NAME, cls.kind))
         return index
 
@@ -192,7 +187,7 @@ class UsageIndex(LockedIndex[native.Usage]):
         return self.block.tensor[native.usage_bytes(0) : native.usage_bytes(self.core.rows)].view(torch.int32)
 
 
-class EpochIndex(LockedIndex[native.Epoch]):
+class EpochIndex(indexes.LockedIndex[native.Epoch]):
     """Each call of ``core.next`` takes the next stretch of rows. Made by :meth:`of_store` and :meth:`alone`."""
 
     reset_mutex = staticmethod(native.reset_epoch_mutex)
@@ -236,7 +231,7 @@ def checked_progress(state: dict[str, object], where: str, *others: str) -> Prog
     return key, rows, integer(state, "visited", 0, rows + 1, where), begun
 
 
-class ChangesIndex(LockedIndex[native.Changes]):
+class ChangesIndex(indexes.LockedIndex[native.Changes]):
     """Which rows of one store may have changed since they were looked at. It has no lock: each mark is an atomic word.
 
     Every write of every process keeps it. A look costs what was written since the one before, not what the store holds.
@@ -264,12 +259,12 @@ class ChangesIndex(LockedIndex[native.Changes]):
             store.core.ask_for_usage()
         return index
 
-    def look(self, since: int) -> tuple[int, NDArray[np.int64]]:
+    def look(self, since: int) -> tuple[int, np.typing.NDArray[np.int64]]:
         """The number of this look, and int64 ``[n]``, in order: rows that may have changed since that one. 0: all rows."""
         return self.core.look(since)
 
 
-class ConsumerVersionIndex(LockedIndex[native.ConsumerVersion]):
+class ConsumerVersionIndex(indexes.LockedIndex[native.ConsumerVersion]):
     """A version that only grows, until the store is emptied. It has no lock. Made by :meth:`of_store` and :meth:`alone`."""
 
     kind = "consumer"
@@ -277,7 +272,7 @@ class ConsumerVersionIndex(LockedIndex[native.ConsumerVersion]):
     format_memory = staticmethod(native.format_consumer_version)
 
     @classmethod
-    def free_lock(cls, block: Block) -> None:
+    def free_lock(cls, block: memory.Block) -> None:
         """There is none. Raises as :meth:`LockedIndex.free_lock`."""
         cls(block, None)
 
@@ -300,7 +295,7 @@ def rows_by_version(store: Store, key: FieldPath, ready: tuple[FieldPath, ...]) 
     numbers, columns = store.on_host([number for number, _ in fields])
     *until, version = zip(numbers, (spec for _, spec in fields), strict=True)
     keep = (*store.control_memory, *columns)
-    return fork.registered(native.Versions(store.core, (until, version), *placed(columns), keep))
+    return fork.registered(native.Versions(store.core, (until, version), *memory.placed(columns), keep))
 
 
 class GroupRules(NamedTuple):
@@ -550,7 +545,7 @@ def specified(store: Store, argument: str, key: FieldPath) -> Specified:
             f"sample: ready: {public(key)!r}: expected floating numbers, which are NaN until they are ready, got {got}. No value of it "
             "says that it is not ready: store it as float32, or leave it out."
         )
-    return number, dlpack_specs([field])[0]
+    return number, memory.dlpack_specs([field])[0]
 
 
 def _key_field(store: Store, key: FieldPath) -> int:

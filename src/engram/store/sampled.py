@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+import torch
+from torch import Tensor
 
-    from engram._support.field_paths import FieldPath
-    from engram.store.priorities import Priorities, PriorityConfig
-    from engram.store.row_indexes import ConsumptionIndex, GroupRules, Groups
-    from engram.store.store import Store
-    from engram.types import Extent, Traits
+from engram._support.field_paths import FieldPath
+from engram.store.priorities import Priorities, PriorityConfig
+from engram.store.row_indexes import ConsumptionIndex, GroupRules, Groups
+from engram.store.store import Store
+from engram.types import Extent, Traits
 
 
 class SampledStorage(Protocol):

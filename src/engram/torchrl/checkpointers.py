@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import msgspec
 import torch
 
-from engram._support.field_paths import DEFAULT_DONE_KEYS
-from engram._support.tensordicts import is_tensor_collection, tensordict_type
+from engram._support import field_paths, tensordicts
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.saved import checkpointers
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF
@@ -38,7 +37,7 @@ class _Hook:
         done_key: str | tuple[str, ...] | None = None,
         shift_key: str = SHIFT,
         is_full_key: str = FULL,
-        done_keys: Iterable[object] = DEFAULT_DONE_KEYS,
+        done_keys: Iterable[object] = field_paths.DEFAULT_DONE_KEYS,
         reward_keys: Iterable[object] = ("reward",),
     ) -> None:
         keys = Keys.of(type(self).__name__, done_keys, reward_keys)
@@ -145,7 +144,7 @@ class Flat2TED(_Hook):
         leaves = _TensorDictLeaves(data, self.keys, type(self).__name__)
         dump = LayoutDump(leaves, self.keys)
         ring = dump.ring
-        made = tensordict_type()(batch_size=(ring.slots, *ring.columns)) if out is None else out
+        made = tensordicts.tensordict_type()(batch_size=(ring.slots, *ring.columns)) if out is None else out
         for field in dump.fields:
             shape = (ring.slots, *ring.columns, *field.shape)
             if out is None:
@@ -179,7 +178,7 @@ class TED2Nested(TED2Flat):
     def __call__(self, data: TensorDict, path: Path | None = None) -> TensorDict:
         flat, steps = self._flat(data, path)
         lengths, longer = steps.trajectories()
-        out = tensordict_type()(batch_size=[len(lengths)])
+        out = tensordicts.tensordict_type()(batch_size=[len(lengths)])
         out.update(dict(flat.non_tensor_items()))
         out.memmap_(path)
         for key, value in flat.items(True, True):
@@ -202,14 +201,14 @@ class Nested2TED(Flat2TED):
 
     def __call__(self, data: TensorDict, out: TensorDict | None = None) -> TensorDict:
         _check(data, type(self).__name__)
-        flat = tensordict_type()(dict(data.non_tensor_items()))
+        flat = tensordicts.tensordict_type()(dict(data.non_tensor_items()))
         for key, value in data.items(True, True):
             flat.set(key, _flattened(value))
         return super().__call__(flat, out=out)
 
 
 def _check(data: object, who: str) -> None:
-    if not is_tensor_collection(data):
+    if not tensordicts.is_tensor_collection(data):
         raise TypeError(f"{who}: expected a TensorDict, got a {type(data).__name__}.")
 
 
@@ -226,7 +225,7 @@ class _TensorDictSink:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self.out = tensordict_type()()
+        self.out = tensordicts.tensordict_type()()
 
     def begin(self, ring: checkpointers.Ring, steps: Steps, keys: Keys) -> None:
         self._ring, self._steps = ring, steps

@@ -17,15 +17,14 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, cast
+from typing import NamedTuple, Protocol, TypeAlias, cast
 
 import msgspec
 import torch
 from torch import Tensor
 
-from engram._support import nested, words
+from engram._support import nested, tensordicts, words
 from engram._support.state import integer, real, typed
-from engram._support.tensordicts import children, is_tensor_collection, tensordict_type
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format.layout import SINGLE
 from engram.format.schema import Field, Node, Schema
@@ -36,11 +35,7 @@ from engram.torchrl import components, layouts
 from engram.torchrl.checkpointers import checkpointer
 from engram.torchrl.items import CompressedItems, TorchRLDump, TorchRLItems, TorchRLSteps, is_compressed, validate
 from engram.torchrl.parts import Layout, prepare_layout
-
-if TYPE_CHECKING:
-    from tensordict import TensorDict
-
-    from engram.types import Decompress, StorageLoad, StrPath
+from engram.types import Decompress, StorageLoad, StrPath
 
 __all__ = ["checkpointer", "layout", "library", "prepare_layout", "read", "read_ensemble", "read_state", "recognises"]
 
@@ -347,19 +342,19 @@ def made_of(state: _State, said: Mapping[str, Said], without: Collection[str], w
     """
     devices = {value.device for value in state.values() if isinstance(value, Tensor)}
     own = devices.pop() if said[""].on_device and len(devices) == 1 else None
-    made: dict[str, TensorDict] = {}
+    made: dict[str, tensordicts.TensorDict] = {}
     for prefix in sorted(said, key=len):
         one = said[prefix]
         above, last = split(prefix, said)
         if prefix and path_of(prefix, said)[0] in without:
             continue
         if one.kind == _OBJECT:
-            holder = made[above] if prefix else tensordict_type()(batch_size=one.batch)
+            holder = made[above] if prefix else tensordicts.tensordict_type()(batch_size=one.batch)
             holder.set_non_tensor(last, one.objects.get("data"))
             if not prefix:
-                return children(holder)[last]
+                return tensordicts.children(holder)[last]
             continue
-        made[prefix] = tensordict_type()(batch_size=one.batch, device=own)
+        made[prefix] = tensordicts.tensordict_type()(batch_size=one.batch, device=own)
         for name, value in one.objects.items():
             made[prefix].set_non_tensor(name, value)
         if prefix:
@@ -376,7 +371,7 @@ def made_of(state: _State, said: Mapping[str, Said], without: Collection[str], w
     return made[""]
 
 
-def _put(holder: TensorDict, name: str, value: Tensor | TensorDict, where: str) -> None:
+def _put(holder: tensordicts.TensorDict, name: str, value: Tensor | tensordicts.TensorDict, where: str) -> None:
     try:
         holder.set(name, value)
     except RuntimeError as error:
@@ -432,7 +427,7 @@ class ListedItems:
 def _copied(leaf: object, _: object) -> object:
     if isinstance(leaf, Tensor):
         return leaf.detach().clone()
-    return leaf.clone() if is_tensor_collection(leaf) else leaf
+    return leaf.clone() if tensordicts.is_tensor_collection(leaf) else leaf
 
 
 class _Tree(Protocol):

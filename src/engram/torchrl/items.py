@@ -10,8 +10,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engram._support import copies, words
-from engram._support.tensordicts import tensordict_type
+from engram._support import copies, tensordicts, words
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format import layout, strict
 from engram.format.schema import DTYPES, INTEGER, MAX_DEPTH, Field, Node, Schema, renumbered
@@ -325,7 +324,7 @@ class CompressedItems:
             raise CorruptCheckpoint(f"{self._where(number, '')}: expected a folder in {_DATA}, got none.")
         if isinstance(item, _Tensor):
             return self._decompressed(item, parts, "data", decompress, self._where(number, ""))
-        made = tensordict_type()({}, batch_size=[])
+        made = tensordicts.tensordict_type()({}, batch_size=[])
         for key, field in item.fields.items():
             if key in without:
                 continue

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeGuard
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engram._support import checks, field_paths, nested
+from engram._support import checks, field_paths, nested, tensordicts
 from engram._support.state import HasState, Loads, Stateful, check_keys, has_state, prepare_load, saved
 from engram._support.tensordicts import is_tensor_collection, tensordict_type
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from numpy.typing import NDArray
-    from tensordict import TensorDictBase
-
-    from engram.types import Commit
-
+from engram.types import Commit
 
 #: Of an entry: its name, or the path of names to a nested entry.
 Key: TypeAlias = str | tuple[str, ...]
 #: Keys as a user gives them, a list or one key. A tuple is one key, as in TorchRL; None is no key.
 Keys: TypeAlias = "Sequence[Key] | None"
-Array: TypeAlias = "Tensor | NDArray[np.generic]"
+Array: TypeAlias = "Tensor | np.typing.NDArray[np.generic]"
 
 
 class Transform:
@@ -231,7 +224,7 @@ def put(data: Any, key: Key, value: object) -> None:
     _set(data, last, value)
 
 
-def _set(data: dict[str, object] | TensorDictBase, name: str, value: object) -> None:
+def _set(data: dict[str, object] | tensordicts.TensorDictBase, name: str, value: object) -> None:
     if isinstance(data, dict):
         data[name] = value
     else:

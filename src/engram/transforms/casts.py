@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
+from torch import Tensor
 
+from engram._support import nested, tensordicts
 from engram._support.devices import existing_device
-from engram._support.nested import has_entries, is_tensordict
 from engram.transforms import _base
-
-if TYPE_CHECKING:
-    from tensordict import TensorDictBase
-    from torch import Tensor
-
-    from engram.transforms._base import Key, Keys
+from engram.transforms._base import Key, Keys
 
 
 class DTypeCastTransform(_base.KeyedTransform):
@@ -164,14 +160,14 @@ def _moved(value: Tensor, device: torch.device) -> Tensor:
 
 
 def _everything(data: object, device: torch.device) -> object:
-    if is_tensordict(data):
+    if nested.is_tensordict(data):
         return data.to(device, non_blocking=device.type != "cpu")  # without non_blocking=, it waits at the end
     return _base.map_tensors(data, lambda x: _moved(x, device))
 
 
 def _without_device(data: object) -> object:
     """A TensorDict that may hold entries of several devices."""
-    if _base.is_tensor(data) or not is_tensordict(data) or data.device is None:
+    if _base.is_tensor(data) or not nested.is_tensordict(data) or data.device is None:
         return data
     return _base.shallow(data, "DeviceCastTransform").clear_device_()
 
@@ -252,14 +248,14 @@ class SelectTransform(_base.Transform):
         self._kept = [*self.selected_keys, *["reward"] * self.keep_rewards, *["done"] * self.keep_dones]
 
     def forward(self, data: object) -> object:
-        if is_tensordict(data):
+        if nested.is_tensordict(data):
             return data.select(*self._kept, strict=False)
         _base.shallow(data, "SelectTransform")  # rejects data without keys
         selected: dict[str, object] = {}
         for key in self._kept:
             value = _base.find(data, key)
             if value is not None:
-                kept = _base.shallow(value, "SelectTransform") if has_entries(value) else value
+                kept = _base.shallow(value, "SelectTransform") if nested.has_entries(value) else value
                 _base.put(selected, _base.keys_of(data, key), kept)
         return selected
 
@@ -295,7 +291,7 @@ class ExcludeTransform(_base.Transform):
         return self._without(data) if self.inverse else data
 
     def _without(self, data: object) -> object:
-        if is_tensordict(data):
+        if nested.is_tensordict(data):
             return data.exclude(*self.excluded_keys)
         made = _base.shallow(data, "ExcludeTransform")
         for key in self.excluded_keys:
@@ -308,7 +304,7 @@ class ExcludeTransform(_base.Transform):
         return f"ExcludeTransform({', '.join(map(repr, self.excluded_keys))}{inverse})"
 
 
-def _remove(data: dict[str, object] | TensorDictBase, key: Key) -> None:
+def _remove(data: dict[str, object] | tensordicts.TensorDictBase, key: Key) -> None:
     *way, last = _base.keys_of(data, key)
     for part in way:
         data = data.get(part)

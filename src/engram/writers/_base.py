@@ -6,13 +6,11 @@ from typing import Any, Literal, NoReturn, Unpack, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from engram._support import nested, unsupported
 from engram._support.checks import as_numbers
-from engram._support.nested import NoRows
 from engram._support.overrides import meanwhile, overrides
-from engram._support.unsupported import NOT_TRACED, NoArguments, reject_unsupported, take_compilable
 from engram.saved.parts import Component, adopt
 from engram.types import Declared, Extent, Ranking, Traits, Write, WritePlan, Writer
 
@@ -26,11 +24,11 @@ class NativeWriter(Component):
     keeps_order = True
 
     def __init__(
-        self, compilable: bool = False, *, track_generations: bool = False, **unknown: Unpack[NoArguments]
+        self, compilable: bool = False, *, track_generations: bool = False, **unknown: Unpack[unsupported.NoArguments]
     ) -> None:
         given = {"compilable": compilable, **unknown}
-        reject_unsupported(type(self).__name__, given, NOT_TRACED, type(self))
-        take_compilable(self, given)
+        unsupported.reject_unsupported(type(self).__name__, given, unsupported.NOT_TRACED, type(self))
+        unsupported.take_compilable(self, given)
         if track_generations:
             self.traits = self.traits._replace(tracks_tickets=True)
         self._storage: Any = None
@@ -174,7 +172,7 @@ class NativeWriter(Component):
         """
         try:
             write = self._write("extend", data, None, batched=True)
-        except NoRows:
+        except nested.NoRows:
             return torch.empty(0, dtype=torch.int64, device="cpu")
         return write.survivors if self.traits.rejects else write.rows
 
@@ -281,7 +279,7 @@ def declared(writer: Writer) -> NativeWriter:
 _NONE = np.empty(0, np.int64)
 
 
-def free_rows(extent: Extent, n: int) -> NDArray[np.int64]:
+def free_rows(extent: Extent, n: int) -> np.typing.NDArray[np.int64]:
     """The first rows that hold nothing, ``n`` at most, in order."""
     filled = extent.filled[0]
     if filled == extent.capacity and extent.holes is None:
@@ -376,7 +374,7 @@ class ImmutableDatasetWriter(NativeWriter):
 
     traits = Traits(read_only=True)
 
-    def __init__(self, compilable: bool = False, **unknown: Unpack[NoArguments]) -> None:
+    def __init__(self, compilable: bool = False, **unknown: Unpack[unsupported.NoArguments]) -> None:
         super().__init__(compilable, **unknown)
 
     write_count = 0

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engram._support import checks, field_paths, native, nested, state, tensordicts, unsupported
 from engram.errors import IncompatibleCheckpoint
-from engram.store import Store
+from engram.store.store import Store
 from engram.types import Commit, Extent, Ranking, Traits, Write, WritePlan
 from engram.writers._base import NativeWriter, free_rows
 from engram.writers.removers import FifoRemover, Lifo, LowestPriority, MaxTimesSampled, Remover, StalestFirst

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engram._support import field_paths, native, words
-from engram.store import Store, check_index_name, priorities
+from engram.store import indexes, priorities
 from engram.store.row_indexes import ChangesIndex, UsageIndex
+from engram.store.store import Store
 from engram.types import Extent
 
 
@@ -48,7 +49,7 @@ class LowestPriority:
     """
 
     def __init__(self, index: str = "main") -> None:
-        check_index_name(index, "LowestPriority: index")
+        indexes.check_index_name(index, "LowestPriority: index")
         self.index = index
 
     def choose(self, storage: Removable, n: int) -> Tensor:

@@ -3,8 +3,8 @@
 import torch
 
 from engram import LazyTensorStorage, ReplayBuffer
-from engram.store import DeviceStore
 from engram.store.device import mirror
+from engram.store.device.store import DeviceStore
 from tests.device.imitation import Imitation
 
 

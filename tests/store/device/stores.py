@@ -3,9 +3,10 @@
 import torch
 
 from engram.format.schema import Field, Node, Schema
-from engram.store import Key, Store
+from engram.store.blocks import Key
 from engram.store.memory import torch_dtype
 from engram.store.priorities import PriorityConfig, PriorityIndex
+from engram.store.store import Store
 from engram.types import WritePlan
 
 FIELDS = (("int64", ()), ("float32", (3,)), ("uint8", (7,)), ("bool", ()))

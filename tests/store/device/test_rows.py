@@ -11,9 +11,10 @@ from tensordict import TensorDict
 from torch.overrides import TorchFunctionMode
 
 from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer, RowError, TensorDictReplayBuffer
-from engram.store import DeviceStore, Key
+from engram.store.blocks import Key
 from engram.store.device import rows
 from engram.store.device.row_operations import RowOperations
+from engram.store.device.store import DeviceStore
 from engram.store.priorities import DeviceIndex, PriorityConfig, PriorityIndex
 from engram.types import WritePlan
 from tests.device.imitation import Imitation

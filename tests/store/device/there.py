@@ -3,8 +3,8 @@
 import pytest
 
 from engram import LazyTensorStorage
-from engram.store import DeviceStore
 from engram.store.device.row_operations import RowKernels
+from engram.store.device.store import DeviceStore
 
 
 class There(LazyTensorStorage):

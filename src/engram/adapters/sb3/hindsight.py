@@ -16,7 +16,6 @@ from engram.adapters.sb3.buffers import DONE, Column, Infos, Path, ReplayBuffer,
 from engram.around import FinalObservations, Hindsight
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from stable_baselines3.common.vec_env import VecEnv
 
     from engram.types import Sampler
@@ -96,7 +95,7 @@ class HerReplayBuffer(ReplayBuffer, sb3.HerReplayBuffer):  # type: ignore[misc] 
         made_of = buffer_size, observation_space, action_space, device, n_envs
         super().__init__(*made_of, False, handle_timeout_termination, **store)
         #: The infos of each row.
-        self.infos: NDArray[np.object_] = np.full(self.buffer_size * self.n_envs, None)
+        self.infos: np.typing.NDArray[np.object_] = np.full(self.buffer_size * self.n_envs, None)
 
     def _around(self, source: Sampler, finals: FinalObservations | None) -> Sampler:
         return Hindsight(

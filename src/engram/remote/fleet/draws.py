@@ -5,27 +5,23 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engram._support import fork, native
 from engram.errors import NoSampleable, RateLimited
 from engram.remote import protocol
 from engram.remote.fleet import plans
+from engram.remote.fleet.members import Members, Shard
 from engram.remote.served import Drawn, Parts
 from engram.store import ragged_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from numpy.typing import NDArray
-
-    from engram.remote.fleet.members import Members, Shard
-    from engram.types import Info
+from engram.types import Info
 
 #: Rounds in a row that give no row, after which there is none.
 _MAX_EMPTY_ROUNDS = 200

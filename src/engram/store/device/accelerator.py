@@ -47,10 +47,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram._support import fork
-from engram._support.devices import free_bytes, missing_for_kernels
-from engram._support.mappings import shared_pieces
-from engram._support.memory import available_memory
+from engram._support import devices, fork, mappings, memory
 from engram._support.words import no_space
 from engram.errors import ForkedHandle
 
@@ -200,7 +197,7 @@ class Accelerator:
 
     def room(self) -> tuple[int, int]:
         """Bytes of a device's memory: those that new tensors may have, and all; of others than CUDA's no limit is known."""
-        free = free_bytes(self.device)
+        free = devices.free_bytes(self.device)
         return (sys.maxsize, sys.maxsize) if free is None else (free, int(self._module.mem_get_info(self.device)[1]))
 
     # ---- captures ----------------------------------------------------------------------------------------------------
@@ -243,7 +240,7 @@ class Accelerator:
         """Why the device cannot read memory of the host by kernels; None: it can, unless the driver refuses to register certain memory."""
         if self.device.type != "cuda":
             return f"{self.device} is no CUDA device"
-        return missing_for_kernels() or self._missing_on_device()
+        return devices.missing_for_kernels() or self._missing_on_device()
 
     def register(self, address: int, nbytes: int, *, readonly: bool = False) -> None:
         """Pin memory of the host, and map it for all devices. ``readonly``: it is mapped without the right to write.
@@ -457,7 +454,7 @@ class Registry:
         available: says how many bytes of memory are available.
     """
 
-    def __init__(self, available: Callable[[], int] = available_memory) -> None:
+    def __init__(self, available: Callable[[], int] = memory.available_memory) -> None:
         self._available = available
         self._lock, self.turn = fork.lock(), fork.rlock()
         #: By address; no two overlap.
@@ -496,7 +493,7 @@ class Registry:
             with self._lock:
                 self._add(_pages(extents), accelerator, readonly=readonly)
                 needed: dict[_Span, None] = {}  # in order
-                for tensor, piece, extent in zip(tensors, shared_pieces(tensors), extents, strict=True):
+                for tensor, piece, extent in zip(tensors, mappings.shared_pieces(tensors), extents, strict=True):
                     for span in self._over(extent[0], sum(extent)):
                         needed[span] = None
                         span.tensors[extent] = tensor
