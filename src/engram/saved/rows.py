@@ -27,7 +27,7 @@ from engram.format.schema import Column, Field, PartField, Schema
 from engram.saved import description
 from engram.saved.disk import work_off
 from engram.saved.documents import corrupt
-from engram.saved.part_reader import PartReader, Stretch, stretches
+from engram.saved.part_reader import PartReader, Stretch, stretches, ticket_stretches
 from engram.saved.parts import read_state
 from engram.saved.ragged import PartItems, WholeItems
 from engram.store import Store
@@ -460,19 +460,6 @@ def _closed(lanes: Ints, which: Ints, geometry: description.Geometry) -> Ints:
     lanes[which, 0] += step
     lanes[which, 1] = np.minimum(lanes[which, 1] + step, geometry.lane_length)
     return np.ravel(left_out[:, None] + np.arange(step))
-
-
-def ticket_stretches(reader: PartReader) -> list[Stretch]:
-    """Where the tickets of all rows of a part lie. Their field is 0, which means nothing."""
-    table = description.TABLE_FILES["tickets"]
-    if reader.segment_rows is None:
-        return [Stretch(table, 0, 0, 0, reader.records["tickets"])]
-    found, at = [], 0
-    for it in reader.listing.segments:
-        file, offset = (it.name, 0) if reader.has_tickets_within else (table, 8 * at)
-        found.append(Stretch(file, offset, 0, it.first_row, it.end))
-        at += it.rows
-    return found
 
 
 class SavedRowsSource:
