@@ -249,8 +249,8 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler[ConsumptionIn
 
     Args:
         sampler: a sampler of rows, or a slice sampler with replacement, or a class of one. Expanders go around this one. A
-            :class:`ConsumingSampler` says ``max_uses``, and draws each row once in a batch at most; the ``max_staleness`` of a
-            :class:`StalenessAwareSampler` is a rule here.
+            :class:`ConsumingSampler` says ``max_uses``, and draws each row once in a batch at most; ``max_staleness`` and ``ready`` of
+            a :class:`StalenessAwareSampler` are rules here.
         ready: fields of floating numbers, 16 at most: a row is not drawn while one of them holds a NaN in it.
         max_uses: draws of a row; None: any number. Not with slice samplers, whose windows share rows.
         max_staleness: how far a row's version may be behind ``consumer_version``; -1: rows need no version.
@@ -310,6 +310,8 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler[ConsumptionIn
             )
         if isinstance(given, StalenessAwareSampler) and max_staleness == -1:
             max_staleness, policy_version = inner.max_staleness, inner.version_key
+        if isinstance(given, StalenessAwareSampler) and not ready:
+            ready = inner.ready
         max_uses = counted if max_uses is None else max_uses
         uses = None if max_uses is None else check_count(f"{name}: max_uses", max_uses, most=MAX_USES - 1)
         self._follow(name, GroupRules(max_uses=uses), ready, max_staleness, policy_version, index)
@@ -333,7 +335,7 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler[ConsumptionIn
         if isinstance(inner, ConsumingSampler):
             inner._rules, inner.index_name = self._rules, self.index_name  # noqa: SLF001 - one index counts
         if isinstance(inner, StalenessAwareSampler):
-            inner.require(self._rules.ready)
+            inner.require(self.ready)
         self.sampler = inner
 
     @property

@@ -51,7 +51,8 @@ class ConsumerVersion:
     def index(self) -> ConsumerVersionIndex:
         """That of the storage, or its own."""
         storage = self._storage
-        if self._index is None and storage is not None and not storage.closed and storage.memory is not None:
+        known = self._index is not None and not _reads_only(storage)
+        if not known and storage is not None and not storage.closed and storage.memory is not None:
             self._index = ConsumerVersionIndex.of_store(storage.memory, self._name)
             self._index.core.raise_to(self._own.core.version)
         return self._own if self._index is None else self._index
@@ -133,9 +134,11 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
             finite, at least 0. Default ``1 / (s + 1)``, where rows that are newer than the consumer count as fresh, ``s = 0``.
         version_key: the field with the version: a key, or a path of keys.
         index: samplers with different names have versions of their own.
+        ready: fields of floating numbers, 16 at most: a row is not drawn while one of them holds a NaN in it.
 
     Raises:
-        TypeError: no int, or ``staleness_weight_fn`` is no callable. ValueError: ``max_staleness`` below -1.
+        TypeError: no int, ``staleness_weight_fn`` is no callable, or ``ready`` no sequence of keys. ValueError: ``max_staleness`` below
+            -1, or too many fields.
         KeyError (when drawing): no such field. TypeError: a list storage, which has no fields, or versions that are no real numbers,
             one per row. ValueError: weights that are none, negative or infinite, or another number of them.
         NoSampleable (when drawing): no row, or all are too stale or have weight zero (a ``RuntimeError``).
@@ -157,7 +160,6 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
     _index_kind = ConsumerVersionIndex.kind
     _storage: SampledStorage | None = None
     _table: native.Versions | None = None
-    _ready: tuple[FieldPath, ...] = ()
 
     def __init__(
         self,
@@ -166,6 +168,7 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
         version_key: str | FieldPath = "policy_version",
         *,
         index: str = "main",
+        ready: Sequence[str | FieldPath] = (),
     ) -> None:
         check_callable("StalenessAwareSampler: staleness_weight_fn", staleness_weight_fn, "a callable", optional=True)
         check_index_name(index, "StalenessAwareSampler: index")
@@ -174,6 +177,7 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
         self._key = checked_path(version_key, "StalenessAwareSampler: version_key")
         self.index_name = index
         self._consumer = ConsumerVersion(index)
+        self.require(ready)
 
     # ---- settings ------------------------------------------------------------------------------------------------------
 
@@ -193,6 +197,11 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
         """The field with the version of each row."""
         return public(self._key)
 
+    @property
+    def ready(self) -> tuple[str | FieldPath, ...]:
+        """The fields without which a row is not drawn."""
+        return tuple(map(public, self._ready))
+
     # ---- where the version is ------------------------------------------------------------------------------------------
 
     def bind(self, storage: SampledStorage) -> None:
@@ -204,19 +213,21 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
         super().moved()
         self._table = None
 
-    def require(self, ready: tuple[FieldPath, ...]) -> None:
-        """Draw only rows in which none of these fields holds a NaN. A :class:`FilteredSampler` around this one says so.
+    def require(self, ready: Sequence[str | FieldPath]) -> None:
+        """Draw only rows in which none of these fields holds a NaN, in place of :attr:`ready`. Raises as the class does.
+
+        A store notes it with the first write. Later, ``rb.set_sampler(rb.sampler)`` notes it.
 
         >>> import torch
         >>> from engram import LazyTensorStorage, ReplayBuffer, StalenessAwareSampler
         >>> sampler = StalenessAwareSampler()
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=1)
         >>> _ = rb.extend({"policy_version": torch.zeros(2), "reward": torch.tensor([1.0, torch.nan])})
-        >>> sampler.require((("reward",),))
+        >>> sampler.require(["reward"])
         >>> rb.sample()["reward"].tolist()
         [1.0]
         """
-        self._ready, self._table = ready, None
+        self._ready, self._table = _ready_fields(ready, "StalenessAwareSampler: ready"), None
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
@@ -313,7 +324,9 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
         self.max_staleness = max_staleness
 
     def config(self) -> dict[str, object]:
-        return {"max_staleness": self.max_staleness, "version_key": plain(self.version_key), "index": self.index_name}
+        ready = {"ready": plain(list(self.ready))} if self._ready else {}
+        version = plain(self.version_key)
+        return {"max_staleness": self.max_staleness, "version_key": version, "index": self.index_name, **ready}
 
     @property
     def recordable(self) -> bool:
@@ -338,7 +351,8 @@ class IndexedSampler(NativeSampler, Generic[_Index]):
 
     def _attached(self) -> _Index | None:
         """The index; None while nothing was ever written."""
-        if self._index is None and self._storage is not None and not self._storage.closed:
+        known = self._index is not None and not _reads_only(self._storage)
+        if not known and self._storage is not None and not self._storage.closed:
             self._index = self._index_of(self._storage)
         return self._index
 
@@ -449,6 +463,11 @@ class RuledSampler(VersionedSampler, IndexedSampler[_Index]):
             return {**ready, **uses}
         version = plain(public(rules.version))
         return {**ready, **uses, "max_staleness": rules.max_staleness, "policy_version": version}
+
+
+def _reads_only(storage: SampledStorage | None) -> bool:
+    """Whether others may make the index of a storage later, which is then to be followed."""
+    return storage is not None and storage.memory is not None and storage.memory.readonly
 
 
 def checked_uses(state: dict[str, object], name: str, most: int, rows: int, where: str) -> Tensor:
