@@ -51,9 +51,9 @@ class ConsumerVersion:
     def index(self) -> ConsumerVersionIndex:
         """That of the storage, or its own."""
         storage = self._storage
-        known = self._index is not None and not _reads_only(storage)
-        if not known and storage is not None and not storage.closed and storage.memory is not None:
-            self._index = ConsumerVersionIndex.of_store(storage.memory, self._name)
+        memory = None if storage is None or storage.closed else storage.memory
+        if memory is not None and (self._index is None or memory.readonly):  # others may make it later
+            self._index = ConsumerVersionIndex.of_store(memory, self._name)
             self._index.core.raise_to(self._own.core.version)
         return self._own if self._index is None else self._index
 
@@ -76,6 +76,12 @@ class VersionedSampler(DeclaredSampler):
     """What draws by how far the versions of rows are behind that of their consumer."""
 
     _consumer: ConsumerVersion
+    _rules: GroupRules
+
+    @property
+    def ready(self) -> tuple[str | FieldPath, ...]:
+        """The fields without which a row is not drawn, or does not count."""
+        return tuple(map(public, self._rules.ready))
 
     def moved(self) -> None:
         super().moved()
@@ -89,6 +95,9 @@ class VersionedSampler(DeclaredSampler):
     @consumer_version.setter
     def consumer_version(self, value: int) -> None:
         self._consumer.index().core.raise_to(check_version(value, type(self).__name__))
+
+    def _ready_config(self) -> dict[str, object]:
+        return {"ready": plain(list(self.ready))} if self.ready else {}
 
     def increment_consumer_version(self) -> None:
         """The learner has come to the next version.
@@ -197,11 +206,6 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
         """The field with the version of each row."""
         return public(self._key)
 
-    @property
-    def ready(self) -> tuple[str | FieldPath, ...]:
-        """The fields without which a row is not drawn."""
-        return tuple(map(public, self._ready))
-
     # ---- where the version is ------------------------------------------------------------------------------------------
 
     def bind(self, storage: SampledStorage) -> None:
@@ -227,7 +231,7 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
         >>> rb.sample()["reward"].tolist()
         [1.0]
         """
-        self._ready, self._table = _ready_fields(ready, "StalenessAwareSampler: ready"), None
+        self._rules, self._table = GroupRules(_ready_fields(ready, "StalenessAwareSampler: ready")), None
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
@@ -297,7 +301,7 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
                     f"{type(storage).__name__} has no fields."
                 )
             assert storage.memory is not None  # it has rows
-            self._table = row_indexes.rows_by_version(storage.memory, self._key, self._ready)
+            self._table = row_indexes.rows_by_version(storage.memory, self._key, self._rules.ready)
         return self._table
 
     # ---- state ---------------------------------------------------------------------------------------------------------
@@ -324,9 +328,8 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
         self.max_staleness = max_staleness
 
     def config(self) -> dict[str, object]:
-        ready = {"ready": plain(list(self.ready))} if self._ready else {}
-        version = plain(self.version_key)
-        return {"max_staleness": self.max_staleness, "version_key": version, "index": self.index_name, **ready}
+        own = {"max_staleness": self.max_staleness, "version_key": plain(self.version_key), "index": self.index_name}
+        return {**own, **self._ready_config()}
 
     @property
     def recordable(self) -> bool:
@@ -351,9 +354,10 @@ class IndexedSampler(NativeSampler, Generic[_Index]):
 
     def _attached(self) -> _Index | None:
         """The index; None while nothing was ever written."""
-        known = self._index is not None and not _reads_only(self._storage)
-        if not known and self._storage is not None and not self._storage.closed:
-            self._index = self._index_of(self._storage)
+        storage = self._storage
+        follows = self._index is not None and storage and storage.memory and storage.memory.readonly
+        if storage is not None and not storage.closed and (self._index is None or follows):  # others may make it later
+            self._index = self._index_of(storage)
         return self._index
 
     def moved(self) -> None:
@@ -386,20 +390,13 @@ class RuledSampler(VersionedSampler, IndexedSampler[_Index]):
             self._rules = self._rules._replace(version=path, max_staleness=staleness)
         self.index_name, self._consumer = index, ConsumerVersion(index)
 
-    @property
-    def max_uses(self) -> int | None:
-        """After so many draws a group is used up; None: never."""
-        return self._rules.max_uses
+    #: After so many draws a row, or its group, is used up; None: never.
+    max_uses = IndexedSampler.draws_of_a_row
 
     @property
     def max_staleness(self) -> int:
         """Rows that are staler are not drawn; -1: they need no version."""
         return -1 if self._rules.version is None else self._rules.max_staleness
-
-    @property
-    def ready(self) -> tuple[str | FieldPath, ...]:
-        """The fields without which a row does not count."""
-        return tuple(map(public, self._rules.ready))
 
     def _floor(self) -> float:
         """The oldest version that is drawn; NaN: rows have none."""
@@ -456,18 +453,12 @@ class RuledSampler(VersionedSampler, IndexedSampler[_Index]):
 
     def _rules_config(self) -> dict[str, object]:
         """The rules, as arguments."""
-        rules = self._rules
-        ready = {"ready": plain(list(self.ready))} if rules.ready else {}
+        rules, ready = self._rules, self._ready_config()
         uses = {} if rules.max_uses is None else {"max_uses": rules.max_uses}
         if rules.version is None:
             return {**ready, **uses}
         version = plain(public(rules.version))
         return {**ready, **uses, "max_staleness": rules.max_staleness, "policy_version": version}
-
-
-def _reads_only(storage: SampledStorage | None) -> bool:
-    """Whether others may make the index of a storage later, which is then to be followed."""
-    return storage is not None and storage.memory is not None and storage.memory.readonly
 
 
 def checked_uses(state: dict[str, object], name: str, most: int, rows: int, where: str) -> Tensor:

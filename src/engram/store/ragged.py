@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 import torch
 
 from engram._support import native
+from engram._support.field_paths import public
 from engram.errors import RowError
 from engram.store import memory, store
 from engram.store.ragged_rows import Items, addresses_of, check_room, sharing, source_of
@@ -35,7 +36,7 @@ def counted_groups(schema: Schema, field: FieldPath | None, call: str) -> list[i
     places = {n: place for place, group in enumerate(schema.ragged_groups) for n in group.members}
     of_key = {schema.fields[n].key: place for n, place in places.items()}
     if field is not None and field not in of_key:
-        raise KeyError(f"{call}: expected one of the ragged fields {[*of_key]}, got {field}.")
+        raise KeyError(f"{call}: expected one of the ragged fields {[*map(public, of_key)]}, got {public(field)!r}.")
     numeric = [place for n, place in places.items() if not schema.ragged[n].kind] or [*places.values()]
     return numeric if field is None else [of_key[field]]
 
