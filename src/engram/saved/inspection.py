@@ -112,7 +112,7 @@ def verify(path: Path, level: Level = "full", progress: OnProgress | None = None
         FileNotFoundError: nothing of ours lies there.
         OSError: no permission, an I/O error.
 
-    Cost: reads every byte once, but for ``meta``. Memory does not depend on the size, but for 80 bytes per row with ragged fields.
+    Cost: reads every byte once, but for ``meta``. Memory does not depend on the size, but for 150 bytes per row with ragged fields.
     """
     with Work("checking", 0, progress) as work:
         return _verified(path, level, work)

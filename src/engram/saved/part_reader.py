@@ -7,6 +7,7 @@ import math
 import os
 from array import array
 from bisect import bisect_right
+from itertools import accumulate, count, pairwise
 from pathlib import Path
 from struct import iter_unpack
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 
     from engram.format.schema import PartField
 
-#: State of the ticket of a row that is whole.
-_COMMITTED = 2
+#: States of the tickets of rows that are whole, and of those that hold nothing.
+COMMITTED, VOID = 2, 3
 #: Behind all offsets.
 _NOWHERE = 1 << 63
 
@@ -448,39 +449,33 @@ class PartReader(Closes):
                 yield Problem(self.folder / name, "expected nothing here: the part does not list it")
 
     def misplaced(self, lane_length: int) -> Iterator[Problem]:
-        """Lanes with a row whose items are in no file that is listed, or also those of another row: the first such items."""
-        places: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+        """A row whose items are in no file that is listed, or also those of another row: the first such items."""
+        pieces, places = self.listing.pieces, list[tuple[int, int, int, int]]()
         tickets = {it.begin: it for it in ticket_stretches(self)}
         for it in stretches(self):
-            items, n = (self.schema or ())[it.field].ragged, it.end - it.begin
-            if not items or not items.is_leader:
-                continue
-            words, spans = bytearray(8 * n), bytearray(SPAN_BYTES * n)
-            self.read(tickets[it.begin].file, tickets[it.begin].offset, words)
-            self.read(it.file, it.offset, spans)
-            rows = zip(range(it.begin, it.end), iter_unpack("<Q", words), iter_unpack("<qi", spans), strict=True)
-            for row, (word,), (first, length) in rows:
-                if length and word & 3 == _COMMITTED:
-                    begins, ends = places.setdefault((row // lane_length, it.field), ([], []))
-                    begins.append(first)
-                    ends.append(first + length if 0 < length <= items.max_length else _NOWHERE)
-        for (lane, leader), (begins, ends) in places.items():
-            files = [it for it in self.listing.pieces if (it.lane, it.leader) == (lane, leader)]
-            starts, stops = [it.first for it in files], [*(it.end for it in files), -1]
-            begins.sort(), ends.sort()
-            for first, end, next_one in zip(begins, ends, [*begins[1:], _NOWHERE], strict=True):
-                if end > min(stops[bisect_right(starts, first) - 1], next_one):
-                    where = (
-                        f"lane {lane} by themselves, in a file that is listed, got some of field {leader} at {first}"
-                    )
-                    yield Problem(self.folder, f"expected items of each row of {where}")
-                    break
+            items = (self.schema or ())[it.field].ragged
+            if items and items.is_leader:
+                words, spans = (bytearray(size * (it.end - it.begin)) for size in (8, SPAN_BYTES))
+                self.read(tickets[it.begin].file, tickets[it.begin].offset, words)
+                self.read(it.file, it.offset, spans)
+                rows = zip(count(it.begin), iter_unpack("<Q", words), iter_unpack("<qi", spans), strict=False)
+                for row, (word,), (first, length) in rows:
+                    if length and word & 3 == COMMITTED:
+                        end = first + length if 0 < length <= items.max_length else _NOWHERE
+                        places.append((row // lane_length, it.field, first, end))
+        for own, after in pairwise([*sorted(places), (-1, -1, 0, 0)]):
+            at = bisect_right(pieces, (*own[:3], _NOWHERE)) - 1
+            there = any(it[:2] == own[:2] and own[3] <= it.end for it in pieces[at : at + 1])
+            if not there or (after[:2] == own[:2] and after[2] < own[3]):
+                where = f"lane {own[0]} by themselves, in a file that is listed, got some of field {own[1]} at {own[2]}"
+                yield Problem(self.folder, f"expected items of each row of {where}")
+                return
 
     def problems(self, level: Level) -> Iterator[Problem]:
         """All that is wrong, each file named once. ``meta``: sizes. ``read``: every block too. ``full``: and strangers.
 
-        Where all bytes are as they were written, ``read`` and ``full`` also look whether rows have their items. That takes 80 bytes of
-        memory for each row with ragged fields.
+        Where all bytes are as they were written, ``read`` and ``full`` also look whether rows have their items. That takes 150 bytes
+        of memory for each row with ragged fields.
         """
         named: set[Path] = set()
         looks = {"meta": [self.misfits], "read": [self.misfits, self.damage]}
@@ -579,12 +574,10 @@ def stretches(reader: PartReader) -> Iterator[Stretch]:
 
 def ticket_stretches(reader: PartReader) -> list[Stretch]:
     """Where the tickets of all rows of a part lie. Their field is 0, which means nothing."""
-    table = description.TABLE_FILES["tickets"]
+    table, segments = description.TABLE_FILES["tickets"], reader.listing.segments
     if reader.segment_rows is None:
         return [Stretch(table, 0, 0, 0, reader.records["tickets"])]
-    found, at = [], 0
-    for it in reader.listing.segments:
-        file, offset = (it.name, 0) if reader.has_tickets_within else (table, 8 * at)
-        found.append(Stretch(file, offset, 0, it.first_row, it.end))
-        at += it.rows
-    return found
+    if reader.has_tickets_within:
+        return [Stretch(it.name, 0, 0, it.first_row, it.end) for it in segments]
+    before = accumulate((8 * it.rows for it in segments), initial=0)
+    return [Stretch(table, at, 0, it.first_row, it.end) for it, at in zip(segments, before, strict=False)]

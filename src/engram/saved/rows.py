@@ -27,7 +27,7 @@ from engram.format.schema import Column, Field, PartField, Schema
 from engram.saved import description
 from engram.saved.disk import work_off
 from engram.saved.documents import corrupt
-from engram.saved.part_reader import PartReader, Stretch, stretches, ticket_stretches
+from engram.saved.part_reader import COMMITTED, VOID, PartReader, Stretch, stretches, ticket_stretches
 from engram.saved.parts import read_state
 from engram.saved.ragged import PartItems, WholeItems
 from engram.store import Store
@@ -237,8 +237,6 @@ def named_counts(names: Sequence[str], counts: Ints) -> dict[str, dict[str, int]
     return {name: {"episodes": episodes, "steps": steps} for name, (episodes, steps) in pairs}
 
 
-#: What a ticket says of a row that is whole, and of one of which nothing was saved.
-_COMMITTED, _VOID = 2, 3
 #: Bytes that are copied from an accelerator, or to it, at a time; and that a thread reads into memory of the processor: more, as
 #: blocks at both ends are checked beside it.
 PIECE, _LONG_PIECE = 16 << 20, 128 << 20
@@ -279,9 +277,9 @@ def ticket_words(numbers: Ints, base: int = 0) -> Ints:
     words = numbers.astype("<i8")
     words -= base
     words <<= 2
-    words |= _COMMITTED
+    words |= COMMITTED
     if not numbers.all():
-        words[numbers == 0] = _VOID
+        words[numbers == 0] = VOID
     return words
 
 
@@ -445,8 +443,8 @@ def checked_numbers(words: Ints, path: Path, offset: int) -> Ints:
     Raises:
         CorruptCheckpoint: others.
     """
-    void = words & 3 == _VOID
-    if not (void | (words & 3 == _COMMITTED)).all() or (words < 0).any():
+    void = words & 3 == VOID
+    if not (void | (words & 3 == COMMITTED)).all() or (words < 0).any():
         raise corrupt(path, "expected tickets of whole or void rows", offset)
     words >>= 2
     words[void] = 0
