@@ -191,10 +191,7 @@ void bind_consumption(nb::module_& m) {
             new (self) BoundConsumption(block(memory, bytes), store);
           },
           "memory"_a, "bytes"_a, "store"_a.none(), "keep"_a, nb::keep_alive<1, 5>())
-      .def(
-          "follow", [](BoundConsumption& self, Address memory, std::uint64_t bytes, nb::handle, bool copied) { self.follow(block(memory, bytes), copied); },
-          "memory"_a, "bytes"_a, "keep"_a, "copied"_a, nb::keep_alive<1, 4>(),
-          "Of a store that is only read: knows what others note in their memory of it. `copied`: it began as a copy of that.")
+      .def("follow", &follow<BoundConsumption>, "memory"_a, "bytes"_a, "keep"_a, "copied"_a, nb::keep_alive<1, 4>(), kFollow)
       .def_prop_ro("rows", [](const BoundConsumption& self) { return self.rows(); })
       .def_prop_ro("most", [](const BoundConsumption& self) { return self.most(); }, "Draws of a row.")
       .def_prop_ro("policy", &policy_of, "(fields that are to be ready, field of the version or None, most draws), fields by their numbers.")
