@@ -46,6 +46,15 @@ class BoundConsumption : private Tickets, public Consumption {
   }
 };
 
+// As others have left it, of a store that is only read.
+BoundConsumption& current(BoundConsumption& self) {
+  if (self.follows_writers()) {
+    const nb::gil_scoped_release running;
+    self.catch_up();
+  }
+  return self;
+}
+
 // As Python compares it: (fields that are to be ready, field of the version or None, most draws), fields by their numbers.
 nb::tuple policy_of(const BoundConsumption& self) {
   const RowRules& rules = self.rules();
@@ -57,8 +66,8 @@ nb::tuple policy_of(const BoundConsumption& self) {
 }
 
 // By the names that statistics give it.
-nb::dict totals(const BoundConsumption& self) {
-  const Consumption::Totals of = self.totals();
+nb::dict totals(BoundConsumption& self) {
+  const Consumption::Totals of = current(self).totals();
   nb::dict said;
   said["drawable_rows"] = self.drawable();
   said["starved_draws"] = of.starved;
@@ -70,6 +79,7 @@ nb::dict totals(const BoundConsumption& self) {
 nb::object admit(BoundConsumption& self, Numbers rows, Numbers numbers, std::uint64_t most) {
   std::uint64_t taken;
   OutputBuffers buffers;
+  current(self);
   {
     const WithoutInterpreter running(rows.size <= kBrief);
     buffers.add(kNumbers, static_cast<std::int64_t>(rows.size));
@@ -82,6 +92,7 @@ nb::object drawable_rows(BoundConsumption& self) {
   std::vector<std::int64_t> rows;
   {
     const nb::gil_scoped_release running;
+    self.catch_up();
     rows = self.drawable_rows();
   }
   OutputBuffers buffers;
@@ -94,6 +105,7 @@ nb::object claim(BoundConsumption& self, std::uint64_t key, std::uint64_t n) {
   check(n < std::uint64_t{1} << 48, "a batch of more rows than there is memory");
   std::uint64_t taken;
   OutputBuffers buffers;
+  current(self);
   {
     const WithoutInterpreter running(n <= kBrief);
     n = std::min(n, self.rows());
@@ -107,6 +119,7 @@ nb::object claim(BoundConsumption& self, std::uint64_t key, std::uint64_t n) {
 nb::object used_rows(BoundConsumption& self, std::uint64_t n) {
   std::uint64_t found;
   OutputBuffers buffers;
+  current(self);
   {
     const WithoutInterpreter running(n <= kBrief);
     n = std::min(n, self.used());
@@ -178,15 +191,17 @@ void bind_consumption(nb::module_& m) {
             new (self) BoundConsumption(block(memory, bytes), store);
           },
           "memory"_a, "bytes"_a, "store"_a.none(), "keep"_a, nb::keep_alive<1, 5>())
+      .def("follow", &follow<BoundConsumption>, "memory"_a, "bytes"_a, "keep"_a, "copied"_a, nb::keep_alive<1, 4>(), kFollow)
       .def_prop_ro("rows", [](const BoundConsumption& self) { return self.rows(); })
       .def_prop_ro("most", [](const BoundConsumption& self) { return self.most(); }, "Draws of a row.")
       .def_prop_ro("policy", &policy_of, "(fields that are to be ready, field of the version or None, most draws), fields by their numbers.")
       .def_prop_ro("totals", &totals, "Rows that can be drawn and, where there are rules, what was counted of others, by name.")
-      .def_prop_ro("drawable", [](const BoundConsumption& self) { return self.drawable(); }, "Rows that can be drawn.")
-      .def_prop_ro("used", [](const BoundConsumption& self) { return self.used(); }, "Rows that are used up.")
+      .def_prop_ro("drawable", [](BoundConsumption& self) { return current(self).drawable(); }, "Rows that can be drawn.")
+      .def_prop_ro("used", [](BoundConsumption& self) { return current(self).used(); }, "Rows that are used up.")
       .def(
           "counts",
           [](BoundConsumption& self, Column<std::int32_t> out) {
+            current(self);
             const WithoutInterpreter running(out.size <= kBrief);
             self.copy_counts(out.data, out.size);
           },

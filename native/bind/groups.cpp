@@ -259,6 +259,7 @@ void bind_groups(nb::module_& m) {
             self.restore_uses(uses.data, uses.size);
           },
           "uses"_a, "The first rows were used so often, and others not yet.")
+      .def("follow", &follow<Groups>, "memory"_a, "bytes"_a, "keep"_a, "copied"_a, nb::keep_alive<1, 4>(), kFollow)
       .def("catch_up", &Groups::catch_up, nb::call_guard<nb::gil_scoped_release>(), "For a store whose writers do not tell.")
       .def("scan", &Groups::scan, "begin"_a, "end"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("put_in_order", &Groups::put_in_order, nb::call_guard<nb::gil_scoped_release>())

@@ -48,4 +48,12 @@ inline std::vector<Field> fields_numbered(const std::vector<std::uint64_t>& numb
   return fields;
 }
 
+/// Of an index of a store that is only read, in whose memory others note what they do.
+template <class T>
+void follow(T& index, Address memory, std::uint64_t bytes, nanobind::handle, bool copied) {
+  index.follow(block(memory, bytes), copied);
+}
+inline constexpr char kFollow[] =
+    "Of a store that is only read: knows what others note in their memory of it, which `keep` keeps alive. `copied`: it began as a copy of that.";
+
 }  // namespace engram

@@ -93,6 +93,7 @@ void bind_versions(nb::module_& m) {
           "__init__",
           [](ConsumerVersion* self, Address memory, std::uint64_t bytes, nb::handle) { new (self) ConsumerVersion(block(memory, bytes)); },
           "memory"_a, "bytes"_a, "keep"_a, nb::keep_alive<1, 4>())
+      .def("follow", &follow<ConsumerVersion>, "memory"_a, "bytes"_a, "keep"_a, "copied"_a, nb::keep_alive<1, 4>(), kFollow)
       .def_prop_rw("version", &ConsumerVersion::version, &ConsumerVersion::set)
       .def("raise_to", &ConsumerVersion::raise_to, "version"_a, "Never lowers it.")
       .def("increment", &ConsumerVersion::increment)

@@ -116,6 +116,7 @@ Consumption::Consumption(std::span<std::byte> memory, const Control* tickets, st
       rules_(rules_of(memory)),
       reader_(rules_, fields),
       tickets_(tickets),
+      totals_(header_),
       of_list_(tickets == nullptr ? std::vector<std::uint64_t>(numbers_, numbers_ + rows_) : std::vector<std::uint64_t>()) {
   check_most(most_, rules_);
   if (rules_.any()) {
@@ -123,6 +124,39 @@ Consumption::Consumption(std::span<std::byte> memory, const Control* tickets, st
     following_ = VersionHeap(memory.data() + heap_at(rows_), rows_, header_->following);
   }
   check(tickets == nullptr || tickets->capacity() == rows_, "counts of draws of a store of another capacity");
+  if (tickets != nullptr && tickets->only_reads()) new_rows_.emplace(*tickets);
+}
+
+void Consumption::follow(std::span<std::byte> theirs, bool copied) {
+  const ConsumptionHeader* header = header_in(theirs);
+  const RowRules rules = rules_of(theirs);
+  if (engram::copied(header->rows) != rows_ || engram::copied(header->most) != most_) return;
+  if (rules.fields() != rules_.fields() || rules.dated != rules_.dated) return;
+  const auto* counts = reinterpret_cast<const std::uint32_t*>(theirs.data() + sets_at(rows_) + 2 * RowSet::bytes(rows_));
+  const RedoLock guard = lock();
+  others_.emplace(reinterpret_cast<const std::uint64_t*>(theirs.data() + kPage), counts, kCount, copied ? counts_ : nullptr, rows_);
+  totals_ = header;
+}
+
+void Consumption::catch_up() {
+  if (!new_rows_) return;
+  const RedoLock guard = lock();
+  Change change(*this);
+  new_rows_->each([this](NewRows::Rows rows, std::uint64_t n) { scan_each(rows, n); });
+  if (others_) {
+    others_->each(numbers_, counts_, [this](std::uint64_t row, std::uint64_t uses) {
+      no_longer_read(row);
+      counts_[row] = (counts_[row] & ~kCount) | static_cast<std::uint32_t>(uses);
+      place(row);
+    });
+  }
+  change.done();
+}
+
+// A map or vector that is half changed is left where it is.
+void Consumption::after_fork() {
+  if (new_rows_ && redo_.mutex.held()) new_rows_->after_fork();
+  redo_.after_fork();
 }
 
 // What the row's ticket says; of a list's row what was noted.
@@ -164,16 +198,20 @@ void Consumption::no_longer_read(std::uint64_t row) {
 // Whether it follows the rules. One that is being written or edited does not: its writer tells of it when it is whole.
 void Consumption::judge(std::uint64_t row) {
   if (!rules_.any()) return;
-  if (following_.has(row)) following_.erase(row);
+  double version = kSame;
   while (numbers_[row] != 0) {
     const std::uint64_t word = tickets_->word(row).load(std::memory_order_acquire);
-    if (!is_committed(word)) return;
-    const double version = reader_.read(row);
+    if (!is_committed(word)) break;
+    const double read = reader_.read(row);
     fence(std::memory_order_acquire);
     if (tickets_->word(row).load(std::memory_order_relaxed) != word) continue;
-    if (version >= copied(header_->floor)) following_.insert(row, version);  // NaN is not
-    return;
+    version = read;
+    break;
   }
+  const bool follows = version >= copied(header_->floor);  // NaN does not
+  if (follows && following_.has(row, version)) return;
+  if (following_.has(row)) following_.erase(row);
+  if (follows) following_.insert(row, version);
 }
 
 // The row belongs into one set, or into none.
@@ -203,6 +241,7 @@ void Consumption::look_at(std::uint64_t row) {
   count_evicted(row, number);
   no_longer_read(row);
   counts_[row] = 0;
+  if (others_) others_->forget(row);
   std::atomic_signal_fence(std::memory_order_seq_cst);
   numbers_[row] = number;
 }
@@ -325,7 +364,7 @@ void Consumption::set_floor(double floor) {
 
 Consumption::Totals Consumption::totals() const {
   const auto of = [](const Word& word) { return word.load(std::memory_order_relaxed); };
-  return {of(header_->used_up), of(header_->expired), of(header_->evicted), of(header_->dropped), of(header_->starved)};
+  return {of(totals_->used_up), of(totals_->expired), of(totals_->evicted), of(totals_->dropped), of(totals_->starved)};
 }
 
 void Consumption::were_read(const std::int64_t* rows, const std::int64_t* numbers, std::uint64_t n) {
@@ -402,13 +441,18 @@ void Consumption::scan(std::uint64_t begin, std::uint64_t end) {
   if (begin > end || end > rows_) throw std::out_of_range("a scan of rows that there are not");
   const RedoLock guard = lock();
   RedoChange change(redo_);
-  for (std::uint64_t row = begin; row < end; ++row) {
+  scan_each({.first = begin}, end - begin);
+  note_sizes();
+  change.done();
+}
+
+void Consumption::scan_each(NewRows::Rows rows, std::uint64_t n) {
+  for (std::uint64_t i = 0; i < n; ++i) {
+    const std::uint64_t row = rows[i];
     look_at(row);
     judge(row);
     if (!is_being_read(row)) place(row);
   }
-  note_sizes();
-  change.done();
 }
 
 // A row that holds another write already, or is in the hands of another writer: that one tells of it, too, before this call or after it.
@@ -434,7 +478,7 @@ void Consumption::written(const std::int64_t* rows, std::uint64_t n, std::uint64
 // Rows are used up, or gone: as many more may be inserted, where the store limits them. Or they may be drawn again.
 void Consumption::tell_limits(std::uint64_t before) const {
   const std::uint64_t now = in_flight();
-  if (tickets_ == nullptr || now == before) return;
+  if (tickets_ == nullptr || tickets_->only_reads() || now == before) return;
   before > now ? Limits(*tickets_).consumed(before - now) : Limits(*tickets_).revived(now - before);
 }
 

@@ -17,11 +17,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <optional>
 #include <span>
 #include <vector>
 
 #include "control.h"
 #include "index.h"
+#include "new_rows.h"
+#include "others_uses.h"
 #include "redo_lock.h"
 #include "row_rules.h"
 #include "row_set.h"
@@ -69,6 +72,15 @@ class Consumption : public Index {
   /// they have a number. `fields`: those of the rules. Throws std::invalid_argument: not such memory.
   Consumption(std::span<std::byte> memory, const Control* tickets, std::span<const Field> fields = {});
 
+  /// Of a view that only reads: draws of others, which they note in their memory of the same index, count beside those of this view. It
+  /// must outlive it; it may be of other rules, and is left alone then. `copied`: this index began as a copy of it. Throws
+  /// std::invalid_argument: no such memory.
+  void follow(std::span<std::byte> theirs, bool copied);
+  /// Of a view that only reads: looks at rows that are new, as ContentIndex::catch_up, and at what others have drawn. Others know it.
+  /// O(rows written), and a look at a word per row.
+  void catch_up();
+  bool follows_writers() const { return new_rows_.has_value(); }
+
   std::uint64_t most() const { return most_; }
   std::uint64_t rows() const { return rows_; }
   const RowRules& rules() const { return rules_; }
@@ -77,7 +89,7 @@ class Consumption : public Index {
   /// Rows of versions below `floor` cannot be drawn from now on. O(log rows) for each; a lower floor than before: O(rows).
   void set_floor(double floor);
 
-  /// What was counted since there is this index, without the mutex: rows that were used up, that became too old, that were overwritten
+  /// What was counted since there is this index, by those who write to the store; without the mutex: rows that were used up, that became too old, that were overwritten
   /// before either, and that were removed or lost; and draws that found none.
   struct Totals {
     std::uint64_t used, expired, evicted, dropped, starved;
@@ -130,7 +142,7 @@ class Consumption : public Index {
   void emptied() override;
   void count_again(bool died) override;
 
-  void after_fork() { redo_.after_fork(); }
+  void after_fork();
 
  private:
   /// `news`: 1 if the next holder of the mutex must look at all rows in case this one waits in vain.
@@ -158,6 +170,7 @@ class Consumption : public Index {
   void place(std::uint64_t row);
   void look_at(std::uint64_t row);
   void look_at_all();
+  void scan_each(NewRows::Rows rows, std::uint64_t n);
   void end_reading();
   bool is_being_read(std::uint64_t row) const { return numbers_[row] != 0 && !has_draws_left(row) && !used_.has(row); }
   void no_longer_read(std::uint64_t row);
@@ -176,6 +189,9 @@ class Consumption : public Index {
   RuleReader reader_;
   VersionHeap following_;      // rows that follow the rules, whether they are used up or not
   const Control* tickets_;
+  std::optional<NewRows> new_rows_;  // of a view that only reads
+  const ConsumptionHeader* totals_;  // that of others, if it follows them
+  std::optional<OthersUses> others_;
   std::vector<std::uint64_t> of_list_;    // tickets of a list's rows
   std::vector<std::uint64_t> looked_at_;  // of the call under way
   /// Rows that were being read when a death was looked at first, with their numbers, and when that was.

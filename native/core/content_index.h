@@ -6,10 +6,10 @@
 
 #include <cstdint>
 #include <span>
-#include <vector>
 
 #include "control.h"
 #include "index.h"
+#include "new_rows.h"
 #include "redo_lock.h"
 
 namespace engram {
@@ -37,12 +37,7 @@ class ContentIndex : public Index {
   void after_fork();
 
  protected:
-  /// Those that are named, or consecutive ones.
-  struct Rows {
-    const std::int64_t* named = nullptr;
-    std::uint64_t first = 0;
-    std::uint64_t operator[](std::uint64_t i) const { return named == nullptr ? first + i : static_cast<std::uint64_t>(named[i]); }
-  };
+  using Rows = NewRows::Rows;
 
   ContentIndex(const RedoWords& redo, const Control& tickets, std::uint64_t rows);
 
@@ -66,18 +61,7 @@ class ContentIndex : public Index {
   const std::uint64_t rows_;  // a copy: the memory may be shared
 
  private:
-  /// A row that is to be looked at again: the writer of its step of that lap had not begun, or had not ended; or one that empties the
-  /// lane had not forgotten it.
-  struct Pending {
-    std::uint64_t row;
-    std::uint32_t lap;
-  };
-
-  void await(std::uint64_t row, std::uint32_t lap, bool inside);
-
-  std::vector<std::uint64_t> next_, base_;  // of catch_up(), for each lane
-  std::vector<Pending> pending_;
-  std::uint64_t scatters_ = ~std::uint64_t{0};
+  NewRows new_rows_;  // of catch_up()
 };
 
 }  // namespace engram

@@ -170,6 +170,7 @@ Groups::Groups(std::span<std::byte> memory, const Control& tickets, std::vector<
       trees_{reinterpret_cast<Node*>(keys_ + rows_ * key_stride_ + RowSet::bytes(rows_)), numbers_, rows_},
       groups_(reinterpret_cast<Group*>(trees_.nodes + rows_)),
       buckets_(reinterpret_cast<Id*>(groups_ + rows_)),
+      totals_(header_),
       fields_(std::move(fields)),
       looked_at_(key_stride_) {
   const bool by_spread = policy_.order == GroupsOrder::spread;
@@ -195,6 +196,33 @@ Groups::Groups(std::span<std::byte> memory, const Control& tickets, std::vector<
     in_order_ = {reinterpret_cast<Node*>(order_ + rows_), order_, rows_};
     newest_ = reinterpret_cast<Id*>(in_order_.nodes + rows_);
   }
+}
+
+void Groups::follow(std::span<std::byte> theirs, bool copied) {
+  const GroupsHeader* header = header_in(theirs);
+  const GroupsPolicy policy = policy_of(theirs);
+  if (is_earlier(*header) || engram::copied(header->rows) != rows_ || policy.field != policy_.field) return;
+  if (policy.key_bytes != key_bytes_ || policy.most != policy_.most || policy.dated != policy_.dated) return;
+  if (policy.rules().fields() != policy_.rules().fields()) return;
+  const RedoLock guard = lock();
+  totals_ = header;
+  if (!counts()) return;
+  const auto* writes = theirs.data() + earlier_bytes(rows_, key_bytes_) + GroupsHeader::kComplete * RowSet::bytes(rows_);
+  const auto* uses = reinterpret_cast<const std::uint32_t*>(writes + rows_ * sizeof(std::uint64_t));
+  others_.emplace(reinterpret_cast<const std::uint64_t*>(writes), uses, kUses, copied ? uses_ : nullptr, rows_);
+}
+
+void Groups::catch_up() {
+  ContentIndex::catch_up();
+  if (!others_) return;
+  const RedoLock guard = lock();
+  RedoChange change(redo_);
+  others_->each(writes_, uses_, [this](std::uint64_t row, std::uint64_t uses) {
+    uses_[row] = static_cast<std::uint32_t>(uses);
+    forget(row);
+    look_at(row);
+  });
+  change.done();
 }
 
 // ---- trees ---------------------------------------------------------------------------------------------------------
@@ -442,6 +470,7 @@ bool Groups::has_uses_left(std::uint64_t row) {
   if (writes_[row] != write_) {
     if (writes_[row] != 0 && (uses_[row] & kUses) < policy_.most) header_->evicted.fetch_add(1, std::memory_order_relaxed);
     uses_[row] = 0;
+    if (others_) others_->forget(row);
     std::atomic_signal_fence(std::memory_order_seq_cst);
     writes_[row] = write_;
   }
@@ -513,7 +542,7 @@ std::uint64_t Groups::groups(std::uint64_t least, double floor) {
 Groups::Counts Groups::counted() const {
   const auto of = [](const Word& word) { return word.load(std::memory_order_relaxed); };
   if (complete_.empty()) return {.groups = roots_.size(), .used = 0, .expired = 0, .evicted = 0, .dropped = 0, .starved = 0};
-  return {roots_.size(), of(header_->used), of(header_->expired), of(header_->evicted), of(header_->dropped), of(header_->starved)};
+  return {roots_.size(), of(totals_->used), of(totals_->expired), of(totals_->evicted), of(totals_->dropped), of(totals_->starved)};
 }
 
 // ---- uses ------------------------------------------------------------------------------------------------------------

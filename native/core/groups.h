@@ -20,6 +20,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <optional>
 #include <span>
 #include <unordered_set>
 #include <vector>
@@ -27,6 +28,7 @@
 #include "content_index.h"
 #include "control.h"
 #include "gather.h"
+#include "others_uses.h"
 #include "random.h"
 #include "row_key.h"
 #include "row_rules.h"
@@ -110,6 +112,11 @@ class Groups : public ContentIndex {
   /// the version and the reward if there are such, as policy_of() names them. `text`: as for RowKey. Throws std::invalid_argument: not
   /// such memory.
   Groups(std::span<std::byte> memory, const Control& tickets, std::vector<Field> fields, const RaggedGroup* text = nullptr);
+
+  /// As Consumption::follow, of uses.
+  void follow(std::span<std::byte> theirs, bool copied);
+  /// As ContentIndex::catch_up, and takes over what others have used, if it follows them: a look at a word per row.
+  void catch_up();
 
   std::uint64_t field() const { return policy_.field; }
   const GroupsPolicy& policy() const { return policy_; }
@@ -244,6 +251,8 @@ class Groups : public ContentIndex {
   std::vector<RowSet> complete_;  // none in memory of earlier versions
   std::uint64_t* writes_ = nullptr;  // that the uses are of
   std::uint32_t* uses_ = nullptr;
+  const GroupsHeader* totals_;       // that of others, if it follows them
+  std::optional<OthersUses> others_;
   VersionHeap versions_;        // of admitted rows
   std::uint64_t* order_ = nullptr;  // of the newest row of a group that is in order, its place there: what it is compared by
   Trees in_order_;                  // of these rows, one tree

@@ -67,6 +67,7 @@ class VersionHeap {
   VersionHeap(std::byte* memory, std::uint64_t rows, std::uint64_t& size);
 
   bool has(std::uint64_t row) const { return places_[row] != 0; }
+  bool has(std::uint64_t row, double version) const { return has(row) && versions_[row] == version; }
   /// Of a row that is not in it. O(log rows), as is erase().
   void insert(std::uint64_t row, double version);
   void erase(std::uint64_t row);

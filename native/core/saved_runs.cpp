@@ -2,13 +2,16 @@
 
 #include <algorithm>
 #include <cstring>
-#include <optional>
+#include <iterator>
+#include <map>
 
 #include "check.h"
 #include "fence.h"
 
 namespace engram {
 namespace {
+
+constexpr std::uint64_t kNone = ~std::uint64_t{0};  // of offsets
 
 // One lane, or one of its columns, from the oldest step to the newest.
 class Track {
@@ -96,6 +99,46 @@ std::vector<SavedRun> runs_of(std::span<const std::int64_t> lanes, std::uint64_t
   return found;
 }
 
+std::vector<std::int64_t> ranks_of(std::uint64_t n, const std::function<std::optional<std::uint64_t>(std::uint64_t)>& offset_of,
+                                   std::span<const std::int64_t> offsets) {
+  std::map<std::uint64_t, std::uint64_t> gaps;  // from which place to which none has an offset, as far as they were looked at
+  std::uint64_t offset = kNone;
+  // The first place in [at, high) that has an offset, which is noted, or one at high or behind it. Gaps on the way become one.
+  const auto next = [&](std::uint64_t at, std::uint64_t high) {
+    auto gap = gaps.upper_bound(at);
+    if (gap != gaps.begin() && std::prev(gap)->second >= at) --gap;
+    const std::uint64_t begin = gap == gaps.end() ? at : std::min(at, gap->first);
+    for (offset = kNone;;) {
+      if (gap != gaps.end() && gap->first <= at) {
+        at = gap->second;
+        gap = gaps.erase(gap);
+      } else if (at < high && (offset = offset_of(at).value_or(kNone)) == kNone) {
+        ++at;
+      } else {
+        break;
+      }
+    }
+    if (begin < at) gaps.emplace(begin, at);
+    return at;
+  };
+  std::vector<std::int64_t> found;
+  for (std::uint64_t k = 0, low = 0; k < offsets.size(); ++k) {
+    if (k > 0 && offsets[k] < offsets[k - 1]) low = 0;
+    std::uint64_t high = n, answer = n;
+    while (low < high) {
+      const std::uint64_t middle = low + (high - low) / 2, at = next(middle, high);
+      if (offset != kNone && offset < static_cast<std::uint64_t>(offsets[k])) {
+        low = at + 1;
+      } else {
+        high = middle;
+        if (offset != kNone) answer = at;
+      }
+    }
+    found.push_back(static_cast<std::int64_t>(answer));
+  }
+  return found;
+}
+
 std::vector<std::int64_t> rows_from(const Store& store, std::uint64_t group, const RowsByAge& rows, std::span<const std::int64_t> offsets) {
   const Ragged* ragged = store.ragged();
   check(ragged != nullptr && group < ragged->groups().size() && !ragged->slots(), "a group of ragged fields whose items lie in rings");
@@ -117,25 +160,7 @@ std::vector<std::int64_t> rows_from(const Store& store, std::uint64_t group, con
 #endif
     return span.length > 0 ? std::optional(span.offset) : std::nullopt;
   };
-  std::vector<std::int64_t> found;
-  for (std::uint64_t k = 0, low = 0; k < offsets.size(); ++k) {
-    if (k > 0 && offsets[k] < offsets[k - 1]) low = 0;
-    std::uint64_t high = rows.live, answer = rows.live;
-    while (low < high) {
-      const std::uint64_t middle = low + (high - low) / 2;
-      std::uint64_t at = middle;
-      std::optional<std::uint64_t> offset;
-      while (at < high && !(offset = offset_of(at))) ++at;
-      if (offset && *offset < static_cast<std::uint64_t>(offsets[k])) {
-        low = at + 1;
-      } else {
-        high = middle;
-        if (offset) answer = at;
-      }
-    }
-    found.push_back(static_cast<std::int64_t>(answer));
-  }
-  return found;
+  return ranks_of(rows.live, offset_of, offsets);
 }
 
 }  // namespace engram

@@ -3,6 +3,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -40,9 +42,15 @@ struct RowsByAge {
   const std::int64_t* numbers;       // tickets of the lane's live rows; 0 of those that hold nothing
 };
 
+/// For each of some offsets, the first of n places whose own offset is that one or a larger one; n: there is none. `offset_of(place)`: they
+/// ascend, and a place without one never gets one. Cost: O(log n) calls for each offset, fewer where they ascend, and one for each place
+/// without an offset.
+std::vector<std::int64_t> ranks_of(std::uint64_t n, const std::function<std::optional<std::uint64_t>(std::uint64_t)>& offset_of,
+                                   std::span<const std::int64_t> offsets);
+
 /// For each of some offsets, how many rows lie before the oldest one whose items of a group begin there or behind it: all that are live, where
 /// none does. Rows that have other tickets, or no items, are passed over. Items lie in rings. Throws std::invalid_argument: a lane or a
-/// group that the store does not have. Cost: O(log live) for each offset, less where they ascend, and the rows that are passed over.
+/// group that the store does not have. Cost: as of ranks_of.
 std::vector<std::int64_t> rows_from(const Store& store, std::uint64_t group, const RowsByAge& rows, std::span<const std::int64_t> offsets);
 
 }  // namespace engram

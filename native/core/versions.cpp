@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <iterator>
+#include <limits>
 #include <new>
 #include <utility>
 
@@ -18,6 +19,12 @@ constexpr char kMagic[8] = {'e', 'n', 'g', 'v', 'e', 'r', 's', '\1'};
 // 53 random bits as a number in (0, 1].
 double fraction(std::uint64_t bits) { return static_cast<double>((bits >> 11) + 1) * 0x1p-53; }
 
+ConsumerPage* page_in(std::span<std::byte> memory) {
+  check(memory.size() == ConsumerVersion::kBytes, "a consumer's version in memory of another size");
+  check(std::memcmp(memory.data(), kMagic, sizeof kMagic) == 0, "no consumer's version, or of another format");
+  return reinterpret_cast<ConsumerPage*>(memory.data());
+}
+
 }  // namespace
 
 void ConsumerVersion::format(std::span<std::byte> memory) {
@@ -26,14 +33,21 @@ void ConsumerVersion::format(std::span<std::byte> memory) {
   std::memcpy(page->magic, kMagic, sizeof kMagic);
 }
 
-ConsumerVersion::ConsumerVersion(std::span<std::byte> memory) {
-  check(memory.size() == kBytes, "a consumer's version in memory of another size");
-  check(std::memcmp(memory.data(), kMagic, sizeof kMagic) == 0, "no consumer's version, or of another format");
-  page_ = reinterpret_cast<ConsumerPage*>(memory.data());
+ConsumerVersion::ConsumerVersion(std::span<std::byte> memory) : page_(page_in(memory)) {}
+
+// What was copied is there, too: an emptying lowers it.
+void ConsumerVersion::follow(std::span<std::byte> theirs, bool copied) {
+  theirs_ = page_in(theirs);
+  if (copied) set(std::numeric_limits<std::int64_t>::min());
+}
+
+std::int64_t ConsumerVersion::version() const {
+  const std::int64_t own = page_->version.load(std::memory_order_acquire);
+  return theirs_ == nullptr ? own : std::max(own, theirs_->version.load(std::memory_order_acquire));
 }
 
 void ConsumerVersion::raise_to(std::int64_t version) {
-  std::int64_t now = this->version();
+  std::int64_t now = page_->version.load(std::memory_order_acquire);
   while (now < version && !page_->version.compare_exchange_weak(now, version, std::memory_order_acq_rel)) {
   }
 }

@@ -41,11 +41,13 @@ class ConsumerVersion : public Index {
   /// A view of formatted memory, which must outlive it. Throws std::invalid_argument: not such memory.
   explicit ConsumerVersion(std::span<std::byte> memory);
 
-  std::int64_t version() const { return page_->version.load(std::memory_order_acquire); }
+  /// As Consumption::follow: the version is that of others, or a newer one that was set here.
+  void follow(std::span<std::byte> theirs, bool copied);
+  std::int64_t version() const;
   /// Never lowers it.
   void raise_to(std::int64_t version);
   void set(std::int64_t version) { page_->version.store(version, std::memory_order_release); }
-  void increment() { page_->version.fetch_add(1, std::memory_order_acq_rel); }
+  void increment() { theirs_ != nullptr ? raise_to(version() + 1) : void(page_->version.fetch_add(1, std::memory_order_acq_rel)); }
 
   void written(const std::int64_t*, std::uint64_t, std::uint64_t) override {}
   void edited(const std::int64_t*, std::uint64_t, std::uint64_t, std::span<const std::uint64_t>, std::uint64_t) override {}
@@ -54,6 +56,7 @@ class ConsumerVersion : public Index {
 
  private:
   ConsumerPage* page_;
+  const ConsumerPage* theirs_ = nullptr;
 };
 
 /// The words that an index has in its memory, of one that has none.

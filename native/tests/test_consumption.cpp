@@ -111,6 +111,90 @@ TEST(each_row_is_drawn_so_often_until_it_is_written_again) {
   }
 }
 
+/// A process that only reads, whose counts begin as a copy, and that knows what others do by looking alone.
+struct Reader {
+  explicit Reader(const Counted& shared, bool copied)
+      : control(shared.blocks().view()), memory(shared.index().size()), index((begin(shared, copied), std::span(memory)), &reading()) {
+    index.follow(shared.index(), copied);
+  }
+  void begin(const Counted& shared, bool copied) {
+    if (copied) Consumption::copy(shared.index(), memory);
+    else Consumption::format(memory, shared.blocks().view().capacity(), most_of(shared));
+  }
+  static std::uint64_t most_of(const Counted& shared) { return Consumer(shared, 2).index.most(); }
+  const Control& reading() { return control.only_read(false), control; }
+
+  Control control;
+  std::vector<std::byte> memory;
+  Consumption index;
+};
+
+TEST(a_reader_that_is_told_nothing_counts_what_others_draw) {
+  Dice dice(21);
+  for (int round = 0; round < 60; ++round) {
+    const std::uint64_t rows = 1 + dice.below(90), most = 1 + dice.below(3);
+    const Counted shared(rows, most);
+    Consumer writer(shared);
+    writer.append(dice.below(rows + 1));
+    writer.claim(99, dice.below(rows + 1));
+    Reader reader(shared, dice.below(2) == 0);
+    std::map<std::int64_t, std::uint64_t> own;  // draws of the reader
+    std::uint64_t cursor = writer.control.end(0);
+    for (std::uint64_t i = 0; i < 80; ++i) {
+      const std::uint64_t n = 1 + dice.below(rows);
+      const auto row = static_cast<std::int64_t>(dice.below(rows));
+      const std::uint64_t word = 7, which = 0;
+      const auto* column = reinterpret_cast<const std::byte*>(&word);
+      const bool live = writer.control.inside(static_cast<std::uint64_t>(row));
+      switch (dice.below(8)) {
+        case 0:
+          writer.append(n);
+          for (std::uint64_t k = 0; k < n; ++k) own.erase(static_cast<std::int64_t>(cursor++ % rows));
+          break;
+        case 1:  // an edit keeps counts, a write by number does not
+          if (const bool by_number = dice.below(2) == 0; live && is_committed(writer.control.word(static_cast<std::uint64_t>(row)).load())) {
+            writer.store.scatter(&row, 1, {&which, 1}, {&column, 1}, by_number);
+            if (by_number) own.erase(row);
+          }
+          break;
+        case 2:
+          if (live) writer.store.remove(&row, 1, nullptr), own.erase(row);
+          break;
+        case 3:
+          if (live) writer.index.reset(&row, 1);
+          break;
+        case 4:
+          if (dice.below(6) == 0) writer.store.empty(false), own.clear(), cursor = writer.control.end(0);
+          break;
+        case 5: {
+          reader.index.catch_up();
+          std::vector<std::int64_t> drawn(n), numbers(n);
+          drawn.resize(reader.index.claim(i, n, drawn.data(), numbers.data()));
+          for (const std::int64_t one : drawn) ++own[one];
+          reader.index.were_read(drawn.data(), numbers.data(), drawn.size());
+          break;
+        }
+        default: writer.claim(i, n);
+      }
+      reader.index.catch_up();
+      const std::vector<std::int32_t> theirs = writer.drawn();
+      std::vector<std::int32_t> seen(rows);
+      reader.index.copy_counts(seen.data(), rows);
+      std::uint64_t left = 0, used = 0;
+      for (std::uint64_t k = 0; k < rows; ++k) {
+        if (!is_committed(writer.control.word(k).load()) || !writer.control.inside(k)) continue;
+        const auto mine = own.find(static_cast<std::int64_t>(k));
+        const std::uint64_t sum = static_cast<std::uint64_t>(theirs[k]) + (mine == own.end() ? 0 : mine->second);
+        EXPECT_EQ(static_cast<std::uint64_t>(seen[k]), sum);
+        (sum < most ? left : used) += 1;
+      }
+      EXPECT_EQ(reader.index.drawable(), left);
+      EXPECT_EQ(reader.index.used(), used);
+      EXPECT_EQ(reader.index.totals().used, writer.index.totals().used);
+    }
+  }
+}
+
 // Whatever happens to rows, those in flight are the ones that can be drawn. Who counts again finds nothing else.
 TEST(rows_in_flight_are_those_that_can_be_drawn) {
   Dice dice(3);

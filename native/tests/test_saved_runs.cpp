@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <stdexcept>
 #include <vector>
@@ -72,6 +73,28 @@ TEST(rows_are_found_by_their_items) {
         for (std::size_t k = 0; k < offsets.size(); ++k) EXPECT_EQ(found[k], lane.rank_of(*own.store, group, offsets[k]));
       }
     }
+  }
+}
+
+TEST(no_place_without_an_offset_is_looked_at_twice) {
+  Dice dice(12);
+  for (int round = 0; round < 200; ++round) {
+    const std::uint64_t n = dice.in(1, 3'000), sparse = dice.in(1, 200);
+    std::vector<std::uint64_t> own(n), looks(n);  // 0: none
+    for (std::uint64_t i = 0, offset = 0; i < n; ++i) {
+      if (dice.below(sparse) == 0 || (round % 4 == 0 && i < n / 2)) own[i] = offset += dice.in(1, 9);
+    }
+    std::vector<std::int64_t> offsets;
+    const auto last = *std::max_element(own.begin(), own.end());
+    for (int k = 0; k < 300; ++k) offsets.push_back(static_cast<std::int64_t>(dice.in(0, last + 2)));
+    if (round % 3 != 0) std::sort(offsets.begin(), offsets.end());
+    const auto look = [&](std::uint64_t i) { return ++looks[i], own[i] > 0 ? std::optional(own[i]) : std::nullopt; };
+    const std::vector<std::int64_t> found = ranks_of(n, look, offsets);
+    for (std::size_t k = 0; k < offsets.size(); ++k) {
+      const auto first = std::find_if(own.begin(), own.end(), [&](std::uint64_t it) { return it > 0 && static_cast<std::int64_t>(it) >= offsets[k]; });
+      EXPECT_EQ(found[k], first - own.begin());
+    }
+    for (std::uint64_t i = 0; i < n; ++i) EXPECT(own[i] > 0 || looks[i] <= 1);
   }
 }
 

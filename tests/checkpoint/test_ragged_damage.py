@@ -8,13 +8,21 @@ import torch
 import xxhash
 from click.testing import CliRunner
 
-from engram import FlatStorageCheckpointer, LazyTensorStorage, NestedStorageCheckpointer, ReplayBuffer
+from engram import (
+    Checkpointer,
+    FlatStorageCheckpointer,
+    LazyTensorStorage,
+    NestedStorageCheckpointer,
+    Ragged,
+    ReplayBuffer,
+)
 from engram.cli import main
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.saved import description, documents
 from engram.saved.inspection import verify
 from engram.saved.part_reader import PartReader
 from engram.saved.part_writer import PartWriter
+from engram.saved.snapshot import RowsWriter
 from tests.checkpoint.ragged_buffers import LONG, contents, fill, long_rows, make
 from tests.saved.checkpoint_folders import rewrite
 from tests.storages import ragged_rows as said
@@ -193,3 +201,85 @@ def test_layouts_of_other_libraries_refuse_them_by_name(ram):
         with pytest.raises(ValueError, match="ragged ones: tokens"):
             layout.dumps(rb.storage, ram / "d")
     assert not (ram / "d").exists()
+
+
+# ---- rows whose items are not in their place ---------------------------------------------------------------------------------
+
+
+#: Of heads nothing follows from the rows.
+NOT_SEEN = ("heads that are smaller",)
+
+
+@pytest.mark.parametrize("level", ["read", "full"])
+@pytest.mark.parametrize("what", [name for name in BAD_FILES if name not in NOT_SEEN])
+def test_what_cannot_be_loaded_is_not_good(what, level, dumped, ram):
+    folder = copied(dumped, ram / "storage")
+    assert verify(folder, level).good
+    sealed(folder, BAD_FILES[what])
+    assert verify(folder, level).problems
+
+
+@pytest.mark.parametrize("layout", ["rings", "slots"])
+@pytest.mark.parametrize("to", ["those of another row", "a part of another row's", "none", "behind the end"])
+def test_a_place_that_is_written_by_hand(layout, to, ram):
+    """Of one live row of a dump, all of whose sums are right."""
+    more = {"ragged_layout": "slots"} if layout == "slots" else {"ragged_bytes": 1 << 16}
+    rb = ReplayBuffer(storage=LazyTensorStorage(8, ragged={"a": Ragged(torch.int32, max_length=9)}, **more))
+    rb.extend({"number": torch.arange(6), "a": [torch.full((n,), n, dtype=torch.int32) for n in (3, 0, 4, 5, 2, 6)]})
+    rb.remove([4])
+    rb.storage.dumps(ram / "part")
+    assert verify(ram / "part").good
+    with PartReader.open(ram / "part") as part:
+        (leader,) = (n for n, field in enumerate(part.schema) if field.ragged)
+        (piece,) = part.listing.pieces
+    name = f".engram/{leader:03}.spans"
+    spans = [list(it) for it in struct.iter_unpack("<qi", (ram / "part" / name).read_bytes())]
+    starts = [first for first, length in spans if length]
+    spans[5][0] = {
+        "those of another row": starts[0],
+        "a part of another row's": starts[2] + 1,
+        "none": piece.end + 100,
+        "behind the end": piece.end - 5,
+    }[to]
+    changed = b"".join(struct.pack("<qi", *it) for it in spans)
+    sealed(ram / "part", lambda raw: raw.__setitem__(name, bytearray(changed)))
+    assert verify(ram / "part", "meta").good
+    (problem,) = verify(ram / "part").problems
+    assert problem.path == ram / "part"
+    found = starts[2] if to == "a part of another row's" else spans[5][0]
+    assert f"got some of field {leader} at {found}" in problem.what
+    other = ReplayBuffer(storage=LazyTensorStorage(8, ragged={"a": Ragged(torch.int32, max_length=9)}, **more))
+    with pytest.raises(CorruptCheckpoint):
+        other.storage.loads(ram / "part")
+
+
+def test_a_row_that_is_gone_may_have_had_any_place(ram):
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(4, ragged={"a": Ragged(torch.int32, max_length=9)}, ragged_bytes=1 << 12)
+    )
+    rb.extend({"a": [torch.ones(2, dtype=torch.int32)] * 3})
+    rb.remove([1])
+    rb.storage.dumps(ram / "part")
+    with PartReader.open(ram / "part") as part:
+        (leader,) = (n for n, field in enumerate(part.schema) if field.ragged)
+    sealed(ram / "part", _words(f".engram/{leader:03}.spans", 12, 10**6))
+    assert verify(ram / "part").good
+
+
+def test_a_tick_whose_linked_segments_say_an_older_place(ram, monkeypatch):
+    """As ticks were saved once: items were written again elsewhere, and the segment of their rows was linked."""
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(20_000, ragged={"a": Ragged(torch.int32, max_length=8)}, ragged_layout="slots")
+    )
+    checkpointer = Checkpointer(ram, rb)
+    rb.extend({"a": [*torch.arange(40_000, dtype=torch.int32).view(-1, 2)]})
+    checkpointer.save(1)
+    monkeypatch.setattr(RowsWriter, "is_displaced", lambda *_: False)
+    rb.extend({"a": [*torch.arange(50_000, 80_000, dtype=torch.int32).view(-1, 2)]})
+    checkpointer.save(2)
+    report = verify(ram)
+    assert [problem.path.parts[-1] for problem in report.problems] == ["storage"]
+    assert "in a file that is listed" in report.problems[0].what
+    assert verify(ram, "meta").good
+    found = CliRunner().invoke(main, ["verify", str(ram)])
+    assert (found.exit_code, "in a file that is listed" in " ".join(found.output.split())) == (1, True)

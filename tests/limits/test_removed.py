@@ -83,7 +83,7 @@ def test_rows_that_are_used_up_gave_it_back_before(queue):
 
 def test_rows_that_are_being_read_give_it_back_under_their_ticket(queue):
     index = queue.sampler._attached()
-    claimed = [index.claim(key, 16) for key in (1, 2)]  # for the last time
+    claimed = [index.core.claim(key, 16) for key in (1, 2)]  # for the last time
     assert in_flight(queue) == 16
     queue.remove(queue.rows[:8])
     assert in_flight(queue) == 8
@@ -142,7 +142,7 @@ def test_the_refusal_of_a_sample_does_not_ask_for_what_is_refused(queue):
     index = queue.sampler._attached()
     rewritten(queue, 8)
     for key in (1, 2):
-        index.claim(key, 24)  # another consumer reads them all
+        index.core.claim(key, 24)  # another consumer reads them all
     with pytest.raises(RateLimited, match="Wait until those who read") as refused:
         queue.sample(timeout=0)
     assert "Insert" not in str(refused.value)
@@ -156,7 +156,7 @@ from engram import ReplayBuffer, ConsumingSampler
 rb = ReplayBuffer.open(folder, batch_size=8, sampler=ConsumingSampler(1))
 """
 PREPAID = OPEN + "rb.storage.memory.core.prepay_inserts(16)\nos.kill(os.getpid(), signal.SIGKILL)"
-READING = OPEN + "rb.sampler._attached().claim(1, 16)\nos.kill(os.getpid(), signal.SIGKILL)"
+READING = OPEN + "rb.sampler._attached().core.claim(1, 16)\nos.kill(os.getpid(), signal.SIGKILL)"
 WRITING = OPEN + "print('ready', flush=True)\nwhile True: rb.extend(torch.arange(4))"
 
 

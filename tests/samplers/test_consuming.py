@@ -220,7 +220,7 @@ def test_a_batch_is_short_where_rows_moved_and_none_is_left(monkeypatch):
     def interrupted(rows, expected=None):
         monkeypatch.undo()
         ReplayBuffer(storage=rb.storage).add(torch.tensor(9))
-        rb.sampler._index.claim(1, 1)  # another consumer takes it
+        rb.sampler._index.core.claim(1, 1)  # another consumer takes it
         return read(rows, expected)
 
     monkeypatch.setattr(rb.storage, "read", interrupted)

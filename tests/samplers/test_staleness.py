@@ -13,6 +13,7 @@ from hypothesis.stateful import rule
 from tensordict import TensorDict
 
 from engram import (
+    FilteredSampler,
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
@@ -361,3 +362,85 @@ def test_copies_have_versions_of_their_own(how):
     other = how(rb)
     other.sampler.consumer_version = 5
     assert (rb.sampler.consumer_version, other.sampler.consumer_version) == (2, 5)
+
+
+# ---- rows that are ready -----------------------------------------------------------------------------------------------
+
+
+def rewarded(folder, sampler):
+    rb = ReplayBuffer(storage=LazyMemmapStorage(8, scratch_dir=folder), sampler=sampler, batch_size=40)
+    rewards = torch.tensor([0.5, torch.nan, 1.0, torch.nan])
+    rb.extend(
+        {
+            "row": torch.arange(4),
+            "policy_version": torch.zeros(4),
+            "next": {"reward": rewards},
+            "done": rewards[[0, 0, 1, 1]],
+        }
+    )
+    return rb
+
+
+@pytest.mark.parametrize("how", ["argument", "before the first write", "set again"])
+def test_what_is_to_be_ready_is_noted(tmp_path, how):
+    ready = ["done", ("next", "reward")]
+    sampler = StalenessAwareSampler(3, ready=ready) if how == "argument" else StalenessAwareSampler(3)
+    if how == "before the first write":
+        sampler.require(ready)
+    rb = rewarded(tmp_path / "s", sampler)
+    if how == "set again":
+        assert {*rows_of(rb)} == {0, 1, 2, 3}
+        sampler.require(ready)
+        rb.set_sampler(sampler)
+    assert {*rows_of(rb)} == {0}
+    rb.close()
+    for readonly in (False, True):
+        again = ReplayBuffer.open(tmp_path / "s", readonly=readonly)
+        assert (again.sampler.ready, again.sampler.max_staleness) == (("done", ("next", "reward")), 3)
+        assert repr(again.sampler) == "StalenessAwareSampler(max_staleness=3, ready=['done', ('next', 'reward')])"
+        assert {*rows_of(again)} == {0}
+        again.close()
+
+
+def test_less_is_to_be_ready_later(tmp_path):
+    rb = rewarded(tmp_path / "s", StalenessAwareSampler(ready=["done"]))
+    assert {*rows_of(rb)} == {0, 1}
+    state = rb.sampler.state_dict()
+    assert state == {"consumer_version": 0, "max_staleness": -1}
+    rb.sampler.require(())
+    rb.sampler.load_state_dict(state)  # which does not say it
+    assert {*rows_of(rb)} == {0, 1, 2, 3}
+    rb.close()
+
+
+def test_a_filtered_sampler_takes_it_over(tmp_path):
+    """Alone, and in place of what the one inside says."""
+    rb = rewarded(tmp_path / "a", FilteredSampler(StalenessAwareSampler(ready=["done"]), max_uses=1))
+    assert rb.sampler.ready == ("done",)
+    assert len(rb) == 2
+    assert sorted(rows_of(rb)) == [0, 1]
+    rb.close()
+    again = ReplayBuffer.open(tmp_path / "a")
+    assert (again.sampler.ready, again.sampler.sampler.ready, again.can_sample()) == (("done",), ("done",), False)
+    again.close()
+    inner = StalenessAwareSampler(ready=["done"])
+    rb = rewarded(tmp_path / "b", FilteredSampler(inner, ready=[("next", "reward")]))
+    assert (inner.ready, {*rows_of(rb)}) == ((("next", "reward"),), {0, 2})
+    rb.close()
+
+
+@pytest.mark.parametrize(
+    ("ready", "error", "why"),
+    [
+        ("reward", TypeError, "ready: expected a sequence of fields, such as"),
+        (3, TypeError, "ready: expected a sequence of fields, such as"),
+        ([2.5], TypeError, "ready"),
+        ([f"f{n}" for n in range(17)], ValueError, "expected at most 16 fields, got 17"),
+    ],
+)
+def test_what_cannot_be_ready_is_refused_and_changes_nothing(ready, error, why):
+    sampler = StalenessAwareSampler(ready=["done"])
+    for call in (lambda: sampler.require(ready), lambda: StalenessAwareSampler(ready=ready)):
+        with pytest.raises(error, match=why):
+            call()
+    assert sampler.ready == ("done",)

@@ -18,7 +18,7 @@ from engram.reshard.plan import TRUNCATED, ReshardPlan, SavedShard, Source, fiel
 from engram.saved import rows as saved_rows
 from engram.saved.description import BLOCK
 from engram.saved.documents import corrupt
-from engram.saved.part_reader import PartReader, Stretch, stretches
+from engram.saved.part_reader import PartReader, Stretch, stretches, ticket_stretches
 from engram.saved.ragged import PartItems, check_longest
 from engram.store.memory import DTYPE_OF
 from engram.store.rings import Piece, check_room, compacted, fill_rings, oldest_first
@@ -514,7 +514,7 @@ def _place_numbers(shard: SavedShard, extents: Extents, later: int, numbers: Ten
         put(torch.where(held != 0, held + later, 0), 0, extents, numbers)
         return
     reader = shard.reader
-    for stretch in saved_rows.ticket_stretches(reader):
+    for stretch in ticket_stretches(reader):
         for low, raw in windows(reader, stretch, extents, 8, memory):
             words, offset = raw.view(torch.int64), stretch.offset + 8 * (low - stretch.begin)
             there = saved_rows.checked_numbers(words.numpy(), reader.folder / stretch.file, offset)

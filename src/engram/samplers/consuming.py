@@ -136,7 +136,8 @@ class ConsumingSampler(CountingSampler):
     processes that draw from one store share its rows out exactly: a row is never handed out more often than ``max_sample_count``
     times, and writers take no row away from a draw under way. If a process dies between counting and handing out, or
     drops prefetched batches, these rows count as drawn. Counts belong to the storage, under the name ``index``: they stay when the
-    sampler is replaced, and in a directory also when the process ends. Every writer keeps them, whatever its sampler.
+    sampler is replaced, and in a directory also when the process ends. Every writer keeps them, whatever its sampler. A buffer that
+    only reads knows them, too, and counts what it draws itself for itself alone.
 
     Edits of single fields (``update_``, ``rb["key"] = …``, ``rb[i] = …``) leave a row's count as it is; ``rb.mark_update(index)``
     lets rows be drawn again.
@@ -175,7 +176,7 @@ class ConsumingSampler(CountingSampler):
 
     def draw(self, extent: Extent, batch_size: int, key: int) -> Draw:
         index = self._attached()
-        rows, tickets = _NOTHING if index is None else index.claim(key, batch_size)
+        rows, tickets = _NOTHING if index is None else index.core.claim(key, batch_size)
         self.ran_out = index is None or index.core.drawable == 0
         if not len(rows):
             if index is not None:
@@ -239,8 +240,8 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler[ConsumptionIn
     samplers with that name share it. With ``max_uses`` rows are used up as by a :class:`ConsumingSampler`: all threads and processes
     together hand a row out ``max_uses`` times and not more often, ``len(rb)`` is the number of rows that can still be drawn, a batch is
     short when they run out, and writers take the place of rows that are used up first, as they do for that sampler. ``MaxInFlight``
-    then limits how many rows can be drawn; rows that are not ready, or too old, do not count. A buffer that only reads knows the rows
-    that could be drawn when it was opened.
+    then limits how many rows can be drawn; rows that are not ready, or too old, do not count. A buffer that only reads
+    knows what others have used, and counts what it draws itself for itself alone.
 
     Everything else is that of :attr:`sampler`: priorities, weights, marks, and attributes such as ``rb.sampler.beta``.
     ``rb.sample(timeout=)`` waits for rows. ``rb.stats()`` has ``drawable_rows``, ``starved_draws``, which found too few, ``expired_rows``,
@@ -250,8 +251,8 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler[ConsumptionIn
 
     Args:
         sampler: a sampler of rows, or a slice sampler with replacement, or a class of one. Expanders go around this one. A
-            :class:`ConsumingSampler` says ``max_uses``, and draws each row once in a batch at most; the ``max_staleness`` of a
-            :class:`StalenessAwareSampler` is a rule here.
+            :class:`ConsumingSampler` says ``max_uses``, and draws each row once in a batch at most; ``max_staleness`` and ``ready`` of
+            a :class:`StalenessAwareSampler` are rules here.
         ready: fields of floating numbers, 16 at most: a row is not drawn while one of them holds a NaN in it.
         max_uses: draws of a row; None: any number. Not with slice samplers, whose windows share rows.
         max_staleness: how far a row's version may be behind ``consumer_version``; -1: rows need no version.
@@ -311,6 +312,7 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler[ConsumptionIn
             )
         if isinstance(given, StalenessAwareSampler) and max_staleness == -1:
             max_staleness, policy_version = inner.max_staleness, inner.version_key
+        ready = inner.ready if isinstance(given, StalenessAwareSampler) and not ready else ready
         max_uses = counted if max_uses is None else max_uses
         uses = None if max_uses is None else check_count(f"{name}: max_uses", max_uses, most=MAX_USES - 1)
         self._follow(name, GroupRules(max_uses=uses), ready, max_staleness, policy_version, index)
@@ -334,7 +336,7 @@ class FilteredSampler(SamplerAround, CountingSampler, RuledSampler[ConsumptionIn
         if isinstance(inner, ConsumingSampler):
             inner._rules, inner.index_name = self._rules, self.index_name  # noqa: SLF001 - one index counts
         if isinstance(inner, StalenessAwareSampler):
-            inner.require(self._rules.ready)
+            inner.require(self.ready)
         self.sampler = inner
 
     @property

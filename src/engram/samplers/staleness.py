@@ -53,8 +53,9 @@ class ConsumerVersion:
     def index(self) -> ConsumerVersionIndex:
         """That of the storage, or its own."""
         storage = self._storage
-        if self._index is None and storage is not None and not storage.closed and storage.memory is not None:
-            self._index = ConsumerVersionIndex.of_store(storage.memory, self._name)
+        memory = None if storage is None or storage.closed else storage.memory
+        if memory is not None and (self._index is None or memory.readonly):  # others may make it later
+            self._index = ConsumerVersionIndex.of_store(memory, self._name)
             self._index.core.raise_to(self._own.core.version)
         return self._own if self._index is None else self._index
 
@@ -77,6 +78,12 @@ class VersionedSampler(DeclaredSampler):
     """What draws by how far the versions of rows are behind that of their consumer."""
 
     _consumer: ConsumerVersion
+    _rules: GroupRules
+
+    @property
+    def ready(self) -> tuple[str | FieldPath, ...]:
+        """The fields without which a row is not drawn, or does not count."""
+        return tuple(map(public, self._rules.ready))
 
     def moved(self) -> None:
         super().moved()
@@ -90,6 +97,9 @@ class VersionedSampler(DeclaredSampler):
     @consumer_version.setter
     def consumer_version(self, value: int) -> None:
         self._consumer.index().core.raise_to(check_version(value, type(self).__name__))
+
+    def _ready_config(self) -> dict[str, object]:
+        return {"ready": plain(list(self.ready))} if self.ready else {}
 
     def increment_consumer_version(self) -> None:
         """The learner has come to the next version.
@@ -135,9 +145,11 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
             finite, at least 0. Default ``1 / (s + 1)``, where rows that are newer than the consumer count as fresh, ``s = 0``.
         version_key: the field with the version: a key, or a path of keys.
         index: samplers with different names have versions of their own.
+        ready: fields of floating numbers, 16 at most: a row is not drawn while one of them holds a NaN in it.
 
     Raises:
-        TypeError: no int, or ``staleness_weight_fn`` is no callable. ValueError: ``max_staleness`` below -1.
+        TypeError: no int, ``staleness_weight_fn`` is no callable, or ``ready`` no sequence of keys. ValueError: ``max_staleness`` below
+            -1, or too many fields.
         KeyError (when drawing): no such field. TypeError: a list storage, which has no fields, or versions that are no real numbers,
             one per row. ValueError: weights that are none, negative or infinite, or another number of them.
         NoSampleable (when drawing): no row, or all are too stale or have weight zero (a ``RuntimeError``).
@@ -159,7 +171,6 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
     _index_kind = ConsumerVersionIndex.kind
     _storage: SampledStorage | None = None
     _table: native.Versions | None = None
-    _ready: tuple[FieldPath, ...] = ()
 
     def __init__(
         self,
@@ -168,6 +179,7 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
         version_key: str | FieldPath = "policy_version",
         *,
         index: str = "main",
+        ready: Sequence[str | FieldPath] = (),
     ) -> None:
         check_callable("StalenessAwareSampler: staleness_weight_fn", staleness_weight_fn, "a callable", optional=True)
         check_index_name(index, "StalenessAwareSampler: index")
@@ -176,6 +188,7 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
         self._key = checked_path(version_key, "StalenessAwareSampler: version_key")
         self.index_name = index
         self._consumer = ConsumerVersion(index)
+        self.require(ready)
 
     # ---- settings ------------------------------------------------------------------------------------------------------
 
@@ -206,19 +219,21 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
         super().moved()
         self._table = None
 
-    def require(self, ready: tuple[FieldPath, ...]) -> None:
-        """Draw only rows in which none of these fields holds a NaN. A :class:`FilteredSampler` around this one says so.
+    def require(self, ready: Sequence[str | FieldPath]) -> None:
+        """Draw only rows in which none of these fields holds a NaN, in place of :attr:`ready`. Raises as the class does.
+
+        A store notes it with the first write. Later, ``rb.set_sampler(rb.sampler)`` notes it.
 
         >>> import torch
         >>> from engram import LazyTensorStorage, ReplayBuffer, StalenessAwareSampler
         >>> sampler = StalenessAwareSampler()
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=1)
         >>> _ = rb.extend({"policy_version": torch.zeros(2), "reward": torch.tensor([1.0, torch.nan])})
-        >>> sampler.require((("reward",),))
+        >>> sampler.require(["reward"])
         >>> rb.sample()["reward"].tolist()
         [1.0]
         """
-        self._ready, self._table = ready, None
+        self._rules, self._table = GroupRules(_ready_fields(ready, "StalenessAwareSampler: ready")), None
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
@@ -288,7 +303,7 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
                     f"{type(storage).__name__} has no fields."
                 )
             assert storage.memory is not None  # it has rows
-            self._table = row_indexes.rows_by_version(storage.memory, self._key, self._ready)
+            self._table = row_indexes.rows_by_version(storage.memory, self._key, self._rules.ready)
         return self._table
 
     # ---- state ---------------------------------------------------------------------------------------------------------
@@ -315,7 +330,8 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
         self.max_staleness = max_staleness
 
     def config(self) -> dict[str, object]:
-        return {"max_staleness": self.max_staleness, "version_key": plain(self.version_key), "index": self.index_name}
+        own = {"max_staleness": self.max_staleness, "version_key": plain(self.version_key), "index": self.index_name}
+        return {**own, **self._ready_config()}
 
     @property
     def recordable(self) -> bool:
@@ -340,8 +356,10 @@ class IndexedSampler(NativeSampler, Generic[_Index]):
 
     def _attached(self) -> _Index | None:
         """The index; None while nothing was ever written."""
-        if self._index is None and self._storage is not None and not self._storage.closed:
-            self._index = self._index_of(self._storage)
+        storage = self._storage
+        follows = self._index is not None and storage and storage.memory and storage.memory.readonly
+        if storage is not None and not storage.closed and (self._index is None or follows):  # others may make it later
+            self._index = self._index_of(storage)
         return self._index
 
     def moved(self) -> None:
@@ -374,20 +392,13 @@ class RuledSampler(VersionedSampler, IndexedSampler[_Index]):
             self._rules = self._rules._replace(version=path, max_staleness=staleness)
         self.index_name, self._consumer = index, ConsumerVersion(index)
 
-    @property
-    def max_uses(self) -> int | None:
-        """After so many draws a group is used up; None: never."""
-        return self._rules.max_uses
+    #: After so many draws a row, or its group, is used up; None: never.
+    max_uses = IndexedSampler.draws_of_a_row
 
     @property
     def max_staleness(self) -> int:
         """Rows that are staler are not drawn; -1: they need no version."""
         return -1 if self._rules.version is None else self._rules.max_staleness
-
-    @property
-    def ready(self) -> tuple[str | FieldPath, ...]:
-        """The fields without which a row does not count."""
-        return tuple(map(public, self._rules.ready))
 
     def _floor(self) -> float:
         """The oldest version that is drawn; NaN: rows have none."""
@@ -444,8 +455,7 @@ class RuledSampler(VersionedSampler, IndexedSampler[_Index]):
 
     def _rules_config(self) -> dict[str, object]:
         """The rules, as arguments."""
-        rules = self._rules
-        ready = {"ready": plain(list(self.ready))} if rules.ready else {}
+        rules, ready = self._rules, self._ready_config()
         uses = {} if rules.max_uses is None else {"max_uses": rules.max_uses}
         if rules.version is None:
             return {**ready, **uses}

@@ -6,7 +6,10 @@ import hashlib
 import math
 import os
 from array import array
+from bisect import bisect_right
+from itertools import accumulate, count, pairwise
 from pathlib import Path
+from struct import iter_unpack
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 from msgspec import UNSET
@@ -15,6 +18,7 @@ from engram._support.closing import Closes
 from engram.errors import CorruptCheckpoint
 from engram.format import layout, strict
 from engram.format.files import Descriptor
+from engram.format.schema import SPAN_BYTES
 from engram.saved import description, disk, folder
 from engram.saved.description import PART, SUMS, Geometry, Part, Sums, segment_layout, wrong_block
 from engram.saved.documents import Problem, corrupt, misfits, no_file, open_folder, problem_of, read_small
@@ -25,6 +29,11 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from engram.format.schema import PartField
+
+#: States of the tickets of rows that are whole, and of those that hold nothing.
+COMMITTED, VOID = 2, 3
+#: Behind all offsets.
+_NOWHERE = 1 << 63
 
 
 class SummedFile(NamedTuple):
@@ -439,8 +448,35 @@ class PartReader(Closes):
             if name not in (folders if is_folder else known) and (self.part, name) != ("writer", folder.OF_WRITER):
                 yield Problem(self.folder / name, "expected nothing here: the part does not list it")
 
+    def misplaced(self, lane_length: int) -> Iterator[Problem]:
+        """A row whose items are in no file that is listed, or also those of another row: the first such items."""
+        pieces, places = self.listing.pieces, list[tuple[int, int, int, int]]()
+        tickets = {it.begin: it for it in ticket_stretches(self)}
+        for it in stretches(self):
+            items = (self.schema or ())[it.field].ragged
+            if items and items.is_leader:
+                words, spans = (bytearray(size * (it.end - it.begin)) for size in (8, SPAN_BYTES))
+                self.read(tickets[it.begin].file, tickets[it.begin].offset, words)
+                self.read(it.file, it.offset, spans)
+                rows = zip(count(it.begin), iter_unpack("<Q", words), iter_unpack("<qi", spans), strict=False)
+                for row, (word,), (first, length) in rows:
+                    if length and word & 3 == COMMITTED:
+                        end = first + length if 0 < length <= items.max_length else _NOWHERE
+                        places.append((row // lane_length, it.field, first, end))
+        for own, after in pairwise([*sorted(places), (-1, -1, 0, 0)]):
+            at = bisect_right(pieces, (*own[:3], _NOWHERE)) - 1
+            there = any(it[:2] == own[:2] and own[3] <= it.end for it in pieces[at : at + 1])
+            if not there or (after[:2] == own[:2] and after[2] < own[3]):
+                where = f"lane {own[0]} by themselves, in a file that is listed, got some of field {own[1]} at {own[2]}"
+                yield Problem(self.folder, f"expected items of each row of {where}")
+                return
+
     def problems(self, level: Level) -> Iterator[Problem]:
-        """All that is wrong, each file named once. ``meta``: sizes. ``read``: every block too. ``full``: and strangers."""
+        """All that is wrong, each file named once. ``meta``: sizes. ``read``: every block too. ``full``: and strangers.
+
+        Where all bytes are as they were written, ``read`` and ``full`` also look whether rows have their items. That takes 150 bytes
+        of memory for each row with ragged fields.
+        """
         named: set[Path] = set()
         looks = {"meta": [self.misfits], "read": [self.misfits, self.damage]}
         for look in looks.get(level, [self.misfits, self.damage, self.strangers]):
@@ -448,6 +484,8 @@ class PartReader(Closes):
                 if problem.path not in named:
                     named.add(problem.path)
                     yield problem
+        if level != "meta" and not named and self.geometry is not None:
+            yield from self.misplaced(self.geometry.lane_length)
 
     def verify(self) -> None:
         """Read and check everything; whatever else lies in the folder is an error too.
@@ -532,3 +570,14 @@ def stretches(reader: PartReader) -> Iterator[Stretch]:
         name, end = it.name, it.end
         for number, offset in enumerate(description.segment_layout(fields, it.rows)[0]):
             yield Stretch(name, offset, number, it.first_row, end)
+
+
+def ticket_stretches(reader: PartReader) -> list[Stretch]:
+    """Where the tickets of all rows of a part lie. Their field is 0, which means nothing."""
+    table, segments = description.TABLE_FILES["tickets"], reader.listing.segments
+    if reader.segment_rows is None:
+        return [Stretch(table, 0, 0, 0, reader.records["tickets"])]
+    if reader.has_tickets_within:
+        return [Stretch(it.name, 0, 0, it.first_row, it.end) for it in segments]
+    before = accumulate((8 * it.rows for it in segments), initial=0)
+    return [Stretch(table, at, 0, it.first_row, it.end) for it, at in zip(segments, before, strict=False)]

@@ -349,11 +349,8 @@ class ItemsWriter:
 
 
 def _by_lane(pieces: Iterable[ItemsPiece]) -> dict[tuple[int, int], list[ItemsPiece]]:
-    """By lane and leader."""
-    found: dict[tuple[int, int], list[ItemsPiece]] = {}
-    for piece in pieces:
-        found.setdefault((piece.lane, piece.leader), []).append(piece)
-    return found
+    """By lane and leader, as which they come."""
+    return {(lane, of): [*some] for (lane, of), some in itertools.groupby(pieces, lambda it: (it.lane, it.leader))}
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------------

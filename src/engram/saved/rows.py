@@ -25,7 +25,7 @@ from engram.format import schema as schemas
 from engram.format.schema import Column, Field, PartField, Schema
 from engram.saved import description, disk, parts
 from engram.saved.documents import corrupt
-from engram.saved.part_reader import PartReader, Stretch, stretches
+from engram.saved.part_reader import COMMITTED, VOID, PartReader, Stretch, stretches, ticket_stretches
 from engram.saved.ragged import PartItems, WholeItems
 from engram.store import memory, rings
 from engram.store.store import Store
@@ -235,8 +235,6 @@ def named_counts(names: Sequence[str], counts: Ints) -> dict[str, dict[str, int]
     return {name: {"episodes": episodes, "steps": steps} for name, (episodes, steps) in pairs}
 
 
-#: What a ticket says of a row that is whole, and of one of which nothing was saved.
-_COMMITTED, _VOID = 2, 3
 #: Bytes that are copied from an accelerator, or to it, at a time; and that a thread reads into memory of the processor: more, as
 #: blocks at both ends are checked beside it.
 PIECE, _LONG_PIECE = 16 << 20, 128 << 20
@@ -277,9 +275,9 @@ def ticket_words(numbers: Ints, base: int = 0) -> Ints:
     words = numbers.astype("<i8")
     words -= base
     words <<= 2
-    words |= _COMMITTED
+    words |= COMMITTED
     if not numbers.all():
-        words[numbers == 0] = _VOID
+        words[numbers == 0] = VOID
     return words
 
 
@@ -443,8 +441,8 @@ def checked_numbers(words: Ints, path: Path, offset: int) -> Ints:
     Raises:
         CorruptCheckpoint: others.
     """
-    void = words & 3 == _VOID
-    if not (void | (words & 3 == _COMMITTED)).all() or (words < 0).any():
+    void = words & 3 == VOID
+    if not (void | (words & 3 == COMMITTED)).all() or (words < 0).any():
         raise corrupt(path, "expected tickets of whole or void rows", offset)
     words >>= 2
     words[void] = 0
@@ -458,19 +456,6 @@ def _closed(lanes: Ints, which: Ints, geometry: description.Geometry) -> Ints:
     lanes[which, 0] += step
     lanes[which, 1] = np.minimum(lanes[which, 1] + step, geometry.lane_length)
     return np.ravel(left_out[:, None] + np.arange(step))
-
-
-def ticket_stretches(reader: PartReader) -> list[Stretch]:
-    """Where the tickets of all rows of a part lie. Their field is 0, which means nothing."""
-    table = description.TABLE_FILES["tickets"]
-    if reader.segment_rows is None:
-        return [Stretch(table, 0, 0, 0, reader.records["tickets"])]
-    found, at = [], 0
-    for it in reader.listing.segments:
-        file, offset = (it.name, 0) if reader.has_tickets_within else (table, 8 * at)
-        found.append(Stretch(file, offset, 0, it.first_row, it.end))
-        at += it.rows
-    return found
 
 
 class SavedRowsSource:

@@ -27,16 +27,33 @@ from engram.store.indexes import INDEX_KINDS, Host, Indexes
 from engram.store.rings import make_rings, private_rings, rings_in
 from engram.store.store import Repair, Saved, Store
 
+#: Kinds of indexes that hold more than rows say: a reader takes over what others note there.
+_FOLLOWING = ("consumer", "draws", "groups")
+
 
 class IndexCopies(Indexes):
-    """Indexes in private memory. Each begins as a copy of the one in a folder, when it is first asked for."""
+    """Indexes in private memory. Each begins as a copy of the one in a folder, when it is first asked for.
+
+    What others note there is known here, too, also of one that they make later.
+    """
 
     #: Where the others are.
     source: Path
 
-    def _copy_of(self, name: str, kind: str) -> memory.Block | None:
+    def lasting(self, name: str, kind: str, nbytes: int, make: Callable[[memory.Block], None]) -> tuple[Any, bool]:
+        known = self.get((name, kind))
+        index, made = super().lasting(name, kind, nbytes, make)
+        if kind in _FOLLOWING and (name, kind) not in self._copied and self._has_copy(name, kind):
+            theirs = self._copied[name, kind] = self._theirs(name, kind)
+            index.core.follow(theirs.address, theirs.nbytes, theirs.tensor, known is None)
+        return index, made
+
+    def _theirs(self, name: str, kind: str) -> memory.Block:
         path = self.source / name / kind
-        return INDEX_KINDS[kind].copied(memory.read_block(path, path.stat().st_size).tensor) if path.exists() else None
+        return memory.read_block(path, path.stat().st_size)
+
+    def _copy_of(self, name: str, kind: str) -> memory.Block | None:
+        return INDEX_KINDS[kind].copied(self._theirs(name, kind).tensor) if self._has_copy(name, kind) else None
 
     def _has_copy(self, name: str, kind: str) -> bool:
         return (self.source / name / kind).exists()

@@ -29,7 +29,9 @@ def counted_groups(schema: Schema, field: field_paths.FieldPath | None, call: st
     places = {n: place for place, group in enumerate(schema.ragged_groups) for n in group.members}
     of_key = {schema.fields[n].key: place for n, place in places.items()}
     if field is not None and field not in of_key:
-        raise KeyError(f"{call}: expected one of the ragged fields {[*of_key]}, got {field}.")
+        raise KeyError(
+            f"{call}: expected one of the ragged fields {[*map(field_paths.public, of_key)]}, got {field_paths.public(field)!r}."
+        )
     numeric = [place for n, place in places.items() if not schema.ragged[n].kind] or [*places.values()]
     return numeric if field is None else [of_key[field]]
 

@@ -119,11 +119,6 @@ class ConsumptionIndex(RuledIndex[native.Consumption]):
             return f"max_sample_count={most}"
         return f"rows{_rules_said(store, ready, version, most)}"
 
-    def claim(self, key: int, n: int) -> tuple[Tensor, Tensor]:
-        """Draw up to ``n`` rows, each once, and count them: int64 rows, and the tickets that they must still have. Perhaps none."""
-        rows, numbers = self.core.claim(key, n)
-        return rows, numbers
-
     def counts(self, n: int) -> Tensor:
         """int32 ``[n]``: how often the first rows were drawn. A copy."""
         out = torch.empty(n, dtype=torch.int32, device="cpu")
