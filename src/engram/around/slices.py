@@ -15,7 +15,7 @@ from engram._support import native as _native
 from engram._support.field_paths import FieldPath, as_path, plain
 from engram._support.state import Change, check_keys, integer, tensor_in, typed
 from engram.around.settings import Setting, StreamingArguments, WindowArguments, WindowSettings
-from engram.around.windows import Arguments, Table, WindowSampler, _Bound
+from engram.around.windows import NativeArguments, Table, WindowSampler, _Bound
 from engram.errors import NoSampleable
 from engram.samplers import _base, prioritized
 from engram.store import blocks, priorities, sampled, store
@@ -222,7 +222,7 @@ class SliceSampler(WindowSampler):
 
     # ---- drawing -----------------------------------------------------------------------------------------------------
 
-    def _choose(self, table: Table, arguments: Arguments) -> list[Tensor]:
+    def _choose(self, table: Table, arguments: NativeArguments) -> list[Tensor]:
         anchors = self.anchors
         if anchors is None or isinstance(table, _native.Fragments):
             return table.sample(*arguments)
@@ -703,7 +703,7 @@ class SliceSamplerWithoutReplacement(WindowSampler):
             with self._lock:
                 self._begin(_NO_EPOCH)
 
-    def _choose(self, table: Table, arguments: Arguments) -> list[Tensor]:
+    def _choose(self, table: Table, arguments: NativeArguments) -> list[Tensor]:
         assert isinstance(table, _native.Trajectories)  # it takes no other argument
         with self._lock:
             state, known, drawn = table.sample_epoch(*arguments, self._epoch, self._known, self.shuffle, self.drop_last)

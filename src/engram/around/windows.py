@@ -27,7 +27,7 @@ from engram.types import Draw, Entry, Extent, Info, NativeBatch, ReadBatch, Read
 
 Merge: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 Table: TypeAlias = _native.Trajectories | _native.Fragments
-Arguments: TypeAlias = tuple[
+NativeArguments: TypeAlias = tuple[
     _native.Store, _native.Layout, int, int, _native.WindowSpec, _native.Batched, _native.Marks
 ]
 
@@ -221,7 +221,7 @@ class WindowSampler(_base.NativeSampler):
         self._splits[batch_size] = split = (count, length, self.settings.native(length, type(self).__name__))
         return split
 
-    def _choose(self, table: Table, arguments: Arguments) -> list[Tensor]:
+    def _choose(self, table: Table, arguments: NativeArguments) -> list[Tensor]:
         """Let the native core draw: fields, rows, marks, weights of anchors, and tickets if asked for.
 
         ``arguments``: those that all of the table's ways to draw windows have in common.
@@ -296,7 +296,9 @@ class WindowSampler(_base.NativeSampler):
             "more rows can be drawn."
         )
 
-    def _drawn_later(self, bound: _Bound, storage: SampledStorage, arguments: Arguments, length: int) -> list[Tensor]:
+    def _drawn_later(
+        self, bound: _Bound, storage: SampledStorage, arguments: NativeArguments, length: int
+    ) -> list[Tensor]:
         """Draw again where there was no window a moment ago, as a writer was in each of them. Raises ``NoSampleable``: there is none."""
         needed = self.settings.needed(length) if self.strict_length else 1
         for _ in range(0 if self.streaming or self.traits.has_epochs or self.anchors is not None else _TRIES):

@@ -214,7 +214,7 @@ class DeclaredSampler(Component):
 
         >>> import torch
         >>> from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
-        >>> from engram.store import Key
+        >>> from engram.store.blocks import Key
         >>> sampler = PrioritizedSampler(max_capacity=10, alpha=0.6, beta=0.4)
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler)
         >>> _ = rb.extend(torch.arange(10) * 10)

@@ -246,7 +246,7 @@ class SamplerWithoutReplacement(NativeSampler):
 
         >>> import torch
         >>> from engram import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
-        >>> from engram.store import Key
+        >>> from engram.store.blocks import Key
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement())
         >>> _ = rb.extend(torch.arange(4) * 10)
         >>> columns, rows, info = rb.sampler.sample_natively(rb.storage, Key.of(7), 4)

@@ -306,7 +306,7 @@ class PrioritizedSampler(_base.NativeSampler):
 
         >>> import torch
         >>> from engram import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
-        >>> from engram.store import Key
+        >>> from engram.store.blocks import Key
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=PrioritizedSampler(10, alpha=0.6, beta=0.4))
         >>> _ = rb.extend(torch.arange(10) * 10)
         >>> columns, rows, info = rb.sampler.sample_natively(rb.storage, Key.of(7), 4)

@@ -186,7 +186,7 @@ class DrawingPart:
 
     >>> import torch
     >>> from engram import LazyTensorStorage, ReplayBuffer
-    >>> from engram.store import Key
+    >>> from engram.store.blocks import Key
     >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
     >>> _ = rb.extend({"a": torch.arange(4)})
     >>> with DrawingPart() as part:
@@ -226,7 +226,7 @@ class DrawingInto(DrawingPart):
 
     >>> import torch
     >>> from engram import LazyTensorStorage, ReplayBuffer
-    >>> from engram.store import Key
+    >>> from engram.store.blocks import Key
     >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
     >>> _ = rb.extend({"a": torch.arange(4)})
     >>> store = rb.storage.store
