@@ -2,10 +2,12 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
 #include "check.h"
+#include "gather.h"
 
 namespace engram {
 
@@ -25,15 +27,25 @@ class OthersUses {
   /// `writes`, `own`: those of here. O(rows).
   template <class Take>
   void each(const std::uint64_t* writes, const std::uint32_t* own, Take&& take) {
-    for (std::uint64_t row = 0; row < seen_.size(); ++row) {
-      const std::uint32_t now = copied(uses_[row]) & mask_, before = seen_[row];
-      if (now == before || copied(writes_[row]) != writes[row]) continue;
-      seen_[row] = now;
-      take(row, std::min<std::uint64_t>(mask_, std::uint64_t{now} + ((own[row] & mask_) - std::min(before, own[row] & mask_))));
+    std::uint32_t now[kAtOnce];
+    for (std::uint64_t begin = 0; begin < seen_.size(); begin += kAtOnce) {
+      const std::uint64_t n = std::min(kAtOnce, seen_.size() - begin);
+      copy_from_shared(reinterpret_cast<std::byte*>(now), reinterpret_cast<const std::byte*>(uses_ + begin), n * sizeof *now);
+      std::uint32_t differs = 0;
+      for (std::uint64_t i = 0; i < n; ++i) differs |= (now[i] & mask_) ^ seen_[begin + i];
+      for (std::uint64_t i = 0; differs != 0 && i < n; ++i) {
+        const std::uint64_t row = begin + i;
+        const std::uint32_t uses = now[i] & mask_, before = seen_[row];
+        if (uses == before || copied(writes_[row]) != writes[row]) continue;
+        seen_[row] = uses;
+        take(row, std::min<std::uint64_t>(mask_, std::uint64_t{uses} + ((own[row] & mask_) - std::min(before, own[row] & mask_))));
+      }
     }
   }
 
  private:
+  static constexpr std::uint64_t kAtOnce = 1024;  // rows that are compared before any of them is looked at
+
   const std::uint64_t* writes_;
   const std::uint32_t* uses_;
   std::uint32_t mask_;

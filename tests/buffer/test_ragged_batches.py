@@ -473,7 +473,12 @@ def test_a_budget_below_the_rows_of_a_group_is_refused():
         (buffer, {"max_tokens": 0}, ValueError, "max_tokens: expected at least 1 token, got 0"),
         (buffer, {"max_tokens": 1.5}, TypeError, "max_tokens: expected an int, got float"),
         (buffer, {"max_tokens": {}}, TypeError, "max_tokens: expected an int"),
-        (buffer, {"max_tokens": {"number": 4}}, KeyError, "max_tokens: expected one of the ragged fields .*'prompt'"),
+        (
+            buffer,
+            {"max_tokens": {"number": 4}},
+            KeyError,
+            "max_tokens: expected one of the ragged fields .*'prompt'.*, got 'number'",
+        ),
         (buffer, {"max_tokens": 9, "batch_size": 0}, ValueError, "batch_size: expected at least 1"),
         (buffer, {"layout": "square"}, ValueError, "sample: layout: kind: expected one of"),
         (buffer, {"layout": {"kind": "packed", "multiple": 2}}, ValueError, "side and multiple"),

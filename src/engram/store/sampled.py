@@ -190,7 +190,7 @@ class SampledStorage(Protocol):
         >>> from engram import LazyTensorStorage, ReplayBuffer
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(100))
         >>> _ = rb.extend(torch.arange(3))
-        >>> rows, _ = rb.storage.consumption("main", 1).claim(key=7, n=2)
+        >>> rows, _ = rb.storage.consumption("main", 1).core.claim(key=7, n=2)
         >>> len(rows), rb.storage.consumption("main", 1).counts(3).sum().item()
         (2, 2)
         """
