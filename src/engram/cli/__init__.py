@@ -462,9 +462,10 @@ def drain(address: str, to: str, evict: bool, **how: Unpack[Reaching]) -> None:
     Exit code: 0 when the server has left, 1 if rows stay where they are.
     """
     with refusing("serve", oserror=Refusal), _by_options():
-        from engram.cli.drain import drain as act
+        from engram.serving.draining import drained
 
-        act(address, to, evict=evict, **how)
+        for left in drained(address, to, evict=evict, **how):
+            click.echo(f"{left:,} rows left")
 
 
 @main.command()

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, Unpack, cast
 from uuid import UUID, uuid4
 
 import msgspec
@@ -21,18 +21,19 @@ from engram.buffer.connecting import Reaching, access_to
 from engram.format import files, layout
 from engram.inspect.advice import drawing_by
 from engram.remote import protocol
+from engram.remote.connection import Connection
 from engram.remote.fleet import plans
 from engram.remote.fleet.members import SKIP_S, Shard
-from engram.remote.fleet.storage import FleetStorage, check_stores, storage_at
+from engram.remote.fleet.storage import FleetStorage, ask_servers, check_stores, storage_at
 from engram.samplers import PrioritizedSampler
 from engram.saved.rows import roles_of
+from engram.serving.service import Service
 from engram.storages import TensorStorage
-
-if TYPE_CHECKING:
-    from engram.serving.service import Service
 
 #: Rows, and bytes, that are moved at a time; and for how many seconds one command moves some.
 BLOCK_ROWS, BLOCK_BYTES, TURN_S = 4096, 4 << 20, 1.0
+#: For how long new priorities of moved rows are sent on, once the last row has left; and between two looks for others.
+FORWARD_S, INTERVAL_S = 60.0, 0.5
 #: Held while rows are moved.
 _MOVING = threading.Lock()
 
@@ -60,14 +61,33 @@ def drain(service: Service, command: protocol.Drain, at: Listening | None) -> in
     if at is None:
         raise RuntimeError("drain: expected a server that engram serve runs, got one that ends with its program.")
     with _MOVING:
-        if command.to and (service.draining is None or service.draining.to != command.to):
-            service.draining = Draining(service, command, at)
-        if service.draining is not None:
-            service.draining.move(evict=command.evict)
+        draining = cast("Draining | None", service.draining)
+        if command.to and (draining is None or draining.to != command.to):
+            service.draining = draining = Draining(service, command, at)
+        if draining is not None:
+            draining.move(evict=command.evict)
         left = len(service.buffer.storage)
         if not (command.to or left):
             os.kill(os.getpid(), signal.SIGTERM)
         return left
+
+
+def drained(address: str, to: str, *, evict: bool, **how: Unpack[Reaching]) -> Iterator[int]:
+    """Have the server at an address move its rows to others, and end: how many are left, again and again.
+
+    Raises as ``ReplayBuffer.connect``, and as :func:`drain`.
+    """
+    server, others = Connection(access_to(address, "drain", 0.0, **how)), access_to(to, "drain", 0.0, **how)
+    own = [at for at, answer in ask_servers(others, "skip").items() if answer.store == server.served.store]
+    command, since = protocol.Drain([str(at) for at in others.addresses if at not in own], evict), time.monotonic()
+    while (left := server.ask("drain", command, int)) or time.monotonic() < since + FORWARD_S:
+        yield left
+        since = time.monotonic() if left else since
+        time.sleep(0 if left else INTERVAL_S)
+    if others.members is not None:
+        others.members.remove(own)
+    with contextlib.suppress(ConnectionError):  # it may end before its answer is here
+        server.ask("drain", protocol.Drain(), int)
 
 
 class Note(msgspec.Struct, frozen=True):
@@ -91,42 +111,33 @@ class Draining:
     """
 
     def __init__(self, service: Service, command: protocol.Drain, at: Listening) -> None:
-        if at.address.scheme != "unix" and any(it.startswith("unix:") for it in command.to):
-            raise ValueError("drain: expected addresses of a network, such as this server's, got the path of a socket.")
         self.to, self._service, self._storage = command.to, service, cast("TensorStorage", service.buffer.storage)
         self._path = Path(str(self._storage.store.directory), layout.FOLDER, "draining")
         #: The block that may have arrived.
-        self._note: Note | None = None
-        if self._path.exists():
-            self._note = msgspec.json.decode(files.read_small(self._path, 4096), type=Note | None)
+        noted = files.read_small(self._path, 4096) if self._path.exists() else b"null"
+        self._note = msgspec.json.decode(noted, type=Note | None)
         access = access_to(",".join(command.to), "drain", SKIP_S, **(at.reaching or {}))
         #: The other stores, of which this is a client that does not draw.
         self._others = cast("FleetStorage", storage_at(access, "skip", 0))
-        self._check(evict=command.evict)
+        self._check(command)
         #: Held while it is decided where a row is.
         self._places = threading.Lock()
         #: Of moved rows: ``store << SHIFT | row`` where they are, their tickets there, and those that they had here; or -1.
         self._moved = torch.full((3, self._storage.max_size), -1, device="cpu")
 
-    def _check(self, *, evict: bool) -> None:
-        others, sampler, schema = self._others, self._service.buffer.sampler, self._storage.store.schema
-        own = cast("protocol.Served", self._service.do(protocol.Describe(protocol.PROTOCOL, "")))
+    def _check(self, command: protocol.Drain) -> None:
+        others, schema = self._others, self._storage.store.schema
         served = [it.storage.served for it in others.members.shards]
+        own = cast("protocol.Served", self._service.do(protocol.Describe(protocol.PROTOCOL, "")))
         check_stores([own, *served], None)
-        of, rows, room = samplers.declared(sampler).traits, len(self._storage), others.max_size - len(others)
+        of, room = samplers.declared(self._service.buffer.sampler).traits, others.max_size - len(others)
+        no_room, ids = schema.ragged or room < len(self._storage), "traj_id" in roles_of(schema.fields)
         for wrong, expected in (
-            (own.store in {it.store for it in served}, "other stores"),
             (min(it.level for it in served) < 2, "servers of this engram, or of a newer one"),
-            (of.consumes, f"rows that may be drawn again, and {sampler!r} uses them up"),
-            (
-                of.draws_windows and "traj_id" not in roles_of(schema.fields),
-                "ids of trajectories, as windows are drawn",
-            ),
+            (of.consumes, f"rows that may be drawn again, and {own.sampler} uses them up"),
+            (of.draws_windows and not ids, "ids of trajectories, as windows are drawn"),
             (any(others.ledger.limit), "no limits, which would count moved rows as new: rb.limit(None)"),
-            (
-                not evict and (schema.ragged or room < rows),
-                f"room for {rows} rows, got {room}; evict replaces old rows",
-            ),
+            (no_room and not command.evict, f"room for the rows, got {room} rows. Evict rows that are there"),
         ):
             if wrong:
                 raise ValueError(f"drain: expected {expected}. Nothing is moved.")
@@ -138,18 +149,18 @@ class Draining:
             rows, tickets = self._rows(note.lane)
             shard = next((it for it in members.shards if it.storage.served.store == note.store), None)
             self._send(note, shard, rows[(tickets >= note.first) & (tickets <= note.last)], evict=evict)
-        lengths = [it.storage.max_size // schema.lanes for it in members.shards]
-        most = min(BLOCK_ROWS, max(1, BLOCK_BYTES // max(1, schema.row_bytes)), *lengths)
+        length = min(it.storage.max_size for it in members.shards) // schema.lanes
+        most = min(BLOCK_ROWS, length, max(1, BLOCK_BYTES // max(1, schema.row_bytes)))
         for lane in range(schema.lanes):
             (rows, tickets), full = self._rows(lane), set[int]()
-            while len(rows) and time.monotonic() < until:
+            while len(rows):
                 there = [it for it in members.present() if it.number not in full]
                 if not there:
                     raise ConnectionError(
-                        f"drain: {len(rows)} rows of lane {lane} stay here: the others have no room. Evict rows."
+                        f"drain: the others have no room for {len(rows)} rows of lane {lane}. Evict rows."
                     )
                 shard = there[lane % len(there)]
-                with members.reaching(shard):
+                with members.reaching(shard):  # if it does not answer, others do
                     shard.storage.state()
                 if shard.lost:
                     continue
@@ -158,6 +169,8 @@ class Draining:
                     rows, tickets = rows[most:], tickets[most:]
                 else:
                     full.add(shard.number)
+                if time.monotonic() >= until:
+                    return
 
     def _rows(self, lane: int) -> tuple[Tensor, Tensor]:
         """Live rows of a lane, oldest first, and what they hold."""
@@ -212,7 +225,6 @@ class Draining:
 
     @contextlib.contextmanager
     def forwarding(self, rows: Tensor, priorities: Tensor, tickets: Tensor) -> Iterator[Tensor]:
-        """Send new priorities to where rows are now. Gives the rows that are here; -1 for others."""
         with self._places:
             to, theirs, held = self._moved[:, rows.clamp(min=0)]
             moved = (rows >= 0) & (to >= 0) & ((tickets < 0) | (tickets == held))

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 from uuid import UUID
 
 import msgspec
@@ -44,9 +44,6 @@ from engram.store.ragged_rows import Items, items_in, joined
 from engram.store.requests import IN_DOUBT
 from engram.transforms import Compose
 from engram.types import Entry, WritePlan
-
-if TYPE_CHECKING:
-    from engram.serving.draining import Draining
 
 #: Of answers that are made, or that clients have not read. Small ones are as many as streams, and are not counted.
 ANSWER_BYTES = 2 * protocol.MAX_MESSAGE
@@ -175,6 +172,13 @@ class _Drawn(NamedTuple):
     tensors: list[Tensor]
 
 
+class Forwarding(Protocol):
+    """What moves the rows of a store to others."""
+
+    def forwarding(self, rows: Tensor, priorities: Tensor, tickets: Tensor) -> AbstractContextManager[Tensor]:
+        """Send new priorities to where rows are now. Gives the rows that are here; -1 for others."""
+
+
 class Service:
     """The commands over an open buffer, for any number of threads."""
 
@@ -213,7 +217,7 @@ class Service:
         #: Of batches, by their fields and entries.
         self._columns: dict[tuple[object, ...], list[wire.Column]] = {}
         #: What moves the rows to other stores; None: they stay.
-        self.draining: Draining | None = None
+        self.draining: Forwarding | None = None
         #: Of the store, for its clients.
         self.name = _name_of(self._folder, readonly=store.readonly)
 
