@@ -236,8 +236,7 @@ def test_a_store_that_is_gone_takes_none_and_others_do(tmp_path, two):
         rb.update_priority(torch.arange(5), 1.0)
     with serving(tmp_path / "2") as third:
         two[0].kill()
-        with pytest.warns(UserWarning, match="no server answers"):
-            result = drain(two[1].address, f"{two[0].address},{third.address}")
+        result = drain(two[1].address, f"{two[0].address},{third.address}")
         assert result.exit_code == 0, result.output
     assert stored(tmp_path / "2") == dict.fromkeys(range(200, 205), 1.0) | dict.fromkeys(range(100, 120), 2.0)
 
@@ -251,8 +250,10 @@ def test_draws_are_exact_while_rows_move(tmp_path, two):
             lefts.append(left)
             drawn += rb.sample()["a"].tolist()
             drawn += rb.sample()["a"].tolist()
-        drawn += itertools.chain.from_iterable(rb.sample()["a"].tolist() for _ in range(100))
-        assert (rb.sample()["index"] >> 48 == 0).all()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*is gone, with 0 rows")
+            drawn += itertools.chain.from_iterable(rb.sample()["a"].tolist() for _ in range(100))
+            assert (rb.sample()["index"] >> 48 == 0).all()
     assert source.program.wait() == 0
     counts = np.bincount(drawn, minlength=120)
     assert_proportional(counts, [1.0] * 40 + [0.0] * 60 + [2.0] * 20)

@@ -249,6 +249,8 @@ class Service:
             case protocol.Version():
                 return self._version(command)
             case protocol.Call():
+                if command.name == "open_row":
+                    self._check_takes()
                 return self._calls.do(command, data)
         return {}
 
@@ -487,6 +489,11 @@ class Service:
         storage.check_removal(rows)
         return cast("int", storage.remove(rows.contiguous(), tickets.contiguous()))
 
+    def _check_takes(self) -> None:
+        """Raise ``TakesNone``: the store is drained."""
+        if self.draining is not None:
+            raise protocol.TakesNone("extend: the store is drained, and takes no rows. Connect to the others.")
+
     def take(self, command: protocol.Move, columns: Sequence[Tensor]) -> list[Tensor]:
         """Write rows of another store, with their priorities: their numbers and tickets.
 
@@ -517,8 +524,8 @@ class Service:
         columns = columns[:-1] if storage.lanes > 1 else columns
         self._check_groups(columns)
         again = command.writer is not None and self._requests.next_request(command.writer) > command.number
-        if self.draining is not None and not again:
-            raise protocol.TakesNone("extend: the store is drained, and takes no rows. Connect to the others.")
+        if not again:
+            self._check_takes()
         if command.writer is not None:
             return self._append_once(command, columns, lane, n)
         if not wiring.appends_natively:
