@@ -45,6 +45,7 @@ from engram.store.requests import IN_DOUBT
 from engram.transforms import Compose
 from engram.types import Entry, WritePlan
 
+_DRAINED = "the store is drained, and takes no rows. Connect to the others."
 #: Of answers that are made, or that clients have not read. Small ones are as many as streams, and are not counted.
 ANSWER_BYTES = 2 * protocol.MAX_MESSAGE
 #: For how long an answer waits until others are read.
@@ -249,10 +250,13 @@ class Service:
             case protocol.Version():
                 return self._version(command)
             case protocol.Call():
-                if command.name == "open_row":
-                    self._check_takes()
-                return self._calls.do(command, data)
+                return self._called(command, data)
         return {}
+
+    def _called(self, command: protocol.Call, data: bytes) -> bytes:
+        if command.name == "open_row" and self.draining is not None:
+            raise protocol.TakesNone(f"open_row: {_DRAINED}")
+        return self._calls.do(command, data)
 
     def _describe(self, command: protocol.Describe) -> protocol.Served:
         check_protocol(command)
@@ -489,11 +493,6 @@ class Service:
         storage.check_removal(rows)
         return cast("int", storage.remove(rows.contiguous(), tickets.contiguous()))
 
-    def _check_takes(self) -> None:
-        """Raise ``TakesNone``: the store is drained."""
-        if self.draining is not None:
-            raise protocol.TakesNone("extend: the store is drained, and takes no rows. Connect to the others.")
-
     def take(self, command: protocol.Move, columns: Sequence[Tensor]) -> list[Tensor]:
         """Write rows of another store, with their priorities: their numbers and tickets.
 
@@ -523,10 +522,10 @@ class Service:
         lane = columns[-1] if storage.lanes > 1 else 0
         columns = columns[:-1] if storage.lanes > 1 else columns
         self._check_groups(columns)
-        again = command.writer is not None and self._requests.next_request(command.writer) > command.number
-        if not again:
-            self._check_takes()
-        if command.writer is not None:
+        once = command.writer
+        if self.draining is not None and (once is None or self._requests.next_request(once) <= command.number):
+            raise protocol.TakesNone(f"extend: {_DRAINED}")
+        if once is not None:
             return self._append_once(command, columns, lane, n)
         if not wiring.appends_natively:
             return self._rb.extend(storage.batch(columns, (n,)), lane=lane, timeout=0)
