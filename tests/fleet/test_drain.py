@@ -13,11 +13,14 @@ from click.testing import CliRunner
 
 from engram import MinSize, PrioritizedSampler, RandomSampler, ReplayBuffer
 from engram.cli import main
+from engram.remote.member_list import MemberList
+from engram.remote.protocol import address_of
 from engram.serving import draining
 from tests import fresh
 from tests.fleet.test_fleets import made, rows_of, seeded
 from tests.fleet.test_listed import write
-from tests.serving.servers import Served, serving
+from tests.serving.servers import Served, serving, token_file
+from tests.serving.test_doors import certificate
 from tests.statistics_of import assert_proportional
 from tests.waiting import until
 
@@ -289,6 +292,32 @@ def test_rows_of_the_others_are_replaced_if_that_is_asked_for(two, tmp_path):
         result = drain(two[1].address, other.address, "--evict")
         assert result.exit_code == 0, result.output
     assert stored(tmp_path / "2") == dict.fromkeys(range(210, 220), 3.0) | dict.fromkeys(range(100, 120), 2.0)
+
+
+def test_a_drain_uses_the_token_and_the_certificate_of_its_server(tmp_path):
+    pem, key = certificate(tmp_path, "both")
+    token = token_file(tmp_path)
+    with contextlib.ExitStack() as stack:
+        servers = []
+        for k in range(2):
+            made(tmp_path / str(k), rows_of(20, 100 * k), RandomSampler()).close()
+            servers.append(stack.enter_context(serving(tmp_path / str(k), "127.0.0.1:0", token, pem, key)))
+        how = ["--token", str(token), "--tls-root", str(pem)]
+        assert drain(servers[1].address, servers[0].address, *how[2:]).exit_code == 1
+        result = drain(servers[1].address, servers[0].address, *how)
+        assert result.exit_code == 0, result.output
+        assert servers[1].program.wait() == 0
+    assert stored(tmp_path / "0").keys() == {*range(20), *range(100, 120)}
+
+
+def test_a_list_keeps_what_else_it_says(tmp_path):
+    path = tmp_path / "members"
+    path.write_text("# ours\ngrpc+tls://one:1 # first\n\ntwo:2  # second\n  three:3\n")
+    path.chmod(0o644)
+    gone = address_of("grpc+tls://one:1", "test")
+    MemberList(f"file:{path}").remove([gone])
+    assert path.read_text() == "# ours\n\ngrpc+tls://two:2  # second\n  grpc+tls://three:3\n"
+    assert path.stat().st_mode & 0o777 == 0o644
 
 
 def test_limits_are_refused(two):
