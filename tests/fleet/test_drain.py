@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from engram import MinSize, PrioritizedSampler, RandomSampler, ReplayBuffer
 from engram.cli import main
 from engram.remote.member_list import MemberList
-from engram.remote.protocol import address_of
+from engram.remote.protocol import Drain, address_of
 from engram.serving import draining
 from tests import fresh
 from tests.fleet.test_fleets import made, rows_of, seeded
@@ -318,6 +318,20 @@ def test_a_list_keeps_what_else_it_says(tmp_path):
     MemberList(f"file:{path}").remove([gone])
     assert path.read_text() == "# ours\n\ngrpc+tls://two:2  # second\n  grpc+tls://three:3\n"
     assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_without_other_stores_nothing_happens(two, tmp_path):
+    path = tmp_path / "members"
+    write(path, [two[1].address])
+    for command in (lambda: drain(two[1].address, f"file:{path}"), lambda: drain(two[1].address, two[1].address)):
+        result = command()
+        assert (result.exit_code, "expected servers of other stores" in result.output) == (1, True), result.output
+    with ReplayBuffer.connect(two[1].address) as rb:
+        rb.empty()
+        with pytest.raises(ValueError, match="expected servers of other stores"):  # an empty store is no reason to end
+            rb.storage.connection.ask("drain", Drain(), int)
+        rb.extend(rows_of(1, 500))
+        assert len(rb) == 1
 
 
 def test_limits_are_refused(two):

@@ -365,7 +365,9 @@ def test_without_credits_a_write_waits_raises_or_is_dropped(served, proxy, full,
             blocked.start()
             assert remote.storage._under_way.rows == 4
         elif full == "raise":
-            with pytest.raises(RateLimited, match=r"at most 4 rows and 4194304 bytes under way, or 4 writes .*, got 4 and"):
+            with pytest.raises(
+                RateLimited, match=r"at most 4 rows and 4194304 bytes under way, or 4 writes .*, got 4 and"
+            ):
                 write()
         else:
             write()

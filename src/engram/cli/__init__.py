@@ -466,6 +466,7 @@ def drain(address: str, to: str, evict: bool, **how: Unpack[Reaching]) -> None:
 
         for left in drained(address, to, evict=evict, **how):
             click.echo(f"{left:,} rows left")
+        click.echo(f"{address} has left")
 
 
 @main.command()

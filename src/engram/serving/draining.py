@@ -64,8 +64,9 @@ def drain(service: Service, command: protocol.Drain, at: Listening | None) -> in
         draining = cast("Draining | None", service.draining)
         if command.to and (draining is None or draining.to != command.to):
             service.draining = draining = Draining(service, command, at)
-        if draining is not None:
-            draining.move(evict=command.evict)
+        if draining is None:
+            raise ValueError("drain: expected servers of other stores, got none. Nothing is moved.")
+        draining.move(evict=command.evict)
         left = len(service.buffer.storage)
         if not (command.to or left):
             os.kill(os.getpid(), signal.SIGTERM)
@@ -81,9 +82,11 @@ def drained(address: str, to: str, *, evict: bool, **how: Unpack[Reaching]) -> I
     own = [at for at, answer in ask_servers(others, "skip").items() if answer.store == server.served.store]
     command, since = protocol.Drain([str(at) for at in others.addresses if at not in own], evict), time.monotonic()
     while (left := server.ask("drain", command, int)) or time.monotonic() < since + FORWARD_S:
-        yield left
-        since = time.monotonic() if left else since
-        time.sleep(0 if left else INTERVAL_S)
+        if left:
+            yield left
+            since = time.monotonic()
+        else:
+            time.sleep(INTERVAL_S)
     if others.members is not None:
         others.members.remove(own)
     with contextlib.suppress(ConnectionError):  # it may end before its answer is here
@@ -118,7 +121,10 @@ class Draining:
         self._note = msgspec.json.decode(noted, type=Note | None)
         access = access_to(",".join(command.to), "drain", SKIP_S, **(at.reaching or {}))
         #: The other stores, of which this is a client that does not draw.
-        self._others = cast("FleetStorage", storage_at(access, "skip", 0))
+        others = storage_at(access, "skip", 0)
+        if not isinstance(others, FleetStorage):
+            raise ValueError("drain: expected stores, got servers that wait for a first row. Nothing is moved.")
+        self._others = others
         self._check(command)
         #: Held while it is decided where a row is.
         self._places = threading.Lock()
