@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from engram import MinSize, PrioritizedSampler, RandomSampler, ReplayBuffer
+from engram import LazyMemmapStorage, MinSize, PrioritizedSampler, Ragged, RandomSampler, ReplayBuffer, SliceSampler
 from engram.cli import main
 from engram.remote.member_list import MemberList
 from engram.remote.protocol import Drain, address_of
@@ -21,6 +21,7 @@ from tests.fleet.test_fleets import made, rows_of, seeded
 from tests.fleet.test_listed import write
 from tests.serving.servers import Served, serving, token_file
 from tests.serving.test_doors import certificate
+from tests.serving.test_kills import is_whole, row_of
 from tests.statistics_of import assert_proportional
 from tests.waiting import until
 
@@ -332,6 +333,48 @@ def test_without_other_stores_nothing_happens(two, tmp_path):
             rb.storage.connection.ask("drain", Drain(), int)
         rb.extend(rows_of(1, 500))
         assert len(rb) == 1
+
+
+def test_rows_with_items_are_moved_whole(tmp_path):
+    for k in range(2):
+        ids = torch.arange(20) + 100 * k
+        items = {"ragged": {"b": Ragged(torch.int64, max_length=8)}, "ragged_bytes": 1 << 16}
+        storage = LazyMemmapStorage(200, scratch_dir=tmp_path / str(k), **items)
+        with ReplayBuffer(storage=storage, batch_size=16) as rb:
+            rb.extend(row_of(ids, ragged=True))
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(serving(tmp_path / str(k))) for k in range(2)]
+        refused = drain(servers[1].address, servers[0].address)
+        assert (refused.exit_code, "room for the rows" in refused.output) == (1, True), refused.output
+        result = drain(servers[1].address, servers[0].address, "--evict")
+        assert result.exit_code == 0, result.output
+    with ReplayBuffer.open(tmp_path / "0", unclean="accept") as rb:
+        rows = rb[:]
+        assert rows["a"].tolist() == [*range(20), *range(100, 120)]
+        assert is_whole(rows, ragged=True)
+
+
+@pytest.mark.parametrize("name", ["traj_ids", "number"])
+def test_windows_are_of_one_trajectory_or_refused(tmp_path, name):
+    for k in range(2):
+        steps = torch.arange(60)
+        storage = LazyMemmapStorage(400, scratch_dir=tmp_path / str(k))
+        sampler = SliceSampler(traj_key=name, slice_len=4)
+        with ReplayBuffer(storage=storage, sampler=sampler, batch_size=640) as rb:
+            rb.extend({"step": steps, name: steps // 12 + 10 * k})
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(serving(tmp_path / str(k))) for k in range(2)]
+        result = drain(servers[1].address, servers[0].address)
+        assert result.exit_code == (name == "number"), result.output
+        if name == "number":
+            assert "ids of trajectories" in result.output
+            return
+        with ReplayBuffer.connect(servers[0].address) as rb:
+            batch = rb.sample()
+    windows, ids = batch["step"].view(-1, 4), batch[name].view(-1, 4)
+    assert (windows.diff(dim=1) == 1).all()
+    assert (ids == ids[:, :1]).all()
+    assert (ids >= 10).any()
 
 
 def test_limits_are_refused(two):
