@@ -15,7 +15,10 @@ from engram import LazyMemmapStorage, MinSize, PrioritizedSampler, Ragged, Rando
 from engram.cli import main
 from engram.remote.member_list import MemberList
 from engram.remote.protocol import Drain, address_of
+from engram.remote.storage import RemoteStorage
 from engram.serving import draining
+from engram.serving.draining import Listening
+from engram.serving.service import Service
 from tests import fresh
 from tests.fleet.test_fleets import made, rows_of, seeded
 from tests.fleet.test_listed import write
@@ -375,6 +378,29 @@ def test_windows_are_of_one_trajectory_or_refused(tmp_path, name):
     assert (windows.diff(dim=1) == 1).all()
     assert (ids == ids[:, :1]).all()
     assert (ids >= 10).any()
+
+
+def test_what_changes_while_a_block_is_on_its_way_holds_in_the_end(two, tmp_path, monkeypatch):
+    two[1].kill()
+    with ReplayBuffer.open(tmp_path / "1", unclean="accept") as rb:
+        service, taken = Service(rb), RemoteStorage.take
+
+        def changed(*given):
+            found = taken(*given)  # the other store has the rows, and they are here
+            service.prioritize(torch.tensor([3]), torch.tensor([9.0], dtype=torch.float64), torch.tensor([-1]))
+            service.remove(torch.tensor([4]), service.tickets(torch.tensor([4])))
+            return found
+
+        monkeypatch.setattr(RemoteStorage, "take", changed)
+        at = Listening(address_of(two[0].address, "test"), b"", None, reaching={})
+        assert draining.drain(service, Drain([two[0].address]), at) == 0
+        service.prioritize(torch.tensor([5]), torch.tensor([8.0], dtype=torch.float64), torch.tensor([-1]))
+        until(lambda: stored_live(tmp_path / "0").get(105) == 8.0)
+        service.draining._others.close()
+    two[0].stop()
+    expected = expected_of_two() | {103: 9.0, 105: 8.0}
+    del expected[104]
+    assert stored(tmp_path / "0") == expected
 
 
 def test_limits_are_refused(two):
