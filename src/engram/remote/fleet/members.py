@@ -60,6 +60,8 @@ class Shard:
         self.lost = False
         #: Whether it is lost because it is no longer listed: then it is no more of the fleet.
         self.left = False
+        #: Whether it takes no rows any more, as it is drained.
+        self.leaving = False
         #: Rows that its last batches by tokens had, by what was asked.
         self.rows_within = RowsWithin()
 
@@ -209,7 +211,7 @@ class Members:
         except (OSError, ValueError, RuntimeError):
             return
         shard.updated_at = -math.inf
-        shard.lost = False
+        shard.lost = shard.leaving = False
         _log.info("the store %r is back", shard.storage)
 
     def _join(self) -> None:
