@@ -13,7 +13,6 @@ from typing import Any, TypeGuard, cast
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from engram._support import tensordicts
 from engram._support.tensordicts import children, is_bare, is_non_tensor, is_tensor_collection, wrap
@@ -28,7 +27,7 @@ def is_tensordict(data: object) -> TypeGuard[tensordicts.TensorDictBase]:
 
 def has_dimensions(data: object) -> bool:
     """Whether data is one tensor, array, TensorDict or tensorclass."""
-    return isinstance(data, Tensor | np.ndarray | np.generic) or is_tensor_collection(data)
+    return isinstance(data, torch.Tensor | np.ndarray | np.generic) or is_tensor_collection(data)
 
 
 class NoRows(RuntimeError):
@@ -44,7 +43,7 @@ def is_numbers(data: object) -> bool:
 
 def is_number(data: object) -> bool:
     """Whether data is one number, perhaps in a tensor."""
-    return not data.ndim if isinstance(data, Tensor) else is_numbers(data) and not isinstance(data, list)
+    return not data.ndim if isinstance(data, torch.Tensor) else is_numbers(data) and not isinstance(data, list)
 
 
 def has_entries(data: object) -> bool:
@@ -54,7 +53,7 @@ def has_entries(data: object) -> bool:
 
 def describe(value: object) -> str:
     """What messages say of data that was not expected."""
-    if isinstance(value, Tensor):
+    if isinstance(value, torch.Tensor):
         return f"a tensor {list(value.shape)}"
     if is_tensor_collection(value):
         return f"a {type(value).__name__} of batch size {list(value.batch_size)}"
@@ -141,31 +140,31 @@ def map_leaves(data: object, change: Callable[[object], object]) -> Any:
     return map_with_paths(data, lambda leaf, _: change(leaf))
 
 
-def map_tensors(data: object, change: Callable[[Tensor], object], **device: torch.device | None) -> Any:
+def map_tensors(data: object, change: Callable[[torch.Tensor], object], **device: torch.device | None) -> Any:
     """New containers, TensorDicts among them, around ``change(tensor)`` of every tensor. Other objects stay.
 
     ``device=…`` is what TensorDicts say that they are on.
     """
 
     def within(leaf: object) -> object:
-        if isinstance(leaf, Tensor):
+        if isinstance(leaf, torch.Tensor):
             return change(leaf)
         if not is_tensordict(leaf):
             return leaf
         if is_bare(leaf):
             entries = {key: within(value) for key, value in children(leaf).items()}
             return wrap(entries, leaf.batch_size, device.get("device", leaf.device))
-        return leaf.apply(lambda x: change(x) if isinstance(x, Tensor) else x, filter_empty=False, **device)
+        return leaf.apply(lambda x: change(x) if isinstance(x, torch.Tensor) else x, filter_empty=False, **device)
 
     return map_leaves(data, within)
 
 
-def tensors(data: object) -> list[Tensor]:
+def tensors(data: object) -> list[torch.Tensor]:
     """Every tensor in data."""
-    found: list[Tensor] = []
+    found: list[torch.Tensor] = []
 
     def note(leaf: object) -> None:
-        if isinstance(leaf, Tensor):
+        if isinstance(leaf, torch.Tensor):
             found.append(leaf)
         elif is_tensordict(leaf) and not is_bare(leaf):
             leaf.apply(note, filter_empty=True)
@@ -177,12 +176,12 @@ def tensors(data: object) -> list[Tensor]:
     return found
 
 
-def parts_of(jagged: Tensor) -> list[Tensor]:
+def parts_of(jagged: torch.Tensor) -> list[torch.Tensor]:
     """The values, offsets and perhaps lengths of a jagged tensor: the same objects at every call."""
     return [part for name in ("_values", "_offsets", "_lengths") if (part := getattr(jagged, name)) is not None]
 
 
-def map_parts(jagged: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+def map_parts(jagged: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """A jagged tensor around its changed parts: itself, where none has changed."""
     new = [*map(change, old := parts_of(jagged))]
     if all(map(operator.is_, new, old)):

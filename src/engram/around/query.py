@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, cast
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from engram._support.checks import check_callable, check_type
 from engram._support.field_paths import FieldPath, as_path, checked_path, public
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from engram.storages import Storage
     from engram.transforms import Compose
 
-    OfMany: TypeAlias = Callable[["Segments"], Tensor]
+    OfMany: TypeAlias = Callable[["Segments"], torch.Tensor]
     Compare: TypeAlias = Callable[..., object]
     Predicate = Callable[[Trajectory], object] | None
 
@@ -45,14 +44,14 @@ class Segments:
         lengths: int64 ``[K]``, at least 1: steps of each.
     """
 
-    def __init__(self, fields: Mapping[FieldPath, Tensor], lengths: Tensor) -> None:
+    def __init__(self, fields: Mapping[FieldPath, torch.Tensor], lengths: torch.Tensor) -> None:
         self._fields = fields
         #: int64 ``[K]``
         self.lengths = lengths
         self._stops = lengths.cumsum(0)
         self._of = torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), lengths)
 
-    def field(self, path: FieldPath) -> Tensor:
+    def field(self, path: FieldPath) -> torch.Tensor:
         """``[N, ...]``: a field, or else that of the next step. Raises ``KeyError``."""
         for found in (path, ("next", *path)) if len(path) == 1 else (path,):
             if found in self._fields:
@@ -68,15 +67,15 @@ class Segments:
             data.set(path, column)
         return cast("Sequence[TensorDictBase]", data.split(self.lengths.tolist()))
 
-    def any(self, steps: Tensor) -> Tensor:
+    def any(self, steps: torch.Tensor) -> torch.Tensor:
         """Bool ``[K]``: whether something is true in a trajectory. ``steps``: bool ``[N, ...]``."""
         return self._scattered(steps.reshape(len(steps), -1).any(1).int(), "amax") > 0
 
-    def all(self, steps: Tensor) -> Tensor:
+    def all(self, steps: torch.Tensor) -> torch.Tensor:
         """Bool ``[K]``: whether all is."""
         return ~self.any(~steps)
 
-    def reduced(self, values: Tensor, how: Reduction) -> Tensor:
+    def reduced(self, values: torch.Tensor, how: Reduction) -> torch.Tensor:
         """``[K]``; ``[K, ...]`` of the first and the last step. Floats are summed up as float64, ints and bools as int64.
 
         ``values``: ``[N, ...]``.
@@ -93,7 +92,7 @@ class Segments:
         sums = self._scattered(flat.sum(1, dtype=exact), "sum")
         return sums if how == "sum" else sums.double() / (self.lengths * flat.shape[1])
 
-    def _scattered(self, values: Tensor, how: str) -> Tensor:
+    def _scattered(self, values: torch.Tensor, how: str) -> torch.Tensor:
         out = torch.zeros(len(self.lengths), dtype=values.dtype, device="cpu")
         return out.scatter_reduce(0, self._of, values, how, include_self=False)
 
@@ -164,7 +163,7 @@ class TrajectoryPredicate:
         needed = self.required_keys(), other.required_keys()
         if needed[0] is not None and needed[1] is not None:
             keys = needed[0] | needed[1]
-        both = None if mine is None or theirs is None else lambda it: cast("Tensor", joins(mine(it), theirs(it)))
+        both = None if mine is None or theirs is None else lambda it: cast("torch.Tensor", joins(mine(it), theirs(it)))
         description = f"({self._description} {symbol} {other.description})"
         return BatchedPredicate(lambda it: joins(self(it), other(it)), description, keys, both)
 
@@ -215,12 +214,12 @@ class Comparison:
             held = torch.as_tensor(compare(field.of(trajectory), other))
             return held.any() if how == "any" else held.all()
 
-        def of_many(segments: Segments) -> Tensor:
-            held = cast("Tensor", compare(segments.field(field.path), other))
+        def of_many(segments: Segments) -> torch.Tensor:
+            held = cast("torch.Tensor", compare(segments.field(field.path), other))
             return segments.any(held) if how == "any" else segments.all(held)
 
         # A tensor might have an entry for each step.
-        many = None if isinstance(other, Tensor) and other.ndim else of_many
+        many = None if isinstance(other, torch.Tensor) and other.ndim else of_many
         return BatchedPredicate(of_one, f"{self._description}.{how}()", field.keys, many)
 
     def __call__(self, trajectory: Trajectory | None = None) -> bool:
@@ -285,13 +284,13 @@ class Scalar(_Comparable):
     def _compared(self, other: object, symbol: str, compare: Compare) -> TrajectoryPredicate:
         self._check(other)
         description = f"({self.description} {symbol} {other!r})"
-        if not isinstance(other, Real | Tensor | np.ndarray) or (
-            isinstance(other, Tensor | np.ndarray) and math.prod(other.shape) != 1
+        if not isinstance(other, Real | torch.Tensor | np.ndarray) or (
+            isinstance(other, torch.Tensor | np.ndarray) and math.prod(other.shape) != 1
         ):
             raise TypeError(f"{description}: expected one number to compare with, got {other!r:.40}.")
 
-        def of_many(segments: Segments) -> Tensor:
-            held = cast("Tensor", compare(self._of_many(segments), other))
+        def of_many(segments: Segments) -> torch.Tensor:
+            held = cast("torch.Tensor", compare(self._of_many(segments), other))
             if held.numel() != len(segments.lengths):
                 raise RuntimeError(
                     f"{description}: expected one number of each trajectory, got shape {list(held.shape[1:])}. Store the number in a field "
@@ -310,7 +309,7 @@ class Field(_Comparable):
         self.description = description
         self.keys = frozenset({cast("object", public(self.path))})
 
-    def of(self, trajectory: Trajectory) -> Tensor:
+    def of(self, trajectory: Trajectory) -> torch.Tensor:
         """Of one trajectory. Raises ``KeyError``: it has none."""
         value = trajectory.get(public(self.path))
         if value is None:
@@ -323,7 +322,7 @@ class Field(_Comparable):
         self._check(other)
         return Comparison(self, other, symbol, compare)
 
-    def _reduced(self, how: Reduction, of_one: Callable[[Tensor], object]) -> Scalar:
+    def _reduced(self, how: Reduction, of_one: Callable[[torch.Tensor], object]) -> Scalar:
         return Scalar(
             lambda it: of_one(self.of(it)),
             lambda segments: segments.reduced(segments.field(self.path), how),
@@ -396,7 +395,7 @@ traj = TrajectoryRef()
 def holds(predicate: Callable[[Trajectory], object], trajectory: Trajectory) -> bool:
     """Whether it is true of a trajectory. Raises ``TypeError``: it does not say so."""
     said = predicate(trajectory)
-    if said is None or (isinstance(said, Tensor) and said.numel() != 1):
+    if said is None or (isinstance(said, torch.Tensor) and said.numel() != 1):
         got = "None" if said is None else f"a tensor {list(said.shape)}"
         raise TypeError(f"query: predicate: expected one bool for each trajectory, got {got}. Return any() or all().")
     return bool(said)
@@ -498,7 +497,7 @@ def boundaries_of(
 def _parts(data: TensorDictBase, trajectory_key: object, call: str) -> tuple[list[int], list[int]]:
     """First and last step of each trajectory."""
     paths = ((key,) if isinstance(key, str) else key for key in data.keys(include_nested=True, leaves_only=True))
-    columns = {path: column for path in paths if isinstance(column := data.get(path), Tensor)}
+    columns = {path: column for path in paths if isinstance(column := data.get(path), torch.Tensor)}
     fields = [schema.Field(path, DTYPE_NAMES[it.dtype], tuple(it.shape[1:])) for path, it in columns.items()]
     found = boundaries_of(fields, {path: number for number, path in enumerate(columns)}, trajectory_key, call)
     ends = torch.zeros(len(data), dtype=torch.bool, device="cpu")
@@ -622,10 +621,10 @@ class Query:
         return self._chosen([data.clone() for data in found] if self._buffer.transform.reads else found, predicate)
 
 
-def _one_by_one(predicate: TrajectoryPredicate) -> Callable[[Segments], Tensor]:
+def _one_by_one(predicate: TrajectoryPredicate) -> Callable[[Segments], torch.Tensor]:
     """Asks it of each trajectory, of which it gets the fields that were read."""
 
-    def of_many(segments: Segments) -> Tensor:
+    def of_many(segments: Segments) -> torch.Tensor:
         from engram.around.trajectory import Trajectory
 
         return torch.tensor([predicate(Trajectory(data)) for data in segments.split()], dtype=torch.bool, device="cpu")
@@ -647,7 +646,7 @@ class Stored:
         self._tickets = storage.tickets_of(self._rows)
         self._drop((self._tickets < 0).nonzero().flatten())
 
-    def _rows_of(self, runs: Tensor) -> Tensor:
+    def _rows_of(self, runs: torch.Tensor) -> torch.Tensor:
         """int64 ``[N]``: of all steps, trajectory by trajectory. ``runs``: track, first place and length of each."""
         width = math.prod(self._memory.schema.columns)
         steps = self._memory.lane_length // width
@@ -656,19 +655,19 @@ class Stored:
         track, place = runs[:, 0][each], runs[:, 1][each] + step
         return track // width * self._memory.lane_length + place % steps * width + track % width
 
-    def _drop(self, steps: Tensor | list[int]) -> Tensor:
+    def _drop(self, steps: torch.Tensor | list[int]) -> torch.Tensor:
         """Leave out the trajectories of some steps. As :meth:`keep`."""
         kept = torch.ones(len(self._lengths), dtype=torch.bool, device="cpu")
         kept[torch.repeat_interleave(torch.arange(len(kept), device="cpu"), self._lengths)[steps]] = False
         return self.keep(kept)
 
-    def keep(self, which: Tensor) -> Tensor:
+    def keep(self, which: torch.Tensor) -> torch.Tensor:
         """Go on with some trajectories: bool ``[K]``. Which steps those have: bool ``[N]``."""
         steps = torch.repeat_interleave(which, self._lengths)
         self._lengths, self._rows, self._tickets = self._lengths[which], self._rows[steps], self._tickets[steps]
         return steps
 
-    def _columns(self, which: list[int] | None) -> list[Tensor]:
+    def _columns(self, which: list[int] | None) -> list[torch.Tensor]:
         """Fields of all steps; trajectories of which a row has moved are left out."""
         columns, moved = self._memory.read(self._rows, expected=self._tickets, which=which)
         if moved:

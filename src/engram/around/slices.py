@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack, cast
 
 import torch
 import xxhash
-from torch import Tensor
 
 from engram._support import checks, unsupported, words
 from engram._support import native as _native
@@ -190,7 +189,7 @@ class SliceSampler(WindowSampler):
             settings.native(settings.slice_len, name)  # raises for a span that is too large
         self.cache_values = bool(cache_values)
         #: Ticket numbers of the last steps that the online queue took, int64 [tracks], -1 for none; None: not known yet.
-        self._taken: Tensor | None = None
+        self._taken: torch.Tensor | None = None
         self.anchors = anchors
         if anchors is not None:
             anchors.on_device = False  # windows are drawn on the host
@@ -222,7 +221,7 @@ class SliceSampler(WindowSampler):
 
     # ---- drawing -----------------------------------------------------------------------------------------------------
 
-    def _choose(self, table: Table, arguments: NativeArguments) -> list[Tensor]:
+    def _choose(self, table: Table, arguments: NativeArguments) -> list[torch.Tensor]:
         anchors = self.anchors
         if anchors is None or isinstance(table, _native.Fragments):
             return table.sample(*arguments)
@@ -261,7 +260,7 @@ class SliceSampler(WindowSampler):
         return self._priorities.default_priority
 
     def update_priority(
-        self, index: object, priority: object, *, generation: Tensor | None = None, storage: object = None
+        self, index: object, priority: object, *, generation: torch.Tensor | None = None, storage: object = None
     ) -> None:
         """As :meth:`PrioritizedSampler.update_priority`, step by step; without anchors it has no effect and warns.
 
@@ -341,7 +340,7 @@ class SliceSampler(WindowSampler):
             raise ValueError(f"{where}: taken: expected numbers from -1 to below the clock, {clock}, got others.")
         return Change(self._go_on, clock, taken.clone())
 
-    def _go_on(self, clock: int, taken: Tensor) -> None:
+    def _go_on(self, clock: int, taken: torch.Tensor) -> None:
         """The queue begins again if the rows are not those of the state."""
         with self._lock:
             now, base = self._clock()
@@ -349,7 +348,7 @@ class SliceSampler(WindowSampler):
             self._taken = torch.where(taken < 0, -1, taken + base) if known else None
             self._bound = None
 
-    def _taken_of(self, table: _native.Trajectories) -> Tensor | None:
+    def _taken_of(self, table: _native.Trajectories) -> torch.Tensor | None:
         if not self.online and not self.streaming:
             return None
         if self._taken is None or len(self._taken) != table.tracks:
@@ -490,7 +489,7 @@ class StreamingSliceSampler(SliceSampler):
     ) -> None:
         #: As loaded, until the first draw knows the store: the store's clock, and ``next`` and ``rows`` of :meth:`state_dict`, without
         #: ``rows`` where they were loaded, too.
-        self._loaded: tuple[int, Tensor, int | None] | None = None
+        self._loaded: tuple[int, torch.Tensor, int | None] | None = None
         name, known = type(self).__name__, StreamingArguments.__annotations__
         unsupported.reject_unsupported(
             name, {argument: v for argument, v in windows.items() if argument not in known}, {}, known
@@ -509,7 +508,7 @@ class StreamingSliceSampler(SliceSampler):
             )
         return bound
 
-    def _taken_of(self, table: _native.Trajectories) -> Tensor | None:
+    def _taken_of(self, table: _native.Trajectories) -> torch.Tensor | None:
         """Of each track the place at which its next window begins, int64 ``[tracks]``. Draws write to it."""
         if self._loaded is not None:
             clock, positions, rows = self._loaded
@@ -545,7 +544,7 @@ class StreamingSliceSampler(SliceSampler):
         memory = None if self._storage is None else self._storage.memory
         return 0 if memory is None else xxhash.xxh3_64_intdigest(f"{origin_of(memory)} {memory.replaced}".encode()) >> 1
 
-    def _position(self) -> tuple[int, Tensor, int | None]:
+    def _position(self) -> tuple[int, torch.Tensor, int | None]:
         if self._loaded is not None:
             return self._loaded
         table, taken, (clock, base) = self._table, self._taken, self._clock()
@@ -573,7 +572,7 @@ class StreamingSliceSampler(SliceSampler):
         positions = tensor_in(state, "next", torch.int64, (None,), where).clone()
         return Change(self._begin, clock, positions, rows if capacity is None else None)
 
-    def _begin(self, clock: int, positions: Tensor, rows: int | None) -> None:
+    def _begin(self, clock: int, positions: torch.Tensor, rows: int | None) -> None:
         """The next draw goes on there, if the rows are those of the state."""
         with self._lock:
             self._loaded, self._taken, self._bound = (clock, positions, rows), None, None
@@ -703,7 +702,7 @@ class SliceSamplerWithoutReplacement(WindowSampler):
             with self._lock:
                 self._begin(_NO_EPOCH)
 
-    def _choose(self, table: Table, arguments: NativeArguments) -> list[Tensor]:
+    def _choose(self, table: Table, arguments: NativeArguments) -> list[torch.Tensor]:
         assert isinstance(table, _native.Trajectories)  # it takes no other argument
         with self._lock:
             state, known, drawn = table.sample_epoch(*arguments, self._epoch, self._known, self.shuffle, self.drop_last)

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeAlias, cast
 
 import torch
-from torch import Tensor
 
 from engram._support.checks import as_numbers, check_number
 from engram._support.field_paths import FieldPath, checked_path, plain, public
@@ -84,7 +83,7 @@ class Window(SampleUnit):
         if not named:
             raise ValueError("Window: deltas: expected times of one key at least, got none. Or leave the unit out.")
         #: Times of each key, float64 ``[T]``.
-        self.deltas: dict[FieldPath, Tensor] = {path: _times(times, path) for path, times in named}
+        self.deltas: dict[FieldPath, torch.Tensor] = {path: _times(times, path) for path, times in named}
         self.tolerance = check_number("Window: tolerance", tolerance, least=0)
         self.time_key = checked_path(time_key, "Window: time_key")
         self.rules = episodes.TrajectoryKeys.of("Window", traj_key, end_keys, None, end_when)
@@ -113,7 +112,7 @@ class Window(SampleUnit):
         }
 
 
-def _times(times: object, path: FieldPath) -> Tensor:
+def _times(times: object, path: FieldPath) -> torch.Tensor:
     """Times as float64 ``[T]``. Raises ``TypeError``, ``ValueError``."""
     what = f"Window: deltas: {public(path)!r}"
     found = as_numbers(what, times).detach().to("cpu", torch.float64)
@@ -162,16 +161,16 @@ class _Fields(NamedTuple):
 class _Steps(NamedTuple):
     """The steps that stand for the times around ``B`` drawn rows, ``[B, T]`` each."""
 
-    rows: Tensor
+    rows: torch.Tensor
     #: -1: one is being written.
-    tickets: Tensor
+    tickets: torch.Tensor
     #: From that of the drawn row.
-    times: Tensor
+    times: torch.Tensor
     #: Whether the episode has no step beyond it.
-    is_end: Tensor
+    is_end: torch.Tensor
 
     @classmethod
-    def of(cls, fields: _Fields, table: Trajectories, drawn: Tensor, deltas: Tensor) -> _Steps:
+    def of(cls, fields: _Fields, table: Trajectories, drawn: torch.Tensor, deltas: torch.Tensor) -> _Steps:
         """Raises ``ValueError``: a timestamp is not finite."""
         memory, shape = fields.memory, (len(drawn), len(deltas))
         dtypes = (torch.int64, torch.int64, torch.float64, torch.bool)
@@ -213,7 +212,7 @@ class TimeReader(ExpandedReader):
                 f"{int(drawn[row])} plus {float(deltas[at]):.9g}, got the nearest at that plus {float(times[row, at]):.9g}. Name "
                 "times that are stored, or raise tolerance=. Timestamps of an episode must not go back."
             )
-        columns: list[Tensor] = [torch.empty(0, device="cpu")] * len(memory.schema.fields)
+        columns: list[torch.Tensor] = [torch.empty(0, device="cpu")] * len(memory.schema.fields)
         begin = 0
         for (name, each), which in zip(unit.deltas.items(), fields.of_keys, strict=True):
             part = slice(begin, begin := begin + len(each))

@@ -8,7 +8,6 @@ from dataclasses import asdict, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, TypeAlias, cast
 
 import torch
-from torch import Tensor
 
 from engram._support import fork, words
 from engram._support import native as _native
@@ -25,7 +24,7 @@ from engram.store.sampled import SampledStorage
 from engram.store.store import Store
 from engram.types import Draw, Entry, Extent, Info, NativeBatch, ReadBatch, ReadDraw, Shown
 
-Merge: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+Merge: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Table: TypeAlias = _native.Trajectories | _native.Fragments
 NativeArguments: TypeAlias = tuple[
     _native.Store, _native.Layout, int, int, _native.WindowSpec, _native.Batched, _native.Marks
@@ -75,7 +74,7 @@ class WindowSampler(_base.NativeSampler):
     anchors: prioritized.PrioritizedSampler | None = None
 
     #: Says of rows, int64 ``[n]``, with their tickets which ones may be drawn, bool ``[n]``; None: all. Windows have no others.
-    admits: Callable[[Tensor, Tensor], Tensor] | None = None
+    admits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
     #: Whether the queue is that of completed windows, and not the online one.
     streaming: ClassVar[bool] = False
@@ -207,7 +206,7 @@ class WindowSampler(_base.NativeSampler):
         static = StaticTable(memory, kind, values, by_id=kind == "trajectories", window=window)
         return static.table, static, None
 
-    def _taken_of(self, table: _native.Trajectories) -> Tensor | None:
+    def _taken_of(self, table: _native.Trajectories) -> torch.Tensor | None:
         """Ticket numbers that the online queue took last, int64 ``[tracks]``; None: there is no queue."""
         return None
 
@@ -221,7 +220,7 @@ class WindowSampler(_base.NativeSampler):
         self._splits[batch_size] = split = (count, length, self.settings.native(length, type(self).__name__))
         return split
 
-    def _choose(self, table: Table, arguments: NativeArguments) -> list[Tensor]:
+    def _choose(self, table: Table, arguments: NativeArguments) -> list[torch.Tensor]:
         """Let the native core draw: fields, rows, marks, weights of anchors, and tickets if asked for.
 
         ``arguments``: those that all of the table's ways to draw windows have in common.
@@ -230,7 +229,7 @@ class WindowSampler(_base.NativeSampler):
 
     def _draw(
         self, storage: SampledStorage, key: blocks.Key, n: int, *, numbered: bool, shown: Way, finished: Finished = None
-    ) -> tuple[EndMarks, list[Tensor]]:
+    ) -> tuple[EndMarks, list[torch.Tensor]]:
         """Draw windows in one native call: all fields, but none apart, rows and marks as shown, tickets if numbered.
 
         A window with a row that moves meanwhile is replaced by another one. ``finished``: as in :meth:`sample_apart`.
@@ -271,19 +270,19 @@ class WindowSampler(_base.NativeSampler):
 
     def _draw_admitted(
         self, storage: SampledStorage, key: blocks.Key, n: int, finished: Finished = None
-    ) -> tuple[EndMarks, list[Tensor]]:
+    ) -> tuple[EndMarks, list[torch.Tensor]]:
         """Draw windows all of whose rows are admitted, without their fields: rows ``[B * T]``, marks and tickets.
 
         Others are drawn in place of the rest. Raises ``NoSampleable``: as :meth:`_draw`; few were admitted of many.
         """
-        parts: list[list[Tensor]] = []
+        parts: list[list[torch.Tensor]] = []
         count, tries = self.settings.split(n)[0], Retries()
         while tries.count < _base.MAX_DRAWS:
             bits = key if tries.count == 0 else blocks.Key.of(tries.key_of(key.value))
             marks, tensors = self._draw(storage, bits, n, numbered=True, shown="apart", finished=finished)
             if self.admits is None:
                 return marks, tensors
-            ends = cast("Tensor", self._ends(marks, tensors, n)[LAST_STEPS])
+            ends = cast("torch.Tensor", self._ends(marks, tensors, n)[LAST_STEPS])
             of = torch.searchsorted(ends, torch.arange(len(tensors[0]), device="cpu"))  # the window of each row
             refused = torch.bincount(of[~self.admits(tensors[0], tensors[-1])], minlength=len(ends))
             chosen = (refused == 0).nonzero().flatten()[:count]
@@ -298,7 +297,7 @@ class WindowSampler(_base.NativeSampler):
 
     def _drawn_later(
         self, bound: _Bound, storage: SampledStorage, arguments: NativeArguments, length: int
-    ) -> list[Tensor]:
+    ) -> list[torch.Tensor]:
         """Draw again where there was no window a moment ago, as a writer was in each of them. Raises ``NoSampleable``: there is none."""
         needed = self.settings.needed(length) if self.strict_length else 1
         for _ in range(0 if self.streaming or self.traits.has_epochs or self.anchors is not None else _TRIES):
@@ -336,14 +335,14 @@ class WindowSampler(_base.NativeSampler):
         fields = marks.fields
         return tensors[:fields], tensors[fields], marks.info(tensors, numbered=numbered, flat=self.settings.flat)
 
-    def laid_out(self, columns: list[Tensor], rows: Tensor, info: Info) -> ReadBatch:
+    def laid_out(self, columns: list[torch.Tensor], rows: torch.Tensor, info: Info) -> ReadBatch:
         """A batch of :meth:`sample_apart`, ``[B * T, ...]``, in the batch dimensions that were asked for."""
         window = self.settings.window
         if window is None or self.settings.flat:
             return columns, rows, info
         batch = (len(rows) // window.steps, window.steps)
         laid_out: Info = {
-            entry: value.reshape(*batch, *value.shape[1:]) if isinstance(value, Tensor) else value
+            entry: value.reshape(*batch, *value.shape[1:]) if isinstance(value, torch.Tensor) else value
             for entry, value in info.items()
         }
         return [column.reshape(*batch, *column.shape[1:]) for column in columns], rows.reshape(batch), laid_out
@@ -392,7 +391,7 @@ class WindowSampler(_base.NativeSampler):
         stored += [rows] * (marks.fields - len(stored))  # fields that were added since the columns were chosen
         return columns, rows, marks.info([*stored, rows, *there], numbered=numbered)
 
-    def _ends(self, marks: EndMarks, drawn: Sequence[Tensor], n: int) -> Info:
+    def _ends(self, marks: EndMarks, drawn: Sequence[torch.Tensor], n: int) -> Info:
         """The places at which the windows of a batch of size ``n`` end, as an info. ``drawn``: rows, marks and tickets."""
         settings, rows = self.settings, drawn[0]
         if length := settings.even_steps(n):
@@ -462,7 +461,7 @@ class WindowSampler(_base.NativeSampler):
             return False
         return bound.table.windows(bound.memory.core, spec.finished(*finished) if finished is not None else spec) > 0
 
-    def sample(self, storage: SampledStorage, batch_size: int) -> tuple[tuple[Tensor, ...], Info]:
+    def sample(self, storage: SampledStorage, batch_size: int) -> tuple[tuple[torch.Tensor, ...], Info]:
         """Draw from a storage with a key of torch's default generator: ``((int64 [B],), info)``."""
         self.bind(storage)
         self._bound_to(storage, self.settings.split(batch_size)[1])  # raises for a storage without windows
@@ -579,7 +578,7 @@ class EndMarks(NamedTuple):
         wanted = _native.Marks(ends, never, done, in_place, begun, begun_is_column, padded or specified, specified)
         return cls(wanted, places, merged, stored)
 
-    def info(self, tensors: Sequence[Tensor], *, numbered: bool, flat: bool = True) -> Info:
+    def info(self, tensors: Sequence[torch.Tensor], *, numbered: bool, flat: bool = True) -> Info:
         """The ``info`` of a batch, without its index. ``numbered``: the last tensor holds tickets. ``flat``: tensors are ``[B, ...]``,
         else ``[B, T, ...]``.
         """
@@ -606,23 +605,23 @@ def _is_flag(store: Store, number: int, *shapes: tuple[int, ...]) -> bool:
 # ---- flags that are stored as something else than bool [B] or [B, 1] -----------------------------------------------------
 
 
-def _as_flag(stored: Tensor) -> Tensor:
+def _as_flag(stored: torch.Tensor) -> torch.Tensor:
     """A stored flag as bools ``[B, 1]`` (rows with batch dimensions: as stored)."""
     flag = stored if stored.dtype is torch.bool else stored != 0
     return flag.unsqueeze(-1) if flag.ndim == 1 else flag
 
 
-def _with_ends(stored: Tensor, ends: Tensor) -> Tensor:
+def _with_ends(stored: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     flag = _as_flag(stored)
     return flag | _like(ends, flag)
 
 
-def with_starts(stored: Tensor, first: Tensor) -> Tensor:
+def with_starts(stored: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
     """A stored flag of first steps, set where ``first`` is: a new tensor of its shape and dtype."""
     first = _like(first, stored)
     return stored | first if stored.dtype is torch.bool else stored.where(~first, 1)
 
 
-def _like(mark: Tensor, stored: Tensor) -> Tensor:
+def _like(mark: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
     """Marks ``[B]`` or ``[B, 1]`` in the dimensions of a stored field."""
     return mark if mark.ndim == stored.ndim else mark.reshape(-1, *(1,) * (stored.ndim - 1))

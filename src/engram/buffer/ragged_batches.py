@@ -11,7 +11,6 @@ from typing import NamedTuple, TypeAlias, TypedDict
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from engram._support import checks, field_paths
 from engram._support.retries import Retries
@@ -162,7 +161,7 @@ class TokenBudget:
         whole = np.flatnonzero((tickets.numpy() >= 0).reshape(-1, self.each).all(1))
         return draw._replace(tickets=tickets), whole, self._tokens(spans).reshape(-1, self.each)[whole]
 
-    def accept(self, draw: Draw) -> tuple[Draw, Tensor]:
+    def accept(self, draw: Draw) -> tuple[Draw, torch.Tensor]:
         """The draw with the tickets that its rows have now, and positions of those that are handed out, int64: of rows that are there
         still, those before the first that does not fit. Nothing is taken before :meth:`take`.
         """
@@ -189,27 +188,27 @@ class TokenBudget:
             total = taken = self._taken + tokens.sum(1).cumsum()
         return int(np.searchsorted(total, self._most, "right")), taken, total
 
-    def read_uniform(self, key: int) -> tuple[list[Tensor], Draw] | None:
+    def read_uniform(self, key: int) -> tuple[list[torch.Tensor], Draw] | None:
         """The whole batch, of rows that are drawn uniformly, and its columns. None: no row fits, or one has moved.
 
         The same key gives the same rows, however many are drawn first: longer draws begin with the rows of shorter ones.
         """
         n = min(self._most_rows, math.ceil(self._lately) + 4)
         while True:
-            found: tuple[int, list[Tensor], Draw] | None = self._store.sample_within(key, n, self._fit)
+            found: tuple[int, list[torch.Tensor], Draw] | None = self._store.sample_within(key, n, self._fit)
             if found is None or found[0] < n or n == self._most_rows:
                 return None if found is None else found[1:]
             n = min(2 * n, self._most_rows)
 
-    def _fit(self, spans: Sequence[Tensor]) -> int:
+    def _fit(self, spans: Sequence[torch.Tensor]) -> int:
         return self._fitting(self._tokens(spans)[:, None])[0]
 
-    def _tokens(self, spans: Sequence[Tensor]) -> NDArray[np.int64]:
+    def _tokens(self, spans: Sequence[torch.Tensor]) -> NDArray[np.int64]:
         """Of each row, which the spans of its groups say."""
         each: list[NDArray[np.int32]] = [spans[place].numpy()[:, 2] for place in self._which]
         return reduce(np.maximum, each).astype(np.int64)
 
-    def positions(self, units: NDArray[np.int64]) -> Tensor:
+    def positions(self, units: NDArray[np.int64]) -> torch.Tensor:
         """Those of the rows of some units of a draw."""
         return torch.from_numpy((units[:, None] * self.each + np.arange(self.each)).reshape(-1))
 
@@ -229,7 +228,7 @@ def draw_within(wiring: Wiring, budget: TokenBudget, key: int) -> Draw:
     """
     source, retries = wiring.source, Retries()
     parts: list[Draw] = []
-    logs: list[Tensor] = []
+    logs: list[torch.Tensor] = []
     try:
         while (n := budget.likely) and not (parts and wiring.of_sampler.has_epochs and source.ran_out):
             if not parts:
@@ -259,17 +258,17 @@ def draw_within(wiring: Wiring, budget: TokenBudget, key: int) -> Draw:
     return parts[0] if len(parts) == 1 and not logs else _joined(parts, logs)
 
 
-def _joined(parts: list[Draw], logs: list[Tensor]) -> Draw:
+def _joined(parts: list[Draw], logs: list[torch.Tensor]) -> Draw:
     """Draws as one. ``logs``: of their weights, which are over the largest."""
     rows, tickets, infos = map(list, zip(*parts, strict=True))
-    info = {k: torch.cat([one[k] for one in infos]) if isinstance(v, Tensor) else v for k, v in infos[0].items()}
+    info = {k: torch.cat([one[k] for one in infos]) if isinstance(v, torch.Tensor) else v for k, v in infos[0].items()}
     if logs:  # weights over the largest of the batch
         weights = torch.cat(logs)
         info["priority_weight"] = (weights - weights.max()).exp().to(info["priority_weight"].dtype)
     return Draw(torch.cat(rows), torch.cat(tickets), info)
 
 
-def read_within(wiring: Wiring, form: BatchForm, rows: int, key: int) -> tuple[list[Tensor], Draw]:
+def read_within(wiring: Wiring, form: BatchForm, rows: int, key: int) -> tuple[list[torch.Tensor], Draw]:
     """Draw rows until the tokens are used up, ``rows`` at most, and read them. Those that are written over before they were read are
     left out; where all were, others are drawn.
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from engram import storages
 from engram._support import checks, fork, native, nested, tensordicts
@@ -29,7 +28,7 @@ from engram.store.store import Store
 from engram.types import Extent, Write, WritePlan
 from engram.writers._base import NativeWriter
 
-Added = int | Tensor | None
+Added = int | torch.Tensor | None
 
 #: What the write transforms leave where they hold all rows back.
 HELD_BACK = object()
@@ -158,7 +157,7 @@ class WritePath:
 
     # ---- a batch ---------------------------------------------------------------------------------------------------------
 
-    def extend(self, data: object, lane: Lane, layout: Layout, lane_key: object, timeout: float) -> Tensor:
+    def extend(self, data: object, lane: Lane, layout: Layout, lane_key: object, timeout: float) -> torch.Tensor:
         """Write a batch of rows: what ``ReplayBuffer.extend`` returns."""
         if layout is not None or lane_key is not None or (lane is None and self._lanes.default is None):
             data, lane = self._lanes.arranged(data, lane, layout, lane_key)
@@ -184,7 +183,7 @@ class WritePath:
                 return HELD_BACK
         return data
 
-    def write_rows(self, data: object, lane: Lane, timeout: float | None) -> Tensor:
+    def write_rows(self, data: object, lane: Lane, timeout: float | None) -> torch.Tensor:
         """Write a batch that went through the transforms. ``timeout``: as :meth:`write_row`."""
         wiring = self._wiring
         storage = wiring.storage
@@ -213,7 +212,7 @@ class WritePath:
 
     # ---- both ------------------------------------------------------------------------------------------------------------
 
-    def _write_of(self, data: object, *, batched: bool) -> Tensor | None:
+    def _write_of(self, data: object, *, batched: bool) -> torch.Tensor | None:
         """Write where the writer says, in one native call. None: nothing was written, :meth:`_write` must look first."""
         wiring = self._wiring
         written = wiring.write_of(data, batched=batched)  # type: ignore[misc] # who calls has looked
@@ -364,7 +363,7 @@ def _with_dim(x: Any, at: int) -> object:
     """A row as a batch of one: the dimension stands behind a TensorDict's own, or at ``at``."""
     if tensordicts.is_tensor_collection(x):
         return x.unsqueeze(-1)
-    return x.unsqueeze(min(at, x.ndim)) if isinstance(x, Tensor) else np.expand_dims(x, at)
+    return x.unsqueeze(min(at, x.ndim)) if isinstance(x, torch.Tensor) else np.expand_dims(x, at)
 
 
 def _size_of_dim(batch: object, at: int) -> int:
@@ -438,7 +437,7 @@ def write_overridden(
 
 def _written(wiring: Wiring, index: object) -> Write:
     """What a writer of the user's says that it wrote: None, an int, rows, or coordinates with ``ndim > 1``."""
-    if isinstance(index, tuple) or (isinstance(index, Tensor) and index.ndim > 1):
+    if isinstance(index, tuple) or (isinstance(index, torch.Tensor) and index.ndim > 1):
         index = wiring.rows_named(index)
     rows = checks.as_numbers("index", -1 if index is None else index).to("cpu", torch.int64).reshape(-1)
     return Write(rows, 0, wiring.storage.tickets_of(rows.clamp(min=0)).where(rows >= 0, -1))
@@ -498,7 +497,7 @@ def _steps(data: object, storage: storages.Storage, call: str) -> int:
     return int(shape[storage.dim_extend]) if len(shape) >= storage.ndim else storages.leading_size(data, call)
 
 
-def _following(extent: Extent, lane: object, n: int, width: int) -> Tensor:
+def _following(extent: Extent, lane: object, n: int, width: int) -> torch.Tensor:
     """The places that come next in a lane, or in one for each row, int64 ``[n]``. ``width``: rows of a place."""
     length, seam, places = extent.capacity // len(extent.filled) // width, [row // width for row in extent.seam], []
     for one in torch.as_tensor(lane, device="cpu").expand(n).tolist():
@@ -524,7 +523,7 @@ class Appender:
 
     __slots__ = ("_add", "_extend", "lane")
 
-    def __init__(self, add: Callable[..., Added], extend: Callable[..., Tensor], lane: object) -> None:
+    def __init__(self, add: Callable[..., Added], extend: Callable[..., torch.Tensor], lane: object) -> None:
         self._add, self._extend = add, extend
         #: Where rows go: an int, int64 ``[n]``, or ``"each"``.
         self.lane = lane
@@ -538,7 +537,7 @@ class Appender:
             raise _positional("add", row)
         return self._add(fields, lane=self.lane)
 
-    def extend(self, *rows: object, **fields: object) -> Tensor:
+    def extend(self, *rows: object, **fields: object) -> torch.Tensor:
         """Write a batch of rows, as :meth:`ReplayBuffer.extend` of a dict. Raises: as that, and as :meth:`add`."""
         if rows:
             raise _positional("extend", rows)

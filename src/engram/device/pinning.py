@@ -14,7 +14,6 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from engram._support import native, tensordicts, words
 from engram._support.nested import is_tensordict, map_parts, map_tensors, map_with_paths, parts_of, tensors
@@ -83,7 +82,7 @@ class _Walk:
     def __init__(self, memory: HostMemory | None, device: torch.device | None) -> None:
         self.memory = memory
         self.device = device
-        self.done: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor itself, which keeps its id
+        self.done: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the tensor itself, which keeps its id
 
     def walk(self, data: object, path: tuple[str, ...]) -> Any:
         return map_with_paths(data, self._pinned, path, keep=True)
@@ -91,9 +90,9 @@ class _Walk:
     def _pinned(self, leaf: object, path: tuple[str, ...]) -> object:
         if is_tensordict(leaf):
             return self._collection(leaf, path)
-        return self._leaf(leaf, path) if isinstance(leaf, Tensor) else leaf
+        return self._leaf(leaf, path) if isinstance(leaf, torch.Tensor) else leaf
 
-    def _leaf(self, tensor: Tensor, path: tuple[str, ...]) -> Tensor:
+    def _leaf(self, tensor: torch.Tensor, path: tuple[str, ...]) -> torch.Tensor:
         memory = self.memory
         if memory is None or not tensor.is_cpu:
             return tensor
@@ -133,7 +132,7 @@ class _Walk:
         def pin(key: Entry, leaf: object) -> object:
             nonlocal changed
             place = (key,) if isinstance(key, str) else key
-            pinned = self._leaf(leaf, (*path, *place)) if isinstance(leaf, Tensor) else leaf
+            pinned = self._leaf(leaf, (*path, *place)) if isinstance(leaf, torch.Tensor) else leaf
             changed |= pinned is not leaf
             return pinned
 
@@ -143,12 +142,12 @@ class _Walk:
         return made.lock_() if td.is_locked else made
 
 
-def is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     """Whether a tensor's values lie in memory at strides."""
     return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
 
 
-def _described(tensor: Tensor) -> str:
+def _described(tensor: torch.Tensor) -> str:
     if tensor.is_quantized:
         return "a quantized one"
     return "a nested one" if tensor.is_nested else f"one of layout {tensor.layout}"
@@ -166,7 +165,7 @@ class Block:
         self.memory = memory.empty((nbytes,), torch.uint8)
         self.native = native.OutputBlock(self.memory.numpy(), True)
 
-    def pack(self, leaves: list[Tensor]) -> list[int] | None:
+    def pack(self, leaves: list[torch.Tensor]) -> list[int] | None:
         """Where the values of dense CPU tensors begin. Those that lie elsewhere, or are not contiguous, are copied into the block.
 
         None: there is no room for all of them.
@@ -199,7 +198,7 @@ class Sent(NamedTuple):
 
     batch: object
     #: The tensors whose memory it has.
-    memory: list[Tensor]
+    memory: list[torch.Tensor]
     #: The bytes of the block that was copied.
     nbytes: int
     #: Whether its block was too small for it.
@@ -257,12 +256,12 @@ class Blocks:
         if wanted > size:
             self._nbytes = max(self._nbytes, 1 << (wanted - 1).bit_length())
         memory, nbytes = [], block.native.used
-        views: dict[int, Tensor] = {}
+        views: dict[int, torch.Tensor] = {}
         if leaves:
             memory.append(streams.send(block.memory[:nbytes]))
             views = dict(zip(of_host, _views(memory[0], leaves, begins), strict=True))
 
-        def on_device(leaf: Tensor) -> Tensor:
+        def on_device(leaf: torch.Tensor) -> torch.Tensor:
             view = views.get(id(leaf))
             if view is not None:
                 return view
@@ -275,12 +274,12 @@ class Blocks:
         return Sent(moved, memory, nbytes, 0 < size < wanted)
 
 
-def _views(block: Tensor, leaves: list[Tensor], begins: list[int]) -> list[Tensor]:
+def _views(block: torch.Tensor, leaves: list[torch.Tensor], begins: list[int]) -> list[torch.Tensor]:
     """Tensors within a block, as contiguous as new ones.
 
     ``data``: each has a version of its own, which autograd compares. Of views, a change of one would be a change of all.
     """
-    typed: dict[torch.dtype, Tensor] = {}
+    typed: dict[torch.dtype, torch.Tensor] = {}
     views = []
     for leaf, begin in zip(leaves, begins, strict=True):
         dtype, shape = leaf.dtype, leaf.shape
@@ -300,5 +299,5 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _nbytes(tensor: Tensor) -> int:
+def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()

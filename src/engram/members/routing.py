@@ -7,7 +7,6 @@ from functools import partial
 from typing import NamedTuple, cast
 
 import torch
-from torch import Tensor
 
 from engram import storages
 from engram._support import checks, nested, tensordicts
@@ -43,7 +42,7 @@ class Routing:
         self.key: FieldPath | None = as_path(key, f"{who}: routing_key")
         self.dim = None if dim is None else checks.check_count(f"{who}: routing_dim", dim, least=-(1 << 62))
 
-    def members_of(self, data: tensordicts.TensorDict, members: int) -> Tensor:
+    def members_of(self, data: tensordicts.TensorDict, members: int) -> torch.Tensor:
         """The member of each row of ``data.reshape(-1)``, int64 ``[n]``.
 
         Raises:
@@ -110,7 +109,7 @@ class RoutedWrites:
         for share in shares:
             with naming(share.member.number, "Nothing was written."):
                 self._check(share.member, share.rows, call, alone=len(shares) == 1)
-        written: list[Tensor] = []
+        written: list[torch.Tensor] = []
         for share in shares:
             with naming(share.member.number, "Members before it have written their rows." if written else ""):
                 written.append(share.member.buffer.extend(share.rows))
@@ -134,7 +133,7 @@ class RoutedWrites:
         storage.prepare(rows, call, batched=True, ignored=(*member.ignored, "index", "index_generation"), count=count)
 
     def _written(
-        self, ids: Tensor, shares: list[plans.Share[Member, tensordicts.TensorDict]], written: list[Tensor]
+        self, ids: torch.Tensor, shares: list[plans.Share[Member, tensordicts.TensorDict]], written: list[torch.Tensor]
     ) -> tensordicts.TensorDict:
         """The places of rows: -1 where a member's transforms made other rows of those that it was given."""
         index = torch.full(ids.shape, -1, dtype=torch.int64, device="cpu")
@@ -161,11 +160,11 @@ class RoutedWrites:
         if not nested.has_entries(patch):
             raise TypeError(f"{CALL}: patch: expected a dict or TensorDict, got {type(patch).__name__}.")
         entries = dict(cast("dict[str, object]", patch).items())
-        versions = isinstance(version, Tensor) and version.numel() == n > 1
+        versions = isinstance(version, torch.Tensor) and version.numel() == n > 1
         updates = []
         for share in shares:
             some = nested.map_leaves(entries, partial(_of_rows, shape=shape, share=share))
-            own = share.of(cast("Tensor", version).reshape(n, -1)) if versions else version
+            own = share.of(cast("torch.Tensor", version).reshape(n, -1)) if versions else version
             share.member.check_editable(CALL)
             updates.append((share, some, own))
         for share, some, own in updates:
@@ -191,10 +190,10 @@ class RoutedWrites:
             generation=numbers.reshape(shape),
         )
 
-    def update_priority(self, index: object, priority: object, generation: Tensor | None) -> None:
+    def update_priority(self, index: object, priority: object, generation: torch.Tensor | None) -> None:
         """What ``ReplayBufferEnsemble.update_priority`` does."""
         call = "update_priority"
-        info = cast("dict[Entry, Tensor]", index)
+        info = cast("dict[Entry, torch.Tensor]", index)
         if priority is None:
             _base.refuse_batch(index, priority)
         if (is_tensor_collection(index) or isinstance(index, dict)) and "buffer_ids" not in info and "index" in info:
@@ -253,14 +252,14 @@ class RoutedWrites:
         for share in shares:
             share.member.buffer.mark_update(share.rows)
 
-    def _shares(self, index: object, call: str) -> tuple[torch.Size, list[plans.Share[Member, Tensor]]]:
+    def _shares(self, index: object, call: str) -> tuple[torch.Size, list[plans.Share[Member, torch.Tensor]]]:
         """The shape of an index, and the share of each of the members. Raises as :func:`routed`."""
         ids, rows = routed(index, len(self._members), call)
         rows = rows.reshape(ids.numel(), *rows.shape[ids.ndim :])
         return ids.shape, plans.shares(self._members, ids.reshape(-1), rows)
 
 
-def _check_written(share: plans.Share[Member, Tensor], call: str) -> None:
+def _check_written(share: plans.Share[Member, torch.Tensor], call: str) -> None:
     """Raise what new priorities of these rows would. Nothing is changed."""
     wiring = share.member.wiring
     with share.member.checking():
@@ -272,7 +271,7 @@ def _check_written(share: plans.Share[Member, Tensor], call: str) -> None:
             raise RowError(f"{call}: expected rows in [-1, {wiring.storage.max_size}), got {int(outside[0])}.")
 
 
-def _of_rows(leaf: object, shape: torch.Size, share: plans.Share[Member, Tensor]) -> object:
+def _of_rows(leaf: object, shape: torch.Size, share: plans.Share[Member, torch.Tensor]) -> object:
     """Some rows of a leaf of a patch ``[*shape, ...]``. Raises ``ValueError``: it has another shape."""
     value = checks.as_numbers(f"{CALL}: patch", leaf) if not is_tensor_collection(leaf) else leaf
     if value.shape[: len(shape)] != shape:
@@ -280,7 +279,7 @@ def _of_rows(leaf: object, shape: torch.Size, share: plans.Share[Member, Tensor]
     return share.of(value.reshape(shape.numel(), *value.shape[len(shape) :]))
 
 
-def _last_of_each(ids: Tensor, index: Tensor) -> Tensor:
+def _last_of_each(ids: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Whether no later row was written to the same place: bool ``[n]``."""
     last = {place: at for at, place in enumerate(zip(ids.tolist(), index.tolist(), strict=True))}
     kept = torch.zeros(ids.shape, dtype=torch.bool, device="cpu")
@@ -321,7 +320,7 @@ def end_streams(members: Sequence[Member], keys: Keys) -> None:
             buffer.update_if_present(index=row, generation=number, patch=entries)
 
 
-def _patch_of(member: Member, keys: Keys) -> tuple[Tensor, Tensor, dict[FieldPath, Tensor]] | None:
+def _patch_of(member: Member, keys: Keys) -> tuple[torch.Tensor, torch.Tensor, dict[FieldPath, torch.Tensor]] | None:
     """A member's newest row, the number of its write, and what is to be written to it; None: there is none."""
     wiring = member.wiring
     storage, sampler = wiring.storage, wiring.sampler
@@ -342,7 +341,7 @@ def _patch_of(member: Member, keys: Keys) -> tuple[Tensor, Tensor, dict[FieldPat
     fields = [field.key for field in storage.written().fields]
     if keys.end not in fields:
         raise RuntimeError(f"{who}: expected the stored field {public(keys.end)!r}, got {[*map(public, fields)]}.")
-    columns: dict[FieldPath | None, Tensor] = dict(zip(fields, storage.read(row)[0], strict=True))
+    columns: dict[FieldPath | None, torch.Tensor] = dict(zip(fields, storage.read(row)[0], strict=True))
     done = columns[keys.end]
     if done.dtype is not torch.bool:
         raise TypeError(f"{who}: {public(keys.end)!r}: expected a field of bools, got {done.dtype}.")

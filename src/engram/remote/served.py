@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, cast
 
 import torch
-from torch import Tensor
 
 from engram._support.unsupported import BY_NUMBER, refused, refusing
 from engram.errors import PriorityError, RateLimited
@@ -149,8 +148,8 @@ class Memory(NamedTuple):
 class Drawn(NamedTuple):
     """A batch that a server drew."""
 
-    columns: list[Tensor]
-    rows: Tensor
+    columns: list[torch.Tensor]
+    rows: torch.Tensor
     info: Info
     #: An epoch ended with it.
     last: bool
@@ -164,9 +163,9 @@ class Parts(NamedTuple):
     #: Of the store, at each.
     masses: list[Mass]
     #: Of all rows ``[n, ...]``, as are the rows and the entries of info.
-    columns: list[Tensor]
-    rows: Tensor
-    info: dict[Entry, Tensor]
+    columns: list[torch.Tensor]
+    rows: torch.Tensor
+    info: dict[Entry, torch.Tensor]
 
 
 class OneStore(NamedTuple):
@@ -192,18 +191,18 @@ class OneStore(NamedTuple):
 
 
 def update_once(
-    called: Callable[..., tuple[object, bool]], rows: Tensor, given: Mapping[str, object]
-) -> tuple[Tensor | None, ...]:
+    called: Callable[..., tuple[object, bool]], rows: torch.Tensor, given: Mapping[str, object]
+) -> tuple[torch.Tensor | None, ...]:
     """What ``update_if_present`` returns. Each message names the tickets of its rows, so that it is applied once.
 
     Of one that was sent again, rows count that have the patch at the end; others that were edited meanwhile do not.
     """
     named = {"index": rows, **given}
     look = {**named, "patch": {}, "version_key": None, "version": None, "tickets": None}
-    rejected, numbers, tickets, _ = cast("list[Tensor]", called("update_if_present", look)[0])
+    rejected, numbers, tickets, _ = cast("list[torch.Tensor]", called("update_if_present", look)[0])
     while True:
         made, again = called("update_if_present", {**named, "tickets": tickets})
-        refused, written, others, alike = cast("list[Tensor]", made)
+        refused, written, others, alike = cast("list[torch.Tensor]", made)
         rejected, numbers = rejected | refused, numbers.maximum(written.maximum(alike) if again else written)
         tickets = others.where((tickets >= 0) & (numbers < 0), -1)
         if again or not bool((tickets >= 0).any()):
@@ -247,10 +246,10 @@ class ServedRows(Protocol):
     def draw_within(self, key: int, command: Sample) -> Drawn:
         """A batch of as many rows as have the tokens that the command says. Nothing else may be under way. ``key``: of its draw."""
 
-    def call_each(self, name: str, given: Mapping[str, object]) -> list[tuple[Tensor, ...]]:
+    def call_each(self, name: str, given: Mapping[str, object]) -> list[tuple[torch.Tensor, ...]]:
         """What a method of the buffer of each store returns, rows first. Raises ``ConnectionError``: a store is gone."""
 
-    def update(self, rows: Tensor, given: Mapping[str, object]) -> tuple[Tensor | None, ...]:
+    def update(self, rows: torch.Tensor, given: Mapping[str, object]) -> tuple[torch.Tensor | None, ...]:
         """What ``update_if_present`` returns, of rows ``[n]`` and the other arguments."""
 
     def stores(self, *, home: bool) -> list[OneStore]:
@@ -259,13 +258,13 @@ class ServedRows(Protocol):
     def can_sample(self, rows: int) -> bool:
         """Whether a batch of so many rows could be drawn now."""
 
-    def check_rows(self, rows: Tensor, call: str = "update_priority") -> None:
+    def check_rows(self, rows: torch.Tensor, call: str = "update_priority") -> None:
         """Raise ``RowError``: a row outside the storage. -1 is none."""
 
-    def prioritize(self, rows: Tensor, priorities: Tensor, tickets: Tensor | None) -> None:
+    def prioritize(self, rows: torch.Tensor, priorities: torch.Tensor, tickets: torch.Tensor | None) -> None:
         """Send new priorities. Of what was asked for before, none is drawn by them; all that is asked for later is."""
 
-    def end_trajectories(self, lanes: Tensor, roles: Roles | None, *, terminated: bool) -> Tensor:
+    def end_trajectories(self, lanes: torch.Tensor, roles: Roles | None, *, terminated: bool) -> torch.Tensor:
         """What ``ReplayBuffer.end_trajectory`` does."""
 
     def fetch_dump(self, folder: Path, progress: Callable[[int], None]) -> None:
@@ -347,7 +346,7 @@ class ServedStorage(Storage, ServedRows):
 
     def prepare(
         self, data: object, call: str, *, batched: bool, ignored: Iterable[str] = (), count: Count | None = None
-    ) -> tuple[list[Tensor], int]:
+    ) -> tuple[list[torch.Tensor], int]:
         self.adopt_fields()
         structure = self.structure
         data, n, _ = _columns.rows_of_written(
@@ -371,13 +370,13 @@ class ServedStorage(Storage, ServedRows):
     # ---- reading -------------------------------------------------------------------------------------------------------
 
     def batch(
-        self, columns: Sequence[Tensor], n: int | tuple[int, ...] | None, *layout: ragged.RaggedLayout | None
+        self, columns: Sequence[torch.Tensor], n: int | tuple[int, ...] | None, *layout: ragged.RaggedLayout | None
     ) -> object:
         more = (None, *layout) if layout else ()
         structure = self._structures.get(len(columns), self.structure)
         return structure.unflatten(columns, (n,) if isinstance(n, int) else n, self.device, *more)  # type: ignore[arg-type]
 
-    def rows_at(self, coordinates: Tensor) -> Tensor:
+    def rows_at(self, coordinates: torch.Tensor) -> torch.Tensor:
         """As of a tensor storage, whose coordinates batches have."""
         if self.memory is None:
             return torch.full(coordinates.shape[:-1], -1, device="cpu")
@@ -469,7 +468,7 @@ class RemoteSampler(OfServer, _base.DeclaredSampler):
     def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:  # noqa: ARG002 - it has one
         return self._bound().can_sample(batch_size)
 
-    def update_priority(self, index: object, priority: object, *, generation: Tensor | None = None) -> None:
+    def update_priority(self, index: object, priority: object, *, generation: torch.Tensor | None = None) -> None:
         """Send new priorities, and do not wait: what is drawn later is drawn by them.
 
         Raises as ``PrioritizedSampler.update_priority``. Nothing is sent then.
@@ -488,7 +487,7 @@ class RemoteSampler(OfServer, _base.DeclaredSampler):
         _priorities(priority, n)
 
 
-def _priorities(priority: object, n: int) -> Tensor:
+def _priorities(priority: object, n: int) -> torch.Tensor:
     """float64 ``[n]``, as a server takes it. Raises as ``PrioritizedSampler.update_priority``."""
     value = prioritized.as_priorities(priority, n, lambda many: many.reshape(n, -1).amax(1)).to(torch.float64)
     bad = value[~((value >= 0) & torch.isfinite(value))]

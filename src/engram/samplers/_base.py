@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeAlias, cast
 
 import torch
-from torch import Tensor
 
 from engram._support import fork
 from engram._support.checks import as_numbers
@@ -25,7 +24,7 @@ from engram.store.sampled import SampledStorage
 from engram.types import Commit, Declared, Draw, Entry, Extent, Info, NativeBatch, Sampler, Shown, Traits, Write
 
 #: Says which rows of a draw are handed out: the draw with the tickets that they have now, and positions.
-Accept: TypeAlias = Callable[[Draw], tuple[Draw, Tensor]]
+Accept: TypeAlias = Callable[[Draw], tuple[Draw, torch.Tensor]]
 
 
 #: Draws whose rows are all refused, after which no other is made.
@@ -38,11 +37,11 @@ def check_drawable(size: int) -> None:
         raise NoSampleable(EMPTY)
 
 
-def picked(draw: Draw, places: Tensor) -> Draw:
+def picked(draw: Draw, places: torch.Tensor) -> Draw:
     """Some rows of a draw whose tickets are known."""
     assert draw.tickets is not None  # as the caller knows
     shape = draw.rows.shape
-    info = {k: v[places] if isinstance(v, Tensor) and v.shape[:1] == shape else v for k, v in draw.info.items()}
+    info = {k: v[places] if isinstance(v, torch.Tensor) and v.shape[:1] == shape else v for k, v in draw.info.items()}
     return Draw(draw.rows[places], draw.tickets[places], info)
 
 
@@ -127,8 +126,8 @@ class DeclaredSampler(Component):
         return moved, fresh if fresh.rows.ndim == 1 else fresh._replace(rows=fresh.rows.reshape(-1))
 
     def draw_within(
-        self, extent: Extent, batch_size: int, key: int, accept: Accept, before: Tensor
-    ) -> tuple[Draw, Tensor]:
+        self, extent: Extent, batch_size: int, key: int, accept: Accept, before: torch.Tensor
+    ) -> tuple[Draw, torch.Tensor]:
         """:meth:`draw`, of which only some rows are handed out: what was drawn, and their positions, int64. The others are given back.
 
         Args:
@@ -154,11 +153,11 @@ class DeclaredSampler(Component):
         self.give_back(settled, places)
         return draw, places
 
-    def _draw_beside(self, before: Tensor, extent: Extent, batch_size: int, key: int) -> Draw:
+    def _draw_beside(self, before: torch.Tensor, extent: Extent, batch_size: int, key: int) -> Draw:
         """A draw of a batch that has rows already."""
         return self.draw(extent, batch_size, key)
 
-    def give_back(self, draw: Draw, places: Tensor) -> None:
+    def give_back(self, draw: Draw, places: torch.Tensor) -> None:
         """The rows of a draw at other places than these are not handed out: another draw may take them.
 
         >>> import torch
@@ -259,7 +258,7 @@ class DeclaredSampler(Component):
         3
         """
 
-    def update_priority(self, index: object, priority: object, *, generation: Tensor | None = None) -> None:
+    def update_priority(self, index: object, priority: object, *, generation: torch.Tensor | None = None) -> None:
         """No effect, with a warning: this sampler has no priorities.
 
         >>> import warnings
@@ -282,7 +281,7 @@ class DeclaredSampler(Component):
         engram.errors.PriorityError: ...
         """
 
-    def reduced(self, value: Tensor) -> Tensor:
+    def reduced(self, value: torch.Tensor) -> torch.Tensor:
         """Priorities ``[n, ...]`` as one number per row, ``[n]``: the largest."""
         return value.flatten(1).amax(1)
 
@@ -373,7 +372,7 @@ class DeclaredSampler(Component):
         """The sampler that chooses the rows: this one, unless it is around another."""
         return self
 
-    def draw_among(self, rows: Tensor, n: int, key: int) -> Draw | None:
+    def draw_among(self, rows: torch.Tensor, n: int, key: int) -> Draw | None:
         """Draw ``n`` of these rows, int64 ``[m]``, as :meth:`draw` draws of all that are live; None: it cannot say how.
 
         Each of the draws is independent of the others.
@@ -406,7 +405,7 @@ class DeclaredSampler(Component):
         [0, 1, 2]
         """
 
-    def used_rows(self, n: int) -> Tensor:
+    def used_rows(self, n: int) -> torch.Tensor:
         """int64: live rows that will never be drawn again, ``n`` at most. Asked of one that ``consumes``."""
         raise NotImplementedError
 
@@ -466,7 +465,7 @@ class NativeSampler(DeclaredSampler, metaclass=ABCMeta):
     def extend(self, index: object) -> None:
         """No effect, because rows are known from the store."""
 
-    def sample(self, storage: SampledStorage, batch_size: int) -> tuple[Tensor | tuple[Tensor, ...], Info]:
+    def sample(self, storage: SampledStorage, batch_size: int) -> tuple[torch.Tensor | tuple[torch.Tensor, ...], Info]:
         """Draw from a storage with a key of torch's default generator: ``(int64 [B], info)``."""
         draw = self._draw_apart(storage.extent(), batch_size, key_for(storage, generator=self._rng).value)
         if self.traits.consumes:
@@ -556,7 +555,7 @@ class SamplerAround(DeclaredSampler):
     def observe(self, write: Write | None, data: object) -> None:
         self.sampler.observe(write, data)
 
-    def update_priority(self, index: object, priority: object, *, generation: Tensor | None = None) -> None:
+    def update_priority(self, index: object, priority: object, *, generation: torch.Tensor | None = None) -> None:
         """Calls that of :attr:`sampler`."""
         self.sampler.update_priority(index, priority, generation=generation)
 
@@ -668,9 +667,9 @@ class _Adapted(DeclaredSampler):
     def _checked(self, draw: Draw) -> Draw:
         """What was drawn. Raises ``TypeError``: no ``Draw`` of tensors."""
         rows, tickets = _said(draw, "rows", draw), _said(draw, "tickets")
-        if rows is not draw and isinstance(rows, Tensor) and isinstance(tickets, Tensor | None):
+        if rows is not draw and isinstance(rows, torch.Tensor) and isinstance(tickets, torch.Tensor | None):
             return draw
-        got = tickets if rows is not draw and isinstance(rows, Tensor) else rows
+        got = tickets if rows is not draw and isinstance(rows, torch.Tensor) else rows
         raise TypeError(
             f"sample: {type(self._inner).__name__}.draw: expected a Draw of tensors, Draw(rows, tickets=None, info={{}}), got "
             f"{type(got).__name__}. Return Draw(torch.as_tensor(rows))."
@@ -781,12 +780,12 @@ class FieldReader:
     """
 
     #: int64 ``[n]``, sorted: the rows that hold something.
-    rows: Tensor
+    rows: torch.Tensor
     #: int64 ``[capacity]``: the ticket number of every row, -1 where it holds nothing. ``Draw(rows, reader.tickets[rows])`` makes
     #: the buffer draw again in place of rows that change before they are read: a batch then has what the sampler has seen.
-    tickets: Tensor
+    tickets: torch.Tensor
     #: int64, sorted: the rows that changed since the sampler's last draw; at the first draw, all that hold something.
-    changed: Tensor
+    changed: torch.Tensor
 
     def __init__(self, storage: SampledStorage, keys: Sequence[FieldPath]) -> None:
         #: Whose rows it reads.
@@ -809,12 +808,12 @@ class FieldReader:
         >>> len(reader.rows)
         0
         """
-        self._values: dict[FieldPath, Tensor] = {}
+        self._values: dict[FieldPath, torch.Tensor] = {}
         self._settled: int | None = None
         self.rows = self.changed = torch.empty(0, dtype=torch.int64, device="cpu")
         self.tickets = torch.full((0,), -1, device="cpu")
 
-    def __getitem__(self, key: str | FieldPath) -> Tensor:
+    def __getitem__(self, key: str | FieldPath) -> torch.Tensor:
         """All rows of one field. Raises ``KeyError``: the sampler does not declare it."""
         path = checked_path(key, "reads")
         if path not in self._keys:

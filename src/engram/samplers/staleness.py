@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 import torch
-from torch import Tensor
 
 from engram._support import native
 from engram._support.checks import check_callable, check_count, check_type
@@ -175,7 +174,7 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
     def __init__(
         self,
         max_staleness: int = -1,
-        staleness_weight_fn: Callable[[Tensor], Tensor] | None = None,
+        staleness_weight_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
         version_key: str | FieldPath = "policy_version",
         *,
         index: str = "main",
@@ -277,13 +276,13 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
         """
         return super().can_sample(storage, batch_size) and self.masses(storage).total > 0
 
-    def _weights(self, staleness: Tensor) -> Tensor:
+    def _weights(self, staleness: torch.Tensor) -> torch.Tensor:
         """float64 ``[V]``: of each staleness. Raises ``ValueError``, ``TypeError``: the function makes other ones."""
         if self._weigh is None:
             weights = 1 / (staleness.clamp(min=0) + 1)
         else:
             made = self._weigh(staleness.float())
-            made = check_type("sample: staleness_weight_fn", made, Tensor, "a tensor of weights")
+            made = check_type("sample: staleness_weight_fn", made, torch.Tensor, "a tensor of weights")
             weights = made.detach().to("cpu", torch.float64)
             if weights.shape != staleness.shape or not bool((weights.isfinite() & (weights >= 0)).all()):
                 raise ValueError(
@@ -365,14 +364,14 @@ class IndexedSampler(NativeSampler, Generic[_Index]):
     def moved(self) -> None:
         self._index = None
 
-    def _uses(self) -> Tensor:
+    def _uses(self) -> torch.Tensor:
         """int32 ``[n]``: how often each row was used, up to the last that was. A copy."""
         index = self._attached()
         uses = torch.zeros(0, dtype=torch.int32, device="cpu") if index is None else index.uses()
         used = uses.nonzero()
         return uses[: int(used[-1]) + 1 if len(used) else 0].clone()
 
-    def _restore_uses(self, uses: Tensor) -> None:
+    def _restore_uses(self, uses: torch.Tensor) -> None:
         if (index := self._attached()) is not None:
             index.restore_uses(uses)
 
@@ -447,7 +446,7 @@ class RuledSampler(VersionedSampler, IndexedSampler[_Index]):
             version = integer(state_dict, "consumer_version", -VERSION_LIMIT + 1, VERSION_LIMIT, where)
         return Change(self._take, uses, version)
 
-    def _take(self, uses: Tensor | None, version: int | None) -> None:
+    def _take(self, uses: torch.Tensor | None, version: int | None) -> None:
         if uses is not None:
             self._restore_uses(uses)
         if version is not None:
@@ -463,7 +462,7 @@ class RuledSampler(VersionedSampler, IndexedSampler[_Index]):
         return {**ready, **uses, "max_staleness": rules.max_staleness, "policy_version": version}
 
 
-def checked_uses(state: dict[str, object], name: str, most: int, rows: int, where: str) -> Tensor:
+def checked_uses(state: dict[str, object], name: str, most: int, rows: int, where: str) -> torch.Tensor:
     """A copy of the uses of rows in a state. Raises ``TypeError``, ``ValueError``, ``IncompatibleCheckpoint``: they are of no such rows."""
     uses = tensor_in(state, name, torch.int32, (None,), where).clone()
     if len(uses) > rows:

@@ -16,7 +16,6 @@ from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from engram._support.state import tensor_in
 from engram._support.words import raise_as
@@ -32,7 +31,7 @@ from engram.store.ragged import RaggedStore
 from engram.store.ragged_rows import offsets_of, places_of
 from engram.store.rings import Piece, Spans, check_room, compacted, oldest_first
 
-B = TypeVar("B", "Tensor", "NDArray[np.uint8]")
+B = TypeVar("B", "torch.Tensor", "NDArray[np.uint8]")
 
 #: Bytes of the items that one piece begins among, at least; a ring has no more than so many blocks of that size.
 _BLOCK, _BLOCKS_OF_A_RING = 4 << 20, 256
@@ -114,7 +113,7 @@ class ItemsWriter:
         part: PartWriter,
         store: RaggedStore,
         fields: Sequence[PartField],
-        lanes: Tensor,
+        lanes: torch.Tensor,
         parent: Parent | None,
         now: Callable[[], NDArray[np.int64]],
         *,
@@ -160,7 +159,7 @@ class ItemsWriter:
                 else:
                     self._write_lane(number, group, lane, edges.get((number, lane), np.zeros((0, 2), np.int64)))
 
-    def columns(self, begin: int, end: int) -> dict[int, Tensor]:
+    def columns(self, begin: int, end: int) -> dict[int, torch.Tensor]:
         """Of each leader the column of rows ``[begin, end)`` as it is saved, int32 ``[n, 3]``."""
         rows = self._numbers[begin:end].nonzero()[0] + begin
         read, lanes, columns = self._read_spans(rows), rows // self._store.lane_length, {}
@@ -173,7 +172,7 @@ class ItemsWriter:
             columns[group.leader] = Spans(torch.from_numpy(offsets), torch.from_numpy(lengths)).column
         return columns
 
-    def _column_of_parent(self, leader: int, n: int) -> Tensor:
+    def _column_of_parent(self, leader: int, n: int) -> torch.Tensor:
         if self._parent is None:
             return torch.zeros((n, 3), dtype=torch.int32, device="cpu")
         return read_column(self._parent.reader, leader, n)
@@ -333,7 +332,7 @@ class ItemsWriter:
                 if still[row] and differs[first - piece.first : end - piece.first].any():
                     raise changed_unseen(row, field)
 
-    def _gathered(self, rows: _LaneRows, piece: ItemsPiece, numbers: NDArray[np.int64]) -> Tensor:
+    def _gathered(self, rows: _LaneRows, piece: ItemsPiece, numbers: NDArray[np.int64]) -> torch.Tensor:
         """The bytes of a piece; of rows that moved meanwhile zeros, and 0 in ``numbers``."""
         fields = description.piece_fields(self._fields, piece.leader)
         room = torch.zeros(description.segment_layout(fields, piece.items)[1], dtype=torch.uint8, device="cpu")
@@ -360,7 +359,7 @@ def _by_lane(pieces: Iterable[ItemsPiece]) -> dict[tuple[int, int], list[ItemsPi
 class RaggedRowsSource(Protocol):
     """Rows that were saved, some of whose fields are ragged."""
 
-    def take_items(self, state: Mapping[str, Tensor], here: Schema, where: str) -> None:
+    def take_items(self, state: Mapping[str, torch.Tensor], here: Schema, where: str) -> None:
         """Read and check where the items of those fields are. Called once, before the rows are read.
 
         Args:
@@ -387,7 +386,7 @@ class PartItems:
         CorruptCheckpoint: rows whose items are not where a store has them, or are in no piece.
     """
 
-    def __init__(self, reader: PartReader, state: Mapping[str, Tensor]) -> None:
+    def __init__(self, reader: PartReader, state: Mapping[str, torch.Tensor]) -> None:
         geometry, fields = reader.geometry, reader.schema
         assert geometry is not None  # it has rows
         assert fields is not None
@@ -411,7 +410,7 @@ class PartItems:
             if it.leader == self.groups[group].leader:
                 yield Piece(it.lane, it.first, self._read(it))
 
-    def picked(self, group: int, lane_of: Tensor, offsets: Tensor) -> Iterator[Piece]:
+    def picked(self, group: int, lane_of: torch.Tensor, offsets: torch.Tensor) -> Iterator[Piece]:
         """The items of a group elsewhere.
 
         Args:
@@ -435,7 +434,7 @@ class PartItems:
                 which = places_of(spans.offsets[rows[some]] - it.first, offsets_of(lengths[some])[:-1], lengths[some])
                 yield Piece(int(lanes[begin]), int(to[begin]), [_taken(of, which) for of in values])
 
-    def _read(self, it: ItemsPiece) -> list[Tensor]:
+    def _read(self, it: ItemsPiece) -> list[torch.Tensor]:
         fields = description.piece_fields(self._fields, it.leader)
         room = torch.from_numpy(np.frombuffer(self._reader.read_all(it.name), np.uint8))
         columns = zip(fields, columns_in(room, fields, it.items), strict=True)
@@ -503,14 +502,14 @@ def check_longest(every: Sequence[Spans], here: Schema, where: str) -> None:
             )
 
 
-def _taken(values: Tensor, which: Tensor) -> Tensor:
+def _taken(values: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
     """Some items, also of a dtype that torch cannot index."""
     raw = values.reshape(len(values), -1).view(torch.uint8).numpy()[which.numpy()]
     return torch.from_numpy(raw).view(values.dtype).view(len(which), *values.shape[1:])
 
 
 def _wrong_row(
-    spans: Spans, order: Tensor, most: int, ring: int, head: int, pieces: Sequence[ItemsPiece]
+    spans: Spans, order: torch.Tensor, most: int, ring: int, head: int, pieces: Sequence[ItemsPiece]
 ) -> int | None:
     """The first row of a lane whose items are not where a store has them; None: all are."""
     lengths = spans.lengths[order]
@@ -528,7 +527,7 @@ def _wrong_row(
     return int(rows[bad][0]) if bool(bad.any()) else None
 
 
-def read_column(reader: PartReader, number: int, rows: int) -> Tensor:
+def read_column(reader: PartReader, number: int, rows: int) -> torch.Tensor:
     """The column of a leader, of so many rows of the part, int32 ``[rows, 3]``. Raises ``CorruptCheckpoint``."""
     column = torch.zeros((rows, 3), dtype=torch.int32, device="cpu")
     for it in stretches(reader):

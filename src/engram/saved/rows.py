@@ -15,7 +15,6 @@ import torch
 import xxhash
 from msgspec import UNSET
 from numpy.typing import NDArray
-from torch import Tensor
 
 from engram._support import field_paths, native
 from engram._support.words import raise_as
@@ -251,7 +250,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 READERS = 2
 
 
-def parallel_read(shares: Sequence[Iterable[Callable[[], object]]], into: Sequence[Tensor]) -> None:
+def parallel_read(shares: Sequence[Iterable[Callable[[], object]]], into: Sequence[torch.Tensor]) -> None:
     """Call all that the shares consist of, in several threads, as :func:`work_off` does.
 
     Shares must not touch the same reader or the same rows at once. Tensors on a device are filled by this thread alone, as what is
@@ -297,9 +296,9 @@ class Boundaries:
         #: Numbers of the fields.
         self.which = tuple(which for _, which in said)
 
-    def marks(self, columns: Sequence[Tensor]) -> Marks:
+    def marks(self, columns: Sequence[torch.Tensor]) -> Marks:
         """What rows say, from those fields of them, ``[n, *shape]`` each."""
-        ids: Tensor | None = None
+        ids: torch.Tensor | None = None
         true: dict[str, list[NDArray[np.bool_]]] = {}
         for name, column in zip(self._names, columns, strict=True):
             flat = column.cpu().reshape(len(column), math.prod(column.shape[1:]))
@@ -321,7 +320,7 @@ class Boundaries:
             _any([begun, first]),
         )
 
-    def marks_of(self, fields: Sequence[Tensor], n: int) -> Marks:
+    def marks_of(self, fields: Sequence[torch.Tensor], n: int) -> Marks:
         """What the first rows say, of which there are all fields."""
         return self.marks([fields[which][:n].cpu() for which in self.which]) if self.which else Marks()
 
@@ -466,7 +465,7 @@ class SavedRowsSource:
         self._free: list[PartReader] = []  # a reader is for one thread at a time
         self._items: WholeItems | None = None
 
-    def take_items(self, state: Mapping[str, Tensor], here: Schema, where: str) -> None:
+    def take_items(self, state: Mapping[str, torch.Tensor], here: Schema, where: str) -> None:
         """Read and check where the items of ragged fields are. Raises as :class:`PartItems` and :class:`WholeItems`."""
         self._items = WholeItems(PartItems(self._reader, state), here, where)
 

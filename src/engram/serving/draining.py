@@ -14,7 +14,6 @@ from uuid import UUID, uuid4
 
 import msgspec
 import torch
-from torch import Tensor
 
 from engram import samplers
 from engram.buffer.connecting import Reaching, access_to
@@ -178,13 +177,13 @@ class Draining:
                 if time.monotonic() >= until:
                     return
 
-    def _rows(self, lane: int) -> tuple[Tensor, Tensor]:
+    def _rows(self, lane: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Live rows of a lane, oldest first, and what they hold."""
         rows = self._storage.extent().in_order(torch.tensor([lane], device="cpu"))
         tickets = self._service.tickets(rows)
         return rows[tickets >= 0], tickets[tickets >= 0]
 
-    def _send(self, note: Note, shard: Shard | None, rows: Tensor, *, evict: bool) -> bool:
+    def _send(self, note: Note, shard: Shard | None, rows: torch.Tensor, *, evict: bool) -> bool:
         """Move a block. False: its store does not take it now. Raises ``ConnectionError``: it may have it."""
         held = self._service.tickets(rows)
         if note.arrived or not len(rows):
@@ -222,7 +221,7 @@ class Draining:
         self._note = note
         files.write_atomically(self._path, msgspec.json.encode(note))
 
-    def _priorities(self, rows: Tensor) -> Tensor:
+    def _priorities(self, rows: torch.Tensor) -> torch.Tensor:
         """Those by which rows are drawn; ones, where none are."""
         by = drawing_by(self._service.buffer.sampler)
         if not isinstance(by, PrioritizedSampler) or not by.alpha:
@@ -230,7 +229,7 @@ class Draining:
         return (by.priorities().leaves_of(rows) ** (1 / by.alpha) - by.eps).clamp(min=0)
 
     @contextlib.contextmanager
-    def forwarding(self, rows: Tensor, priorities: Tensor, tickets: Tensor) -> Iterator[Tensor]:
+    def forwarding(self, rows: torch.Tensor, priorities: torch.Tensor, tickets: torch.Tensor) -> Iterator[torch.Tensor]:
         with self._places:
             to, theirs, held = self._moved[:, rows.clamp(min=0)]
             moved = (rows >= 0) & (to >= 0) & ((tickets < 0) | (tickets == held))

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from engram._support import checks, closing, fork, words
 from engram._support.field_paths import FieldPath
@@ -30,7 +29,7 @@ class Rows(NamedTuple):
     """An index of the user's, resolved against the live rows."""
 
     #: int64 ``[B]``.
-    rows: Tensor
+    rows: torch.Tensor
     #: The user asked for one row, not for a batch of one.
     single: bool = False
     #: Rows ``[a, b)``, where the index is a contiguous slice without holes.
@@ -110,7 +109,7 @@ class Port(sampled.SampledStorage, Protocol):
         [0, 7, 2]
         """
 
-    def read(self, rows: Tensor, expected: Tensor | None = None) -> tuple[Any, list[int]]:
+    def read(self, rows: torch.Tensor, expected: torch.Tensor | None = None) -> tuple[Any, list[int]]:
         """Copy rows out: ``(what pack takes, positions that moved)``.
 
         Args:
@@ -159,7 +158,7 @@ class Port(sampled.SampledStorage, Protocol):
         {'obs': tensor([2, 0])}
         """
 
-    def pack(self, columns: Any, where: Rows, extra: dict[str, Tensor] | None = None) -> Any:
+    def pack(self, columns: Any, where: Rows, extra: dict[str, torch.Tensor] | None = None) -> Any:
         """Data in the user's form around what :meth:`read` returned. ``extra`` ``[n]`` joins the entries of TensorDicts.
 
         >>> import torch
@@ -365,7 +364,7 @@ class Storage(Declared, parts.Dumpable, Port):
         """Rings that the rows are divided into."""
         return 1
 
-    def one_in_each_lane(self, why: str, remedy: str = "") -> tuple[Tensor, Count]:
+    def one_in_each_lane(self, why: str, remedy: str = "") -> tuple[torch.Tensor, Count]:
         """The lanes of rows of which each goes to one, in order, int64 ``[lanes]``, and how many rows there must be.
 
         Args:
@@ -378,7 +377,7 @@ class Storage(Declared, parts.Dumpable, Port):
         """
         return torch.arange(self.lanes, device="cpu"), Count(self.lanes, why, remedy)
 
-    def unnamed_lanes(self, call: str, *, batched: bool) -> tuple[int | Tensor, Count | None]:
+    def unnamed_lanes(self, call: str, *, batched: bool) -> tuple[int | torch.Tensor, Count | None]:
         """Where rows go whose lane was not named, and how many there must be: of several lanes each takes one.
 
         Raises:
@@ -568,13 +567,13 @@ class Storage(Declared, parts.Dumpable, Port):
         """Held from placing to writing, so that two writers do not choose the same row."""
         return self._lock
 
-    def hold_nothing(self, rows: Tensor) -> Tensor:
+    def hold_nothing(self, rows: torch.Tensor) -> torch.Tensor:
         return self.tickets_of(rows) < 0
 
-    def writes_of(self, rows: Tensor, tickets: Tensor) -> Tensor:
+    def writes_of(self, rows: torch.Tensor, tickets: torch.Tensor) -> torch.Tensor:
         return tickets
 
-    def positions_of(self, rows: Tensor) -> Tensor:
+    def positions_of(self, rows: torch.Tensor) -> torch.Tensor:
         """As ``writer.positions_of``, of rows int64 ``[n]`` on the CPU. Raises ``TypeError``: it has no lanes of tensors here.
 
         >>> import torch
@@ -621,7 +620,7 @@ class Storage(Declared, parts.Dumpable, Port):
 
     # ---- removing ------------------------------------------------------------------------------------------------------
 
-    def check_removal(self, rows: Tensor) -> None:
+    def check_removal(self, rows: torch.Tensor) -> None:
         """Raise what :meth:`remove` would of rows, int64 ``[n]``; -1 is passed over.
 
         Raises:
@@ -637,7 +636,7 @@ class Storage(Declared, parts.Dumpable, Port):
         if len(outside):
             raise RowError(f"remove: expected rows in [-1, {self.max_size}), got {int(outside[0])}.")
 
-    def remove(self, rows: Tensor, expected: Tensor | None) -> int:
+    def remove(self, rows: torch.Tensor, expected: torch.Tensor | None) -> int:
         """Make rows void, as ``ReplayBuffer.remove`` has it, after :meth:`check_removal`.
 
         Args:
@@ -909,7 +908,7 @@ class Storage(Declared, parts.Dumpable, Port):
             raise row_indexes.no_group_key("PromptGroupSampler: group_key", key, declared)
         return None
 
-    def some(self, columns: list[Tensor], which: slice | list[int]) -> list[Tensor]:
+    def some(self, columns: list[torch.Tensor], which: slice | list[int]) -> list[torch.Tensor]:
         """Some rows of what :meth:`read` returned or :meth:`prepare` made.
 
         A slice gives views; a list of positions, copies.
@@ -1193,7 +1192,7 @@ class Storage(Declared, parts.Dumpable, Port):
         for rank in range(len(self)):
             yield self[int(self.extent().rows(torch.tensor([rank], device="cpu"))[0])]
 
-    def contains(self, index: int | Tensor) -> bool | Tensor:
+    def contains(self, index: int | torch.Tensor) -> bool | torch.Tensor:
         """Whether rows are live: a bool for an int, a bool tensor of the same shape for a tensor of ints.
 
         >>> import torch
@@ -1203,13 +1202,13 @@ class Storage(Declared, parts.Dumpable, Port):
         >>> rb.storage.contains(9), rb.storage.contains(torch.tensor([9, 10])).tolist()
         (True, [True, False])
         """
-        if isinstance(index, Tensor):
+        if isinstance(index, torch.Tensor):
             return (self.tickets_of(index.reshape(-1).to("cpu", torch.int64)) >= 0).reshape(index.shape)
         return bool(self.tickets_of(torch.tensor([operator.index(index)], device="cpu"))[0] >= 0)
 
-    def __contains__(self, index: int | Tensor) -> bool:
+    def __contains__(self, index: int | torch.Tensor) -> bool:
         found = self.contains(index)
-        return bool(found.all()) if isinstance(found, Tensor) else found
+        return bool(found.all()) if isinstance(found, torch.Tensor) else found
 
     # ---- indices -----------------------------------------------------------------------------------------------------
 
@@ -1244,7 +1243,7 @@ class Storage(Declared, parts.Dumpable, Port):
             rows = extent.rows(ranks)
             contiguous = step == 1 and (rows is ranks or len(extent.filled) == 1) and extent.holes is None
             return Rows(rows, span=(start, max(start, stop)) if contiguous else None)
-        if not isinstance(index, Tensor | np.ndarray | list | range):
+        if not isinstance(index, torch.Tensor | np.ndarray | list | range):
             return Rows(self._live(self._row_number(index)), single=True)
         mask = checks.as_numbers("rb[index]", index).to("cpu")
         if mask.dtype is torch.bool:
@@ -1256,7 +1255,7 @@ class Storage(Declared, parts.Dumpable, Port):
             return Rows(extent.rows(mask.nonzero().reshape(-1)))
         return Rows(self._live(checks.as_ints("index", index).reshape(-1)), single=mask.ndim == 0)
 
-    def _row_number(self, index: Any) -> Tensor:
+    def _row_number(self, index: Any) -> torch.Tensor:
         try:
             row = operator.index(index)
         except TypeError:
@@ -1268,7 +1267,7 @@ class Storage(Declared, parts.Dumpable, Port):
             raise RowError(f"rb[index]: expected one of {words.count(len(self), 'row')} with data, got {row}.")
         return torch.tensor([row], device="cpu")
 
-    def _live(self, rows: Tensor) -> Tensor:
+    def _live(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows by number; negative ones count live rows from the end."""
         if bool((rows < 0).any()):
             extent = self.extent()
@@ -1303,10 +1302,10 @@ def check_plan(plan: WritePlan, n: int, lanes: int) -> None:
     """Raise unless ``n`` rows can go where a plan says: ``RuntimeError``, ``RowError``."""
     named = plan.rows if plan.kept is None else None
     for what, each in (("lane: expected one lane", plan.lane), ("write: expected one index", named)):
-        if isinstance(each, Tensor) and each.shape != (n,):
+        if isinstance(each, torch.Tensor) and each.shape != (n,):
             raise RuntimeError(f"{what} per row, [{n}], got {list(each.shape)}.")
     lane = plan.lane
-    if isinstance(lane, Tensor):
+    if isinstance(lane, torch.Tensor):
         if bool(((lane < 0) | (lane >= lanes)).any()):
             raise RowError(f"lane: expected lanes in [0, {lanes}), got {lane.tolist()[:8]}….")
     elif lane is not None and not 0 <= lane < lanes:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import msgspec
 import torch
-from torch import Tensor
 
 from engram._support import native, tensordicts, words
 from engram.errors import CorruptStore
@@ -30,9 +29,9 @@ class Packed(NamedTuple):
     """Rows one after the other, as attention kernels take them."""
 
     #: ``[total, *shape]``.
-    values: Tensor
+    values: torch.Tensor
     #: int32 ``[n + 1]``: where each row begins, and the end of the last one.
-    cu_seqlens: Tensor
+    cu_seqlens: torch.Tensor
     #: Items of the longest row; 0 of none.
     max_seqlen: int
 
@@ -41,9 +40,9 @@ class Padded(NamedTuple):
     """Rows of one length, with zeros where they were shorter."""
 
     #: ``[n, length, *shape]``.
-    values: Tensor
+    values: torch.Tensor
     #: bool ``[n, length]``: which items are of a row.
-    mask: Tensor
+    mask: torch.Tensor
 
 
 class Batches:
@@ -57,8 +56,8 @@ class Batches:
     def __init__(self, layout: RaggedLayout, *, within: bool) -> None:
         self._layout, self._within, self._form = layout, within, getattr(Batches, f"_{layout.kind}")
         #: By the number of the leader: offsets of rows one after the other, int64 and int32, and the longest; and of padded rows the mask.
-        self._known: dict[int, tuple[Tensor, Tensor, int]] = {}
-        self._masks: dict[int, Tensor] = {}
+        self._known: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        self._masks: dict[int, torch.Tensor] = {}
 
     def __call__(self, field: ItemField, items: Items, leader: int) -> object:
         """The rows of a field. ``leader``: the number of the field whose lengths it has."""
@@ -73,14 +72,14 @@ class Batches:
             self._known[leader] = items.offsets, ends, longest
         return self._form(self, items, leader, *self._known[leader])
 
-    def _jagged(self, items: Items, _: int, offsets: Tensor, __: Tensor, longest: int) -> object:
+    def _jagged(self, items: Items, _: int, offsets: torch.Tensor, __: torch.Tensor, longest: int) -> object:
         from torch.nested._internal.nested_tensor import NestedTensor  # as torch.load finds it, with these keywords
 
         # A third of the time of nested_tensor_from_jagged, which makes a view of the values, for their gradients: these have none. Of one
         # shape where the offsets are the same. The longest: without it torch pads to the items of all rows.
         return NestedTensor(items.given, offsets, _metadata_cache={"max_seqlen": items.given.new_empty((longest, 0))})
 
-    def _packed(self, items: Items, _: int, __: Tensor, ends: Tensor, longest: int) -> object:
+    def _packed(self, items: Items, _: int, __: torch.Tensor, ends: torch.Tensor, longest: int) -> object:
         if (values := items.given).shape[0] >= 1 << 31:
             raise RuntimeError(f"sample: packed: expected fewer than 2**31 items of a field, got {len(values):,}.")
         packed = Packed(values, ends, longest)
@@ -89,7 +88,7 @@ class Batches:
         said = {**packed._asdict(), "max_seqlen": tensordicts.one_object(longest)}
         return tensordicts.wrap(said, torch.Size(()), None)
 
-    def _padded(self, items: Items, leader: int, _: Tensor, __: Tensor, longest: int) -> object:
+    def _padded(self, items: Items, leader: int, _: torch.Tensor, __: torch.Tensor, longest: int) -> object:
         """Rows of one length: that of the longest, rounded up."""
         multiple, left, mask = self._layout.multiple, self._layout.side == "left", self._masks.get(leader)
         length = -(-longest // multiple) * multiple
@@ -161,14 +160,14 @@ class RaggedStructure(Structure):
 
     # ---- data to columns ---------------------------------------------------------------------------------------------
 
-    def flatten(self, data: object, n: int | None, call: str, ignored: Iterable[str] = ()) -> list[Tensor]:
-        found: dict[int, Tensor] = {}
+    def flatten(self, data: object, n: int | None, call: str, ignored: Iterable[str] = ()) -> list[torch.Tensor]:
+        found: dict[int, torch.Tensor] = {}
         self._walk(self.root, data, () if n is None else (n,), found, call, (), frozenset(ignored))
         for number, leader in self.leaders.items():  # leaders come first
             field, of_leader = self.ragged[number], cast("Items", found[leader])
             items = cast("Items | None", found[number])
             if items is None:
-                found[number] = cast("Tensor", Items(None, of_leader.starts, of_leader.lengths))
+                found[number] = cast("torch.Tensor", Items(None, of_leader.starts, of_leader.lengths))
             elif number != leader:
                 same_lengths(self.ragged[leader], of_leader.lengths, field, items, call)
             elif len(items) != (n or 1):
@@ -180,7 +179,7 @@ class RaggedStructure(Structure):
         node: Node,
         value: object,
         batch: tuple[int, ...],
-        found: dict[int, Tensor],
+        found: dict[int, torch.Tensor],
         call: str,
         path: Path,
         ignored: frozenset[str],
@@ -189,13 +188,13 @@ class RaggedStructure(Structure):
         if field is None:
             super()._walk(node, value, batch, found, call, path, ignored)
         elif self.leaders[node.field] != node.field and comes_later(value):
-            found[node.field] = cast("Tensor", None)
+            found[node.field] = cast("torch.Tensor", None)
         else:
-            found[node.field] = cast("Tensor", (rows_in if batch else row_in)(field, value, call))
+            found[node.field] = cast("torch.Tensor", (rows_in if batch else row_in)(field, value, call))
 
     def columns(
         self, entries: Mapping[Path, object], batch: tuple[int, ...], *, call: str, loose: bool = False
-    ) -> tuple[list[int], list[Tensor]]:
+    ) -> tuple[list[int], list[torch.Tensor]]:
         ragged, others, n = {}, {}, math.prod(batch)
         for key, value in entries.items():
             number = self.field_of(key, call)
@@ -210,36 +209,36 @@ class RaggedStructure(Structure):
             if (leader := self.leaders[number]) in ragged:
                 same_lengths(self.ragged[leader], ragged[leader].lengths, self.ragged[number], items, call)
         which, columns = super().columns(others, batch, call=call, loose=loose)
-        return [*which, *ragged], [*columns, *cast("dict[int, Tensor]", ragged).values()]
+        return [*which, *ragged], [*columns, *cast("dict[int, torch.Tensor]", ragged).values()]
 
-    def items_in(self, number: int, value: object, call: str) -> Tensor:
+    def items_in(self, number: int, value: object, call: str) -> torch.Tensor:
         return row_in(self.ragged[number], value, call).packed().given
 
-    def number(self, value: object, path: Path) -> Tensor:
+    def number(self, value: object, path: Path) -> torch.Tensor:
         if any(field.key == (path or (SINGLE,)) for field in self.ragged.values()):
             return as_tensor(value, path, "add")
         return super().number(value, path)
 
-    def stacked(self, rows: Sequence[Sequence[Tensor]]) -> object:
-        columns: list[Tensor] = []
+    def stacked(self, rows: Sequence[Sequence[torch.Tensor]]) -> object:
+        columns: list[torch.Tensor] = []
         for number, column in enumerate(zip(*rows, strict=True)):
             several = cast("Sequence[Items]", column)
             if number not in self.ragged:
                 columns.append(torch.stack(column))
             elif self.options.unlimited and several[0].values is not None:  # what the fields are is found in the batch
-                columns.append(cast("Tensor", [single(self.ragged[number], items) for items in several]))
+                columns.append(cast("torch.Tensor", [single(self.ragged[number], items) for items in several]))
             else:
-                columns.append(cast("Tensor", Items.joined(several)))
+                columns.append(cast("torch.Tensor", Items.joined(several)))
         return super().unflatten(columns, torch.Size((len(rows),)))
 
     # ---- columns to data ---------------------------------------------------------------------------------------------
 
     def unflatten(
         self,
-        columns: Sequence[Tensor],
+        columns: Sequence[torch.Tensor],
         batch: tuple[int, ...] | None,
         device: torch.device | None = None,
-        extra: Mapping[str, Tensor] | None = None,
+        extra: Mapping[str, torch.Tensor] | None = None,
         layout: RaggedLayout | None = None,
     ) -> object:
         """As every structure's. ``layout``: of the ragged fields; None: as the storage says."""
@@ -359,7 +358,7 @@ class RaggedBuilder(_Builder):
             return self._note(key, _Found(declared, 0, 0))
         field = ItemField.of(key, declared)
         items = rows_in(field, value, self.call) if self.batched else row_in(field, value, self.call)
-        nested_in = isinstance(value, Tensor) and value.layout is torch.jagged
+        nested_in = isinstance(value, torch.Tensor) and value.layout is torch.jagged
         offsets = id(value.offsets()) if nested_in else 0  # type: ignore[attr-defined] # nested tensors have some
         return self._note(key, _Found(declared, int(items.lengths.max()) if len(items) else 0, offsets))
 

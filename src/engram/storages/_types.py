@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from engram._support import field_paths, nested, tensordicts
 from engram._support.nested import can_be_attribute, class_of, fields_of
@@ -27,7 +26,7 @@ Dtypes: TypeAlias = Mapping[tuple[str, ...], str]
 NO_DTYPES: Dtypes = {}
 
 
-def overflows(given: Tensor, made: Tensor) -> bool:
+def overflows(given: torch.Tensor, made: torch.Tensor) -> bool:
     """Whether a value has become infinite, or the largest or smallest float of 8 bits, of which some kinds have no infinity."""
     if given.is_floating_point() and given.itemsize == 1:
         given = given.float()  # those do not know isinf
@@ -37,7 +36,7 @@ def overflows(given: Tensor, made: Tensor) -> bool:
     return bool((((given > limits.max) | (given < limits.min)) & (given != made.double())).any())
 
 
-def cast(value: Tensor, dtype: torch.dtype) -> Tensor | None:
+def cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
     """Values as another dtype; None if more than precision would be lost: an int that does not fit, a fraction, an imaginary part, or a
     float that :func:`overflows`.
     """
@@ -105,7 +104,7 @@ class Added(NamedTuple):
     #: What they are filled with, as ``Schema.added`` has it.
     digits: tuple[str, ...]
     #: The same by number, ``[*shape]``.
-    fills: dict[int, Tensor]
+    fills: dict[int, torch.Tensor]
 
     @classmethod
     def of(cls, schema: Schema) -> Added:
@@ -138,7 +137,7 @@ def _leaves(node: Node) -> Iterator[int]:
         yield from _leaves(child)
 
 
-def _row(field: Field, raw: bytes) -> Tensor:
+def _row(field: Field, raw: bytes) -> torch.Tensor:
     if not raw:
         return torch.empty(field.shape, dtype=DTYPE_OF[field.dtype], device="cpu")
     words = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
@@ -289,7 +288,7 @@ def takes_rows_of(
 
 
 def is_leaf(value: object) -> bool:
-    return isinstance(value, Tensor | np.ndarray | np.generic) or nested.is_numbers(value)
+    return isinstance(value, torch.Tensor | np.ndarray | np.generic) or nested.is_numbers(value)
 
 
 def _are_of_numpy(numbers: object) -> bool:
@@ -301,12 +300,12 @@ def _are_of_numpy(numbers: object) -> bool:
 _NUMBERS = {"b": torch.bool, "i": torch.int64, "f": torch.float32}
 
 
-def as_tensor(value: object, key: tuple[str, ...], call: str, dtype: torch.dtype | None = None) -> Tensor:
+def as_tensor(value: object, key: tuple[str, ...], call: str, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A tensor, or one over the memory of an array where torch can use that.
 
     Numbers of Python's become ``dtype`` if it can hold them: an int also a float, a float no int. Lists of NumPy's keep theirs.
     """
-    if isinstance(value, Tensor):
+    if isinstance(value, torch.Tensor):
         return value
     if not is_leaf(value):
         raise no_tensor(value, key, call)

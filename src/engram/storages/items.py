@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from engram._support import copies, native, nested, tensordicts, words
 from engram._support.field_paths import FieldPath, public
@@ -86,7 +85,7 @@ class ItemGroups(row_indexes.Groups):
         else:
             self._store.write(WritePlan(rows=where), columns, len(rows))
 
-    def lost(self, rows: Tensor) -> None:
+    def lost(self, rows: torch.Tensor) -> None:
         """These rows, int64 ``[n]``, hold no items any more."""
         self._store.core.remove(rows.data_ptr(), len(rows), 0)
         for failed in self._without.values():
@@ -98,7 +97,7 @@ class ItemGroups(row_indexes.Groups):
         for failed in self._without.values():
             failed.clear()
 
-    def draw(self, key: int, draw: row_indexes.GroupDraw, without: Tensor) -> row_indexes.Drawn:
+    def draw(self, key: int, draw: row_indexes.GroupDraw, without: torch.Tensor) -> row_indexes.Drawn:
         """As :meth:`engram.store.row_indexes.Groups.draw`."""
         with self._storage.paused:  # so that the tickets are those of what was drawn
             for name, failed in self._without.items():
@@ -109,13 +108,13 @@ class ItemGroups(row_indexes.Groups):
                 return found
             return found[0], self._storage.tickets_of(found[0]), found[2]
 
-    def take_back(self, rows: Tensor, tickets: Tensor) -> None:
+    def take_back(self, rows: torch.Tensor, tickets: torch.Tensor) -> None:
         """As :meth:`engram.store.row_indexes.Groups.take_back`."""
         with self._storage.paused:
             rows = rows[self._storage.tickets_of(rows) == tickets]
             super().take_back(rows, self._store.tickets_of(rows))
 
-    def restore_uses(self, uses: Tensor) -> None:
+    def restore_uses(self, uses: torch.Tensor) -> None:
         """As :meth:`engram.store.row_indexes.Groups.restore_uses`."""
         with self._storage.paused:
             super().restore_uses(uses)
@@ -128,7 +127,7 @@ class ItemGroups(row_indexes.Groups):
         value = _entry(item, self._key)
         if value is None:
             raise row_indexes.not_known("group_key", self._key, _keys_of(item))
-        if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex()):
+        if isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex()):
             if value.numel() == 1:
                 value = int(value)
             elif value.dtype is torch.uint8 and value.ndim == 1:
@@ -140,7 +139,7 @@ class ItemGroups(row_indexes.Groups):
         elif isinstance(value, bytes):
             value = b"b" + value
         else:
-            got = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            got = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise TypeError(
                 f"sample: {public(self._key)!r}: expected an integer or a text in each row, got {got}. Number the prompts, or hash "
                 "them."
@@ -196,12 +195,12 @@ class ItemGroups(row_indexes.Groups):
         return found
 
 
-def _numbers(value: object, expected: str) -> Tensor:
+def _numbers(value: object, expected: str) -> torch.Tensor:
     """Real numbers of an item, float64. Raises ``TypeError``: they are none."""
     if isinstance(value, int | float | np.number | np.ndarray):
         value = torch.as_tensor(value)
-    if not isinstance(value, Tensor) or value.is_complex() or not value.numel():
-        got = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    if not isinstance(value, torch.Tensor) or value.is_complex() or not value.numel():
+        got = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise TypeError(f"sample: {expected}, got {got}.")
     return value.double()
 
@@ -227,11 +226,11 @@ def pack(items: Sequence[object]) -> dict[str, Any]:
     Raises:
         TypeError: an item that is not made of tensors, TensorDicts, dicts, lists and tuples; names the way to what it has.
     """
-    forms: dict[str, list[tuple[list[Tensor], list[list[int]]]]] = {}
+    forms: dict[str, list[tuple[list[torch.Tensor], list[list[int]]]]] = {}
     numbers: dict[str, int] = {}
     which = []
     for number, item in enumerate(items):
-        parts: list[tuple[Tensor | None, list[int]]] = []
+        parts: list[tuple[torch.Tensor | None, list[int]]] = []
         tree = json.dumps(_tree(item, parts, f"item {number}", 0), separators=(",", ":"))
         known = forms.setdefault(tree, [([], []) for _ in parts])
         which.append(numbers.setdefault(tree, len(numbers)))
@@ -259,11 +258,11 @@ def pack(items: Sequence[object]) -> dict[str, Any]:
     }
 
 
-def _tree(item: Any, parts: list[tuple[Tensor | None, list[int]]], where: str, depth: int) -> list[Any]:
+def _tree(item: Any, parts: list[tuple[torch.Tensor | None, list[int]]], where: str, depth: int) -> list[Any]:
     """What an item is made of: ``[kind, …]``. Appends its leaves' bytes and sizes."""
     if depth > _MAX_DEPTH:
         raise TypeError(f"{where}: expected items that are at most {_MAX_DEPTH} deep.")
-    if isinstance(item, Tensor):
+    if isinstance(item, torch.Tensor):
         if item.dtype not in memory.DTYPE_NAMES or item.layout is not torch.strided:
             raise TypeError(
                 f"{where}: expected a dense tensor of one of {sorted(DTYPES)}, got {item.dtype}, {item.layout}."
@@ -371,7 +370,7 @@ class _Unpacking(NamedTuple):
             raise ValueError(f"{self.where}: tree: expected keys, each once, got {str(found)[:80]!r}.")
         return columns
 
-    def _part(self, ndim: int) -> tuple[Tensor, list[list[int]]]:
+    def _part(self, ndim: int) -> tuple[torch.Tensor, list[list[int]]]:
         """Bytes of a leaf of all items, and the sizes of each."""
         if not self.parts:
             raise ValueError(f"{self.where}: expected a part for each leaf of its tree, got too few.")
@@ -382,8 +381,8 @@ class _Unpacking(NamedTuple):
             raise ValueError(f"{self.where}: sizes: expected sizes of at least 0, got {int(sizes.min())}.")
         return tensor_in(part, "bytes", torch.uint8, (None,), self.where), sizes.tolist()
 
-    def _tensors(self, dtype: torch.dtype, ndim: int, device: torch.device) -> list[Tensor]:
-        (raw, sizes), found, at = self._part(ndim), list[Tensor](), 0
+    def _tensors(self, dtype: torch.dtype, ndim: int, device: torch.device) -> list[torch.Tensor]:
+        (raw, sizes), found, at = self._part(ndim), list[torch.Tensor](), 0
         for shape in sizes:
             nbytes = dtype.itemsize * math.prod(shape)
             if at + nbytes > raw.numel():
@@ -422,7 +421,7 @@ def stack(items: list[Any], path: nested.Path = ()) -> object:
     if not items:
         raise RuntimeError("no items to stack. Pass collate_fn= to the buffer (collate_fn=list returns an empty list).")
     first = items[0]
-    if isinstance(first, Tensor):
+    if isinstance(first, torch.Tensor):
         return _stack_tensors(items, path)
     if isinstance(first, dict):
         return _stack_dicts(items, path)
@@ -455,7 +454,7 @@ def stack(items: list[Any], path: nested.Path = ()) -> object:
     )
 
 
-def join(batches: Sequence[Batch], owners: Sequence[str], how: Callable[[list[Tensor]], Tensor]) -> Batch:
+def join(batches: Sequence[Batch], owners: Sequence[str], how: Callable[[list[torch.Tensor]], torch.Tensor]) -> Batch:
     """Several batches of the same fields as one: of TensorDicts, dicts, tuples, dataclasses or tensors.
 
     Args:
@@ -477,7 +476,7 @@ def join(batches: Sequence[Batch], owners: Sequence[str], how: Callable[[list[Te
             )
         for key, leaf in own.items():
             other = others[key]
-            if not (isinstance(leaf, Tensor) and isinstance(other, Tensor)):
+            if not (isinstance(leaf, torch.Tensor) and isinstance(other, torch.Tensor)):
                 continue
             if how is torch.cat and leaf.shape[1:] != other.shape[1:]:
                 raise RuntimeError(
@@ -511,21 +510,21 @@ def _path(key: object) -> nested.Path:
     return key if isinstance(key, tuple) else (str(key),)
 
 
-def _at(batch: object, path: nested.Path) -> Tensor:
+def _at(batch: object, path: nested.Path) -> torch.Tensor:
     """The leaf of a batch under a path of names and places."""
     for name in path:
         batch = batch[int(name)] if isinstance(batch, list) else nested.find_field(batch, (name,))
-    return cast("Tensor", batch)
+    return cast("torch.Tensor", batch)
 
 
-def _stack_tensors(items: list[Tensor], path: nested.Path) -> Tensor:
+def _stack_tensors(items: list[torch.Tensor], path: nested.Path) -> torch.Tensor:
     """As torch.stack, at a fifth of its cost for small dense CPU tensors."""
     first = items[0]
     if first.is_cpu and first.layout is torch.strided:
         out = torch.empty((len(items), *first.shape), dtype=first.dtype, device="cpu")
         if native.stack(items, out):
             return out
-    _check_kind(items, lambda item: isinstance(item, Tensor))
+    _check_kind(items, lambda item: isinstance(item, torch.Tensor))
     odd = next((item for item in items if item.shape != first.shape), None)
     if odd is not None:
         raise RuntimeError(
@@ -578,7 +577,7 @@ def _stack_flat(items: list[tensordicts.TensorDict]) -> tensordicts.TensorDict |
     for name in names:
         column = [source[name] for source in sources]
         first = column[0]
-        if type(first) is not Tensor or not first.is_cpu or first.layout is not torch.strided:
+        if type(first) is not torch.Tensor or not first.is_cpu or first.layout is not torch.strided:
             return None
         columns[name] = torch.empty((len(items), *first.shape), dtype=first.dtype, device="cpu")
         if not native.stack(column, columns[name]):

@@ -5,7 +5,7 @@ each one begins.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -164,13 +164,6 @@ class BlockLayout:
         except ValueError as error:
             raise ValueError(f"views: expected {error}.") from error
 
-    def holds(self, block: NDArray[np.uint8], columns: Sequence[torch.Tensor], rows: int, at: int = 0) -> bool:
-        """Whether columns lie in a block where :meth:`views` of so many rows looks for them."""
-        base = block.ctypes.data + at
-        return [c.data_ptr() for c in columns if c.numel()] == [
-            base + offset for offset, c in zip(self.offsets(rows), columns, strict=True) if c.numel()
-        ]
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, BlockLayout) and self.fields == other.fields
 
@@ -209,44 +202,6 @@ class DrawingPart:
     def masses(self) -> Masses:
         """Of the last draw that says them: uniform ones, those by priority, and epochs; all zero where none does."""
         return Masses(*self._native.masses)
-
-
-class DrawingInto(DrawingPart):
-    """A context: what the native core draws on this thread goes into a block, one column behind the other.
-
-    The tensors that samplers return are then views of the block, at the offsets of a :class:`BlockLayout` of the fields and of what
-    the draw adds. A batch drawn next in the same block follows the first one.
-
-    Args:
-        block: as of :meth:`BlockLayout.empty`; any writable object whose bytes begin at a multiple of 64.
-
-    Raises:
-        ValueError: the block does not begin at a multiple of 64 bytes; or, when drawing, it is full: nothing was drawn.
-        BufferError: it may not be written to.
-
-    >>> import torch
-    >>> from engram import LazyTensorStorage, ReplayBuffer
-    >>> from engram.store.blocks import Key
-    >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
-    >>> _ = rb.extend({"a": torch.arange(4)})
-    >>> store = rb.storage.store
-    >>> layout = BlockLayout((*store.schema.fields, INDEX))
-    >>> block = layout.empty(8)
-    >>> with DrawingInto(block) as drawing:
-    ...     columns = store.sample_uniform(Key.of(1), 8, with_rows=True)
-    >>> layout.holds(block, columns, 8), drawing.masses
-    (True, Masses(total=4.0, least=1.0, live=4))
-    >>> bool((layout.views(block, 8)[0] == columns[0]).all())
-    True
-    """
-
-    def __init__(self, block: object) -> None:
-        self._native = native.OutputBlock(block)
-
-    @property
-    def used(self) -> int:
-        """Bytes that were drawn into so far: where the next batch begins."""
-        return self._native.used
 
 
 def aligned(nbytes: int) -> int:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from engram.format.schema import Schema
 from engram.store.device.store import HostedStore
@@ -25,13 +24,13 @@ class Columns(Protocol):
     def extent(self) -> Extent:
         """What it says is live."""
 
-    def place(self, n: int) -> Tensor:
+    def place(self, n: int) -> torch.Tensor:
         """The rows that the next ``n`` go to."""
 
-    def write(self, rows: Tensor, columns: Sequence[Tensor], *, append: bool) -> None:
+    def write(self, rows: torch.Tensor, columns: Sequence[torch.Tensor], *, append: bool) -> None:
         """Replace rows, each of which is named once."""
 
-    def read(self, rows: Tensor) -> list[Tensor]:
+    def read(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Live rows, one new tensor per field."""
 
     def empty(self, call: str) -> None:
@@ -74,11 +73,11 @@ class ForeignStore(HostedStore):
 
     # ---- all rows ------------------------------------------------------------------------------------------------------
 
-    def _pieces(self, n: int) -> Iterator[Tensor]:
+    def _pieces(self, n: int) -> Iterator[torch.Tensor]:
         for first in range(0, n, _AT_ONCE):
             yield torch.arange(first, min(first + _AT_ONCE, n), device="cpu")
 
-    def first_rows(self, n: int) -> list[Tensor]:
+    def first_rows(self, n: int) -> list[torch.Tensor]:
         """The first ``n`` rows of every field, copied."""
         with self._lock:
             pieces = [self._columns.read(rows) for rows in self._pieces(n)]
@@ -86,7 +85,7 @@ class ForeignStore(HostedStore):
         empty = [torch.empty((0, *field.shape), dtype=torch_dtype(field), device="cpu") for field in fields]
         return [torch.cat(column) for column in zip(*(pieces or [empty]), strict=True)]
 
-    def on_host(self, numbers: Sequence[int]) -> tuple[tuple[int, ...], list[Tensor]]:
+    def on_host(self, numbers: Sequence[int]) -> tuple[tuple[int, ...], list[torch.Tensor]]:
         with self._lock:
             new = [number for number in numbers if number not in self._copies]
             copies = [private_field(self.schema.fields[number], self.capacity) for number in new]
@@ -133,7 +132,7 @@ class ForeignStore(HostedStore):
 
     # ---- writing ---------------------------------------------------------------------------------------------------------
 
-    def write(self, plan: WritePlan, columns: Sequence[Tensor], n: int) -> Write:
+    def write(self, plan: WritePlan, columns: Sequence[torch.Tensor], n: int) -> Write:
         fields = self.schema.fields
         columns = [column.reshape(n, *field.shape) for column, field in zip(columns, fields, strict=True)]
         with self._lock:
@@ -148,14 +147,14 @@ class ForeignStore(HostedStore):
             which, copied = self._for_core(self._which, columns)
             return self._write(plan, n, which, tuple(map(torch.Tensor.data_ptr, copied)))
 
-    def edit(self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor]) -> Write:
+    def edit(self, rows: torch.Tensor, which: Sequence[int], columns: Sequence[torch.Tensor]) -> Write:
         with self._lock:
             live = self.core.extent()[0][0]
             if len(rows) and int(rows.min()) >= 0 and int(rows.max()) < live:  # else the core says which is not live
                 self._put(rows, which, columns)
             return Store.edit(self, rows, *self._for_core(which, columns))
 
-    def _placed(self, n: int) -> Tensor:
+    def _placed(self, n: int) -> torch.Tensor:
         """Where ``n`` rows go that no writer has placed."""
         rows = self._columns.place(n)
         seam = self.core.extent()[1][0]
@@ -166,7 +165,7 @@ class ForeignStore(HostedStore):
             )
         return rows
 
-    def _check_rows(self, rows: Tensor, call: str) -> None:
+    def _check_rows(self, rows: torch.Tensor, call: str) -> None:
         """Raise ``RuntimeError`` unless rows are inside the store, and leave no gap behind the live ones."""
         live = self.core.extent()[0][0]
         fresh = torch.unique(rows[(rows < 0) | (rows >= live)])
@@ -186,7 +185,7 @@ class ForeignStore(HostedStore):
                 "count as one."
             )
 
-    def _put_columns(self, rows: Tensor, columns: Sequence[Tensor], *, append: bool) -> None:
+    def _put_columns(self, rows: torch.Tensor, columns: Sequence[torch.Tensor], *, append: bool) -> None:
         """Write rows, of one that is named twice the last entry."""
         last = {row: place for place, row in enumerate(rows.tolist())}
         if len(last) < len(rows):
@@ -194,7 +193,7 @@ class ForeignStore(HostedStore):
             rows, columns = rows[places], [column[places] for column in columns]
         self._columns.write(rows, columns, append=append)
 
-    def _put(self, rows: Tensor, which: Sequence[int], columns: Sequence[Tensor]) -> None:
+    def _put(self, rows: torch.Tensor, which: Sequence[int], columns: Sequence[torch.Tensor]) -> None:
         if not len(rows):
             return
         merged = list(columns)
@@ -208,7 +207,7 @@ class ForeignStore(HostedStore):
 
     # ---- reading ---------------------------------------------------------------------------------------------------------
 
-    def _take(self, rows: Tensor, which: Sequence[int]) -> list[Tensor]:
+    def _take(self, rows: torch.Tensor, which: Sequence[int]) -> list[torch.Tensor]:
         live = self.core.extent()[0][0]
         if live:  # of rows that were emptied meanwhile others are read, as they have moved
             columns = self._columns.read(rows.clamp(max=live - 1)) if len(rows) else self.first_rows(0)

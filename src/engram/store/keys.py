@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from engram._support import checks, native
 from engram._support.field_paths import FieldPath, public
@@ -90,13 +89,13 @@ class StoredKeys:
             raise no_index(call)
         return cls(store, index)
 
-    def newest(self, keys: object, call: str) -> tuple[Tensor, Tensor]:
+    def newest(self, keys: object, call: str) -> tuple[torch.Tensor, torch.Tensor]:
         """As ``ReplayBuffer.rows_of``: int64 rows and generations ``[n]``. Raises what it raises of keys."""
         packed, n = packed_keys(self._field, keys, call)
         rows, writes = self._current().core.find(packed.data_ptr(), n)
         return rows, writes
 
-    def all(self, keys: object, call: str) -> tuple[Tensor, Tensor]:
+    def all(self, keys: object, call: str) -> tuple[torch.Tensor, torch.Tensor]:
         """All live rows with one of these keys, and their generations. Raises what ``ReplayBuffer.remove`` raises of keys."""
         packed, n = packed_keys(self._field, keys, call)
         rows, writes = self._current().core.find_all(packed.data_ptr(), n)
@@ -147,7 +146,7 @@ def count_keys(keys: object) -> int:
     return len(keys) if isinstance(keys, list | tuple) else int(checks.as_numbers("keys", keys).reshape(-1).numel())
 
 
-def packed_keys(field: Field, keys: object, call: str) -> tuple[Tensor, int]:
+def packed_keys(field: Field, keys: object, call: str) -> tuple[torch.Tensor, int]:
     """Keys as the field has them, one behind the other in a contiguous tensor, and how many.
 
     Raises:
@@ -157,7 +156,7 @@ def packed_keys(field: Field, keys: object, call: str) -> tuple[Tensor, int]:
         return _packed_numbers(field, keys, call)
     if isinstance(keys, np.ndarray) and keys.dtype.kind in "USO":
         keys = keys.reshape(-1).tolist()
-    if isinstance(keys, Tensor | np.ndarray):
+    if isinstance(keys, torch.Tensor | np.ndarray):
         return _packed_bytes(field, torch.as_tensor(keys), call)
     texts = [keys] if isinstance(keys, str | bytes) else list(keys) if isinstance(keys, list | tuple) else None
     packed = None if texts is None else native.pack_texts(texts, key_bytes_of(field))
@@ -166,7 +165,7 @@ def packed_keys(field: Field, keys: object, call: str) -> tuple[Tensor, int]:
     return packed, len(texts)
 
 
-def _packed_numbers(field: Field, keys: object, call: str) -> tuple[Tensor, int]:
+def _packed_numbers(field: Field, keys: object, call: str) -> tuple[torch.Tensor, int]:
     name = public(field.key)
     given = checks.as_ints(f"{call}: keys", keys, f"ints, as the field {name!r} has").reshape(-1).contiguous()
     if field.dtype == "int64":
@@ -178,7 +177,7 @@ def _packed_numbers(field: Field, keys: object, call: str) -> tuple[Tensor, int]
     return packed, len(packed)
 
 
-def _packed_bytes(field: Field, keys: Tensor, call: str) -> tuple[Tensor, int]:
+def _packed_bytes(field: Field, keys: torch.Tensor, call: str) -> tuple[torch.Tensor, int]:
     """Keys that are bytes already: uint8 ``[n, length]``, or ``[length]`` for one."""
     length = key_bytes_of(field)
     if keys.dtype is not torch.uint8 or keys.ndim not in (1, 2):

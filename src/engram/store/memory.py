@@ -15,7 +15,6 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
 import torch
-from torch import Tensor
 
 from engram._support import native, words
 from engram._support.mappings import bytes_of, map_piece, open_files
@@ -55,7 +54,7 @@ class Copied:
     file, if the tensor is gone before the receiver uses it.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
     def __getstate__(self) -> tuple[object, ...]:
@@ -77,7 +76,7 @@ def torch_dtype(field: Field | RaggedItems) -> torch.dtype:
     return dtype
 
 
-def write_rows(target: RowsTarget, number: int, first: int, rows: Tensor) -> None:
+def write_rows(target: RowsTarget, number: int, first: int, rows: torch.Tensor) -> None:
     """Write rows of a field from one on, past its mapping if the target says so."""
     if target.put is None:
         target[number][first : first + len(rows)] = rows
@@ -97,7 +96,7 @@ def dlpack_specs(fields: Sequence[Field | RaggedItems]) -> list[DlpackSpec]:
     return [(*native.DLPACK[getattr(torch, f.dtype)], f.shape) for f in fields]
 
 
-def as_rows(rows: Tensor, call: str) -> Tensor:
+def as_rows(rows: torch.Tensor, call: str) -> torch.Tensor:
     """Rows (or lanes, or tickets) as the core reads them: int64, contiguous, on the CPU.
 
     Raises:
@@ -113,7 +112,7 @@ def as_rows(rows: Tensor, call: str) -> Tensor:
 class Block(NamedTuple):
     """Raw memory: the tensor keeps it alive."""
 
-    tensor: Tensor
+    tensor: torch.Tensor
     nbytes: int
 
     @property
@@ -176,14 +175,14 @@ def read_block(path: Path, nbytes: int, *, private: bool = False) -> Block:
         return Block(bytes_of(fd, nbytes, readonly=not private, private=private), nbytes)
 
 
-def row_stride(tensor: Tensor) -> int:
+def row_stride(tensor: torch.Tensor) -> int:
     """Bytes from row to row of the rows of a field."""
     if tensor.is_contiguous():
         return tensor[:1].nbytes
     return tensor.stride(0) * tensor.element_size()
 
 
-def placed(fields: Sequence[Tensor]) -> tuple[list[int], list[int], list[int]]:
+def placed(fields: Sequence[torch.Tensor]) -> tuple[list[int], list[int], list[int]]:
     """Where the native core finds fields, which the caller keeps alive: address, bytes of a row, and from row to row, of each."""
     return [field.data_ptr() for field in fields], [field[:1].nbytes for field in fields], [*map(row_stride, fields)]
 
@@ -192,9 +191,9 @@ def placed(fields: Sequence[Tensor]) -> tuple[list[int], list[int], list[int]]:
 def fields_in(
     directory: Path,
     schema: Schema,
-    alone: Callable[[Path, Field, int], Tensor],
-    together: Callable[[Path, int], Tensor],
-) -> list[Tensor]:
+    alone: Callable[[Path, Field, int], torch.Tensor],
+    together: Callable[[Path, int], torch.Tensor],
+) -> list[torch.Tensor]:
     """The fields of a store's folder, mapped.
 
     Args:
@@ -216,7 +215,7 @@ def fields_in(
     ]
 
 
-def _field_among(raw: Tensor, field: Field, capacity: int, stride: int, offset: int) -> Tensor:
+def _field_among(raw: torch.Tensor, field: Field, capacity: int, stride: int, offset: int) -> torch.Tensor:
     size = DTYPES[field.dtype]
     inner = [math.prod(field.shape[at + 1 :]) for at in range(len(field.shape))]
     shape, strides = (capacity, *field.shape), (stride // size, *inner)
@@ -224,7 +223,7 @@ def _field_among(raw: Tensor, field: Field, capacity: int, stride: int, offset: 
 
 
 @torch.inference_mode(mode=False)
-def read_field(path: Path, field: Field, capacity: int, *, private: bool = False) -> Tensor:
+def read_field(path: Path, field: Field, capacity: int, *, private: bool = False) -> torch.Tensor:
     """The rows of a field in its file, mapped as :func:`read_block` does."""
     nbytes = field.row_bytes * capacity
     if not nbytes:
@@ -232,7 +231,7 @@ def read_field(path: Path, field: Field, capacity: int, *, private: bool = False
     return _field_in(read_block(path, nbytes, private=private).tensor, field, capacity)
 
 
-def _field_in(memory: Tensor | None, field: Field, capacity: int) -> Tensor:
+def _field_in(memory: torch.Tensor | None, field: Field, capacity: int) -> torch.Tensor:
     """The rows of a field in memory of exactly their size; None: they have no bytes."""
     shape = (capacity, *field.shape)
     if memory is None:
@@ -241,7 +240,7 @@ def _field_in(memory: Tensor | None, field: Field, capacity: int) -> Tensor:
 
 
 @torch.inference_mode(mode=False)
-def alias(tensor: Tensor) -> Tensor:
+def alias(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory over a torch storage of its own. torch moves no memory that a file backs, so that stays as it is."""
     if not tensor.is_cpu or not tensor.numel() or tensor.is_shared():  # type: ignore[no-untyped-call]
         return tensor
@@ -250,7 +249,7 @@ def alias(tensor: Tensor) -> Tensor:
 
 
 @torch.inference_mode(mode=False)
-def private_field(field: Field, capacity: int) -> Tensor:
+def private_field(field: Field, capacity: int) -> torch.Tensor:
     """Zeroed rows of a field in private memory."""
     nbytes = field.row_bytes * capacity
     memory = private_block(nbytes, f"field {field.name}, {capacity} rows").tensor[:nbytes] if nbytes else None
@@ -258,26 +257,26 @@ def private_field(field: Field, capacity: int) -> Tensor:
 
 
 @torch.inference_mode(mode=False)
-def column_field(path: Path, field: Field, capacity: int) -> Tensor:
+def column_field(path: Path, field: Field, capacity: int) -> torch.Tensor:
     """The rows of a field in its file."""
     nbytes = field.row_bytes * capacity
     return _field_in((file_block(path, nbytes).tensor if nbytes else None), field, capacity)
 
 
 @torch.inference_mode(mode=False)
-def file_views(directory: Path, schema: Schema) -> list[Tensor]:
+def file_views(directory: Path, schema: Schema) -> list[torch.Tensor]:
     """The fields of a store's folder mapped once more, for users: tensors of tensordict's, which is imported for that. They are
     pickled by the names of their files, and torch does not move them; small fields that lie together are plain ones.
     """
     from tensordict import MemoryMappedTensor
 
-    def alone(path: Path, field: Field, capacity: int) -> Tensor:
+    def alone(path: Path, field: Field, capacity: int) -> torch.Tensor:
         shape = torch.Size((capacity, *field.shape))
         if not field.row_bytes:
             return _field_in(None, field, capacity)
         files.check_size(path, field.row_bytes * capacity)
         with _mapping(path), torch.device("cpu"):
-            view: Tensor = MemoryMappedTensor.from_filename(path, dtype=torch_dtype(field), shape=shape)
+            view: torch.Tensor = MemoryMappedTensor.from_filename(path, dtype=torch_dtype(field), shape=shape)
         return view
 
     return fields_in(directory, schema, alone, lambda path, n: torch.from_numpy(file_block(path, n).tensor.numpy()))
@@ -306,7 +305,7 @@ def segment_fields(
     *,
     readonly: bool = False,
     private: bool = False,
-) -> list[Tensor]:
+) -> list[torch.Tensor]:
     """Fields in memory without a name, which exists as long as a process has it open: one of those that share the store.
 
     Accepts only memory of the file system that the folder is in. ``readonly`` and ``private``: as for :func:`read_block`.

@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
 from engram._support import native
 from engram._support.words import raise_as
@@ -32,14 +31,14 @@ class RaggedMemory(NamedTuple):
     """The rings of a store with ragged fields, and the control block that says what of them is in use."""
 
     #: ``[lanes · items, *item shape]`` of each ragged field, by its number. Lane ``i`` begins at ``i · items``.
-    values: Mapping[int, Tensor] = MappingProxyType({})
+    values: Mapping[int, torch.Tensor] = MappingProxyType({})
     #: None: no field is ragged.
     control: Block | None = None
     #: The file of the control block; None: it is in private memory.
     path: Path | None = None
 
     @property
-    def parts(self) -> list[Tensor]:
+    def parts(self) -> list[torch.Tensor]:
         """The memory that a copy of the store consists of, in the order in which to copy it while rows are written.
 
         Items that are replaced during the copy are of rows that become void. What is in use comes last, and without the mutex:
@@ -50,7 +49,7 @@ class RaggedMemory(NamedTuple):
         block = self.control.tensor
         return [*self.values.values(), block[:_MUTEX], block[_LANES:]]
 
-    def copy_from(self, parts: Sequence[Tensor]) -> RaggedMemory:
+    def copy_from(self, parts: Sequence[torch.Tensor]) -> RaggedMemory:
         """Take over the :attr:`parts` of another store of the same schema, while no thread writes to this one. Returns itself."""
         for mine, theirs in zip(self.parts, parts, strict=True):
             for to, piece in zip(*(_bytes(it).split(_PIECE) for it in (mine, theirs)), strict=True):  # type: ignore[no-untyped-call]
@@ -133,12 +132,12 @@ def _format(control: Block, schema: Schema) -> None:
     native.format_ragged(control.address, control.nbytes, schema.capacity, schema.lanes, groups)
 
 
-def _bytes(part: Tensor) -> Tensor:
+def _bytes(part: torch.Tensor) -> torch.Tensor:
     return part.view(-1).view(torch.uint8)
 
 
 @torch.inference_mode(mode=False)
-def _shaped(schema: Schema, blocks: Mapping[int, Block]) -> dict[int, Tensor]:
+def _shaped(schema: Schema, blocks: Mapping[int, Block]) -> dict[int, torch.Tensor]:
     return {
         number: blocks[number].tensor[: blocks[number].nbytes].view(torch_dtype(it)).view(-1, *it.shape)
         for number, it in schema.ragged.items()
@@ -151,29 +150,29 @@ def _shaped(schema: Schema, blocks: Mapping[int, Block]) -> dict[int, Tensor]:
 class Spans(NamedTuple):
     """Where the items of rows lie in their lane's ring: int64 ``[n]`` each."""
 
-    offsets: Tensor
-    lengths: Tensor
+    offsets: torch.Tensor
+    lengths: torch.Tensor
 
     @classmethod
-    def of(cls, column: Tensor) -> Spans:
+    def of(cls, column: torch.Tensor) -> Spans:
         """As the column of a leader has them, int32 ``[n, 3]``."""
         words = column[:, :2].reshape(-1).view(torch.int64)
         return cls(words, column[:, 2].to(torch.int64))
 
     @property
-    def column(self) -> Tensor:
+    def column(self) -> torch.Tensor:
         """The column of a leader, int32 ``[n, 3]``."""
         column = torch.empty((len(self.offsets), 3), dtype=torch.int32, device="cpu")
         column[:, :2] = self.offsets.reshape(-1, 1).contiguous().view(torch.int32)
         column[:, 2] = self.lengths
         return column
 
-    def moved(self, by: Tensor) -> Spans:
+    def moved(self, by: torch.Tensor) -> Spans:
         """The same elsewhere; 0 for rows without items: int64 ``[n]``, by how much."""
         return Spans(torch.where(self.lengths > 0, self.offsets + by, 0), self.lengths)
 
 
-def oldest_first(lanes: Tensor, lane_length: int) -> list[Tensor]:
+def oldest_first(lanes: torch.Tensor, lane_length: int) -> list[torch.Tensor]:
     """The rows of each lane that are inside its extent, in the order of their positions.
 
     ``lanes``: int64 ``[L, 2]`` or wider: the position of each lane's next step, and its live rows.
@@ -186,7 +185,7 @@ def oldest_first(lanes: Tensor, lane_length: int) -> list[Tensor]:
     return found
 
 
-def compacted(lengths: Sequence[Tensor], order: Sequence[Tensor]) -> tuple[list[Spans], Tensor]:
+def compacted(lengths: Sequence[torch.Tensor], order: Sequence[torch.Tensor]) -> tuple[list[Spans], torch.Tensor]:
     """Where rows lie from offset 0 on, one after the other; and how many items each lane has, int64 ``[lanes, groups]``.
 
     ``lengths``: int64 ``[n]`` of each group. ``order``: as :func:`oldest_first` has it. Rows behind the last length hold nothing.
@@ -203,13 +202,13 @@ def compacted(lengths: Sequence[Tensor], order: Sequence[Tensor]) -> tuple[list[
     return spans, heads
 
 
-def heads_of(core: native.Store, schema: Schema) -> Tensor:
+def heads_of(core: native.Store, schema: Schema) -> torch.Tensor:
     """int64 ``[lanes, groups]``: the offsets of the next items."""
     heads = [core.ragged_lane(lane)[1:] for lane in range(schema.lanes)]
     return torch.tensor(heads, dtype=torch.int64, device="cpu").view(schema.lanes, len(schema.ragged_groups))
 
 
-def check_room(needed: Tensor, here: Schema, where: str) -> None:
+def check_room(needed: torch.Tensor, here: Schema, where: str) -> None:
     """Raise ``IncompatibleCheckpoint`` unless each lane has room for so many items, int64 ``[lanes, groups]``."""
     for number, group in enumerate(here.ragged_groups):
         most = int(needed[:, number].max())
@@ -232,16 +231,16 @@ class Piece(NamedTuple):
     #: The offset of the first item, as the spans have it.
     first: int
     #: ``[items, *shape]`` of each member of the group.
-    values: Sequence[Tensor]
+    values: Sequence[torch.Tensor]
 
 
 class SavedItems(Protocol):
     """Rows of any length as they were saved."""
 
     #: int64 ``[lanes, groups]``: no row has items at these offsets or behind.
-    heads: Tensor
+    heads: torch.Tensor
     #: int64 ``[n]``: the lane of each row.
-    lane_of: Tensor
+    lane_of: torch.Tensor
 
     #: Of each group: those of all rows up to the last one, ``[n]``; length 0 where a row holds nothing. The offsets of live ones grow.
     spans: list[Spans]
@@ -256,10 +255,10 @@ class RingsTarget:
     What is put there lies behind all items of before, so that offsets never fall.
     """
 
-    def __init__(self, core: native.Store, schema: Schema, items: Mapping[int, Tensor]) -> None:
+    def __init__(self, core: native.Store, schema: Schema, items: Mapping[int, torch.Tensor]) -> None:
         self._core, self._schema, self._items = core, schema, items
         #: int64 ``[lanes, groups]``: by how much offsets are larger here than they were saved. None: nothing was put here.
-        self.shifts: Tensor | None = None
+        self.shifts: torch.Tensor | None = None
 
     def fill(self, columns: RowsTarget, saved: SavedItems) -> None:
         """Put all items to their places, and write where they are."""

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from engram._support import fork, native
 from engram._support.field_paths import FieldPath, public
@@ -23,7 +22,7 @@ from engram.store.store import Store
 
 #: int64 rows, group by group, their tickets, and whether some come again; or a row: all rows of its group were just being written;
 #: None: there is no group.
-Drawn: TypeAlias = tuple[Tensor, Tensor, bool] | int | None
+Drawn: TypeAlias = tuple[torch.Tensor, torch.Tensor, bool] | int | None
 
 #: Which rows are in groups, as the core says it: the number of the key's field and its bytes, fields that are to be ready, uses, the field
 #: of the version, staleness, the order of groups, rows of each of these, and the field of their rewards.
@@ -119,17 +118,17 @@ class ConsumptionIndex(RuledIndex[native.Consumption]):
             return f"max_sample_count={most}"
         return f"rows{_rules_said(store, ready, version, most)}"
 
-    def counts(self, n: int) -> Tensor:
+    def counts(self, n: int) -> torch.Tensor:
         """int32 ``[n]``: how often the first rows were drawn. A copy."""
         out = torch.empty(n, dtype=torch.int32, device="cpu")
         self.core.counts(out)
         return out
 
-    def uses(self) -> Tensor:
+    def uses(self) -> torch.Tensor:
         """The :meth:`counts` of all rows."""
         return self.counts(self.core.rows)
 
-    def restore_uses(self, uses: Tensor) -> None:
+    def restore_uses(self, uses: torch.Tensor) -> None:
         """Take over :meth:`uses`. Rows that it says nothing of were not drawn."""
         self.core.restore(uses)
 
@@ -162,23 +161,23 @@ class UsageIndex(indexes.LockedIndex[native.Usage]):
             index = store.indexes.refreshed().get((cls.NAME, cls.kind))
         return index
 
-    def counts(self, rows: Tensor) -> Tensor:
+    def counts(self, rows: torch.Tensor) -> torch.Tensor:
         """int64 ``[n]``: how often these rows, int64 ``[n]``, were sampled."""
         rows = rows.contiguous()
         out = torch.empty(len(rows), dtype=torch.int64, device="cpu")
         self.core.counts(rows, out)
         return out
 
-    def saved(self, n: int) -> Tensor:
+    def saved(self, n: int) -> torch.Tensor:
         """int32 ``[n]``: how often the first rows were sampled, copied."""
         return self._words[:n].clamp(min=0)  # above 2^31 - 1 they are negative; no row is sampled as often
 
-    def restore(self, counts: Tensor) -> None:
+    def restore(self, counts: torch.Tensor) -> None:
         """Take over such counts; the other rows were not sampled."""
         self._words.zero_()[: len(counts)] = counts
 
     @property
-    def _words(self) -> Tensor:
+    def _words(self) -> torch.Tensor:
         return self.block.tensor[native.usage_bytes(0) : native.usage_bytes(self.core.rows)].view(torch.int32)
 
 
@@ -462,7 +461,7 @@ class Groups:
         """How many there are of at least so many rows. ``floor``: as :attr:`GroupDraw.floor`."""
         return self._current().core.groups(least, floor)
 
-    def draw(self, key: int, draw: GroupDraw, without: Tensor) -> Drawn:
+    def draw(self, key: int, draw: GroupDraw, without: torch.Tensor) -> Drawn:
         """Rows of some groups.
 
         Raises:
@@ -481,17 +480,17 @@ class Groups:
         reward, spread = specified(store, "reward_key", self._reward), draw.strategy == "variance"
         return core.draw_best(store.core, reward, key, groups, each, spread, without, complete, floor, which)
 
-    def take_back(self, rows: Tensor, tickets: Tensor) -> None:
+    def take_back(self, rows: torch.Tensor, tickets: torch.Tensor) -> None:
         """Rows that were drawn were not read: they are used once less."""
         self._index.core.take_back(rows.contiguous(), tickets.contiguous())
 
-    def uses(self) -> Tensor:
+    def uses(self) -> torch.Tensor:
         """int32 ``[n]``: how often each row was used. A copy."""
         out = torch.empty(self._index.core.rows, dtype=torch.int32, device="cpu")
         self._index.core.uses(out)
         return out
 
-    def restore_uses(self, uses: Tensor) -> None:
+    def restore_uses(self, uses: torch.Tensor) -> None:
         """Take over :meth:`uses`. Rows that it says nothing of were not used."""
         self._index.core.restore_uses(uses)
 

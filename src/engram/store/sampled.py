@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from engram._support.field_paths import FieldPath
 from engram.store.priorities import Priorities, PriorityConfig
@@ -61,7 +60,7 @@ class SampledStorage(Protocol):
         (3, 100)
         """
 
-    def tickets_of(self, rows: Tensor) -> Tensor:
+    def tickets_of(self, rows: torch.Tensor) -> torch.Tensor:
         """int64, the shape of ``rows``: ticket numbers of rows; -1 for those that hold nothing or are just being written.
 
         A larger number is newer, and none is used twice: a row that has another one than before was overwritten or edited.
@@ -76,7 +75,7 @@ class SampledStorage(Protocol):
         [True, False]
         """
 
-    def writes_of(self, rows: Tensor, tickets: Tensor) -> Tensor:
+    def writes_of(self, rows: torch.Tensor, tickets: torch.Tensor) -> torch.Tensor:
         """The numbers of the writes that rows held when they had these tickets: what users get as ``"index_generation"``.
 
         An edit gives a row a new ticket, and leaves the number of its write. Of a row that was written since it is the ticket.
@@ -95,7 +94,7 @@ class SampledStorage(Protocol):
         True
         """
 
-    def hold_nothing(self, rows: Tensor) -> Tensor:
+    def hold_nothing(self, rows: torch.Tensor) -> torch.Tensor:
         """Whether rows hold nothing, because their writer died or the storage was emptied: bool.
 
         Args:
@@ -109,7 +108,7 @@ class SampledStorage(Protocol):
         [False, True]
         """
 
-    def field(self, key: tuple[str, ...], rows: Tensor, expected: Tensor) -> tuple[Any, list[int]]:
+    def field(self, key: tuple[str, ...], rows: torch.Tensor, expected: torch.Tensor) -> tuple[Any, list[int]]:
         """One field of rows that must have these tickets: a tensor ``[B, ...]`` or a list of ``B``; positions that moved.
 
         Raises:

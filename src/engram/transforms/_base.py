@@ -7,7 +7,6 @@ from typing import Any, ClassVar, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from engram._support import checks, field_paths, nested, tensordicts
 from engram._support.state import HasState, Loads, Stateful, check_keys, has_state, prepare_load, saved
@@ -18,7 +17,7 @@ from engram.types import Commit
 Key: TypeAlias = str | tuple[str, ...]
 #: Keys as a user gives them, a list or one key. A tuple is one key, as in TorchRL; None is no key.
 Keys: TypeAlias = "Sequence[Key] | None"
-Array: TypeAlias = "Tensor | np.typing.NDArray[np.generic]"
+Array: TypeAlias = "torch.Tensor | np.typing.NDArray[np.generic]"
 
 
 class Transform:
@@ -71,7 +70,7 @@ class KeyedTransform(Transform):
         self.in_keys_inv, self.out_keys_inv = _pairs(in_keys_inv, out_keys_inv, name, "_inv")
         self.reads, self.writes = bool(self.in_keys), bool(self.in_keys_inv)
 
-    def apply(self, value: Tensor) -> Tensor:
+    def apply(self, value: torch.Tensor) -> torch.Tensor:
         """Transform one entry on reading: ``[B, ...]``, as it is stored. Returns the new entry; the argument is not changed.
 
         >>> import torch
@@ -81,7 +80,7 @@ class KeyedTransform(Transform):
         """
         raise NotImplementedError
 
-    def apply_inv(self, value: Tensor) -> Tensor:
+    def apply_inv(self, value: torch.Tensor) -> torch.Tensor:
         """Transform one entry on writing: ``[n, ...]``, as it was handed over. Returns the new entry; the argument is not changed.
 
         >>> import torch
@@ -98,7 +97,7 @@ class KeyedTransform(Transform):
         return self._mapped(data, self.out_keys_inv, self.in_keys_inv, self.apply_inv)
 
     def _mapped(
-        self, data: object, sources: list[Key], targets: list[Key], change: Callable[[Tensor], Tensor]
+        self, data: object, sources: list[Key], targets: list[Key], change: Callable[[torch.Tensor], torch.Tensor]
     ) -> object:
         if not sources:
             return data
@@ -166,7 +165,7 @@ def keys_of(data: object, key: Key) -> tuple[str, ...]:
 
 def is_tensor(data: object) -> TypeGuard[Array]:
     """Whether data is one tensor or array."""
-    return isinstance(data, Tensor | np.ndarray | np.generic) and not is_tensor_collection(data)
+    return isinstance(data, torch.Tensor | np.ndarray | np.generic) and not is_tensor_collection(data)
 
 
 def find(data: object, key: Key) -> Any:
@@ -231,7 +230,7 @@ def _set(data: dict[str, object] | tensordicts.TensorDictBase, name: str, value:
         data.set(name, value)
 
 
-def map_tensors(data: object, change: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(data: object, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """New containers around ``change(tensor)`` of every tensor and array. Other objects stay."""
     return nested.map_tensors(nested.map_leaves(data, lambda x: torch.as_tensor(x) if is_tensor(x) else x), change)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from engram._support import nested, tensordicts
 from engram._support.devices import existing_device
@@ -61,10 +60,10 @@ class DTypeCastTransform(_base.KeyedTransform):
         self._all_inv = in_keys_inv is None and in_keys is None
         self.reads, self.writes = self._all or self.reads, self._all_inv or self.writes
 
-    def apply(self, value: Tensor) -> Tensor:
+    def apply(self, value: torch.Tensor) -> torch.Tensor:
         return value.to(self.dtype_out)
 
-    def apply_inv(self, value: Tensor) -> Tensor:
+    def apply_inv(self, value: torch.Tensor) -> torch.Tensor:
         return value.to(self.dtype_in)
 
     def forward(self, data: object) -> object:
@@ -138,10 +137,10 @@ class DeviceCastTransform(_base.KeyedTransform):
         self.reads = self._all or bool(self.in_keys)
         self.writes = self.orig_device is not None and (self._all or bool(self.in_keys_inv))
 
-    def apply(self, value: Tensor) -> Tensor:
+    def apply(self, value: torch.Tensor) -> torch.Tensor:
         return _moved(value, self.device)
 
-    def apply_inv(self, value: Tensor) -> Tensor:
+    def apply_inv(self, value: torch.Tensor) -> torch.Tensor:
         assert self.orig_device is not None  # else writes is False
         return _moved(value, self.orig_device)
 
@@ -154,7 +153,7 @@ class DeviceCastTransform(_base.KeyedTransform):
         return _everything(data, self.orig_device) if self._all else super().inv(_without_device(data))
 
 
-def _moved(value: Tensor, device: torch.device) -> Tensor:
+def _moved(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     # A copy to the host must have ended before its result is read.
     return value.to(device, non_blocking=device.type != "cpu")
 

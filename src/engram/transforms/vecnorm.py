@@ -8,22 +8,21 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
-from torch import Tensor
 
 from engram._support.nested import is_tensordict
 from engram._support.state import Change, Stateful, check_keys, tensor_in
 from engram.transforms._base import Compose, Key, KeyedTransform, Keys, entry, find, is_tensor, put, shallow
 from engram.types import Commit
 
-Number: TypeAlias = "float | Tensor"
+Number: TypeAlias = "float | torch.Tensor"
 
 
 class _Moments(NamedTuple):
     """float64: the number of values (earlier ones weigh less), their mean, and the sum of squared distances to it."""
 
-    weight: Tensor
-    mean: Tensor
-    squares: Tensor
+    weight: torch.Tensor
+    mean: torch.Tensor
+    squares: torch.Tensor
 
     def joined(self, other: _Moments) -> _Moments:
         """The moments of both sets of values (Chan et al.), without subtracting large numbers from each other."""
@@ -119,7 +118,7 @@ class VecNorm(KeyedTransform, Stateful):
         """
         return data
 
-    def _add(self, found: dict[int, tuple[Tensor, torch.Size]]) -> None:
+    def _add(self, found: dict[int, tuple[torch.Tensor, torch.Size]]) -> None:
         """Add values of some keys to the statistics: all of them, or none after an error."""
         if self.frozen:
             return
@@ -127,7 +126,7 @@ class VecNorm(KeyedTransform, Stateful):
         for i, moments in new.items():
             self._moments[i] = moments
 
-    def _after(self, i: int, value: Tensor, shape: torch.Size) -> _Moments:
+    def _after(self, i: int, value: torch.Tensor, shape: torch.Size) -> _Moments:
         before = self._moments[i]
         expected = before.mean.shape if before is not None else self._shapes[i]
         shape = shape if expected is None else expected
@@ -148,12 +147,12 @@ class VecNorm(KeyedTransform, Stateful):
         decayed = _Moments(before.weight * self.decay, before.mean, before.squares * self.decay)
         return decayed.joined(_Moments(*(part.to(before.mean.device) for part in moments)))
 
-    def _normalized(self, i: int, value: Tensor) -> Tensor:
+    def _normalized(self, i: int, value: torch.Tensor) -> torch.Tensor:
         dtype = value.dtype if value.dtype.is_floating_point else torch.get_default_dtype()
         loc, scale = (part.to(value.device, dtype) for part in self._loc_scale(i))
         return (value - loc) / scale
 
-    def _loc_scale(self, i: int) -> tuple[Tensor, Tensor]:
+    def _loc_scale(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         moments = self._moments[i]
         if moments is None:
             raise RuntimeError(f"VecNorm: expected statistics of {self.in_keys[i]!r}, but nothing was read yet.")
@@ -162,12 +161,12 @@ class VecNorm(KeyedTransform, Stateful):
     # ---- looking at the statistics -------------------------------------------------------------------------------------
 
     @property
-    def loc(self) -> dict[Key, Tensor]:
+    def loc(self) -> dict[Key, torch.Tensor]:
         """Mean of each key that was read, float64."""
         return {k: self._loc_scale(i)[0].clone() for i, k in enumerate(self.in_keys) if self._moments[i] is not None}
 
     @property
-    def scale(self) -> dict[Key, Tensor]:
+    def scale(self) -> dict[Key, torch.Tensor]:
         """Standard deviation of each key that was read, float64, at least ``eps``."""
         return {key: self._loc_scale(i)[1] for i, key in enumerate(self.in_keys) if self._moments[i] is not None}
 
@@ -231,7 +230,7 @@ class VecNorm(KeyedTransform, Stateful):
                 put(restored, self.in_keys[i], self._restored(i, value))
         return restored
 
-    def _restored(self, i: int, value: Tensor) -> Tensor:
+    def _restored(self, i: int, value: torch.Tensor) -> torch.Tensor:
         loc, scale = (part.to(value.device, value.dtype) for part in self._loc_scale(i))
         return value * scale + loc
 
@@ -253,7 +252,7 @@ class VecNorm(KeyedTransform, Stateful):
 
     # ---- state ---------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, torch.Tensor]:
         """Tensors: ``frozen``, and ``i.weight``, ``i.mean`` and ``i.squares`` for the i-th key, if it was read.
 
         >>> import torch
@@ -270,7 +269,7 @@ class VecNorm(KeyedTransform, Stateful):
                     state |= {f"{i}.{name}": value.clone() for name, value in moments._asdict().items()}
         return state
 
-    def prepare_load(self, state_dict: dict[str, Tensor]) -> Commit:
+    def prepare_load(self, state_dict: dict[str, torch.Tensor]) -> Commit:
         names = {i: [f"{i}.{name}" for name in _Moments._fields] for i in range(len(self.in_keys))}
         known = {i: entries for i, entries in names.items() if entries[0] in state_dict}
         check_keys(state_dict, ["frozen", *(name for entries in known.values() for name in entries)], "VecNorm")
@@ -285,11 +284,11 @@ class VecNorm(KeyedTransform, Stateful):
     def _checked_moments(self, i: int, names: list[str], state: Mapping[str, object]) -> _Moments:
         """The statistics of a key, copied."""
         known, mean = self._shapes[i], state[names[1]]
-        shape = known if known is not None else mean.shape if isinstance(mean, Tensor) else ()
+        shape = known if known is not None else mean.shape if isinstance(mean, torch.Tensor) else ()
         parts = []
         for name, expected in zip(names, ((), shape, shape), strict=True):
             value = state[name]
-            if not isinstance(value, Tensor) or not value.is_floating_point():
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
                 raise TypeError(f"VecNorm: {name}: expected a tensor of floats, got {type(value).__name__}.")
             if value.shape != torch.Size(expected):
                 raise ValueError(f"VecNorm: {name}: expected the shape {list(expected)}, got {list(value.shape)}.")
@@ -354,25 +353,25 @@ class ObservationNorm(KeyedTransform, Stateful):
         super().__init__(in_keys, out_keys, in_keys_inv, out_keys_inv)
         if not self.in_keys and not self.in_keys_inv:
             raise TypeError(f"{name}: in_keys: expected the keys of the entries to transform, got none.")
-        known = isinstance(scale, Tensor) and scale.dtype.is_floating_point
+        known = isinstance(scale, torch.Tensor) and scale.dtype.is_floating_point
         self.eps = eps if eps is not None else torch.finfo(scale.dtype).eps if known else 1e-6  # type: ignore[union-attr]
         self.loc, given = _constants(loc, scale, name)
         self.scale = given.clamp_min(self.eps)
         self.standard_normal = bool(standard_normal)
 
-    def apply(self, value: Tensor) -> Tensor:
+    def apply(self, value: torch.Tensor) -> torch.Tensor:
         return self._standardized(value) if self.standard_normal else self._scaled(value)
 
-    def apply_inv(self, value: Tensor) -> Tensor:
+    def apply_inv(self, value: torch.Tensor) -> torch.Tensor:
         return self._scaled(value) if self.standard_normal else self._standardized(value)
 
-    def _scaled(self, value: Tensor) -> Tensor:
+    def _scaled(self, value: torch.Tensor) -> torch.Tensor:
         return value * self.scale.to(value.device) + self.loc.to(value.device)
 
-    def _standardized(self, value: Tensor) -> Tensor:
+    def _standardized(self, value: torch.Tensor) -> torch.Tensor:
         return (value - self.loc.to(value.device)) / self.scale.to(value.device)
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, torch.Tensor]:
         """``loc``, ``scale`` and ``standard_normal``: copies.
 
         >>> from engram import ObservationNorm
@@ -385,7 +384,7 @@ class ObservationNorm(KeyedTransform, Stateful):
             "standard_normal": torch.tensor(self.standard_normal, device="cpu"),
         }
 
-    def prepare_load(self, state_dict: dict[str, Tensor]) -> Commit:
+    def prepare_load(self, state_dict: dict[str, torch.Tensor]) -> Commit:
         name = type(self).__name__
         check_keys(state_dict, ("loc", "scale", "standard_normal"), name)
         loc, scale = _constants(state_dict["loc"], state_dict["scale"], name)
@@ -417,17 +416,17 @@ class RewardScaling(ObservationNorm):
         super().__init__(loc, scale, keys, out_keys, standard_normal=standard_normal, eps=1e-6)
 
 
-def _constants(loc: object, scale: object, name: str) -> tuple[Tensor, Tensor]:
+def _constants(loc: object, scale: object, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     checked = _constant(loc, f"{name}: loc"), _constant(scale, f"{name}: scale")
     if not bool((checked[1] > 0).all()):
         raise ValueError(f"{name}: scale: expected positive values, got {float(checked[1].min())}.")
     return checked
 
 
-def _constant(value: object, name: str) -> Tensor:
-    if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
+def _constant(value: object, name: str) -> torch.Tensor:
+    if isinstance(value, bool) or not isinstance(value, int | float | torch.Tensor):
         raise TypeError(f"{name}: expected a number or a tensor, got {type(value).__name__}.")
-    made = value.detach().clone() if isinstance(value, Tensor) else torch.tensor(float(value), device="cpu")
+    made = value.detach().clone() if isinstance(value, torch.Tensor) else torch.tensor(float(value), device="cpu")
     if not bool(torch.isfinite(made).all()):
         raise ValueError(f"{name}: expected finite values, got {value}.")
     return made

@@ -6,7 +6,6 @@ from typing import Any, Literal, NoReturn, Unpack, cast
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from engram._support import nested, unsupported
 from engram._support.checks import as_numbers
@@ -62,7 +61,7 @@ class NativeWriter(Component):
             )
         self._storage = storage
 
-    def place(self, extent: Extent, n: int, lane: int | Tensor, data: object) -> WritePlan:
+    def place(self, extent: Extent, n: int, lane: int | torch.Tensor, data: object) -> WritePlan:
         """Choose where rows go, as :meth:`engram.Writer.place` has it: without side effects.
 
         Args:
@@ -103,7 +102,7 @@ class NativeWriter(Component):
         2
         """
 
-    def write_of(self, data: object, *, batched: bool) -> tuple[Write, Tensor] | None:
+    def write_of(self, data: object, *, batched: bool) -> tuple[Write, torch.Tensor] | None:
         """Place and write data as users hand it over: what was written, and its rows as ``extend`` returns them. None: nothing
         was, and ``place`` must look first.
 
@@ -158,7 +157,7 @@ class NativeWriter(Component):
         row = int(self._write("add", data, None, batched=False).rows[0])
         return None if self.traits.rejects and row < 0 else row
 
-    def extend(self, data: object) -> Tensor:
+    def extend(self, data: object) -> torch.Tensor:
         """Write a batch of rows to the registered storage, without transforms. With several lanes, each gets one row.
 
         Returns:
@@ -181,7 +180,7 @@ class NativeWriter(Component):
         """Rows written to the registered storage since it was last emptied."""
         return 0 if self._storage is None else int(self._storage.write_count)
 
-    def generations_of(self, index: object) -> Tensor:
+    def generations_of(self, index: object) -> torch.Tensor:
         """Numbers of the writes that rows hold, int64, same shape; -1 if not tracked, never written or out of range.
 
         With ``ndim > 1`` the index is ``[..., ndim]`` coordinates, or a tuple of those, and the result ``[...]``. Only
@@ -199,10 +198,10 @@ class NativeWriter(Component):
         if not self.traits.tracks_tickets or self._storage is None:
             return torch.full_like(rows, -1)
         rows_named = rows.reshape(-1)
-        numbers: Tensor = self._storage.writes_of(rows_named, self._storage.tickets_of(rows_named))
+        numbers: torch.Tensor = self._storage.writes_of(rows_named, self._storage.tickets_of(rows_named))
         return numbers.reshape(rows.shape)
 
-    def positions_of(self, index: object) -> Tensor:
+    def positions_of(self, index: object) -> torch.Tensor:
         """How many steps each row's lane had before it, since the lane's first one or the last ``empty()``: int64, same shape.
 
         Of a lane's rows the oldest has the smallest position; it grows by 1 from row to row, also where the ring begins again, so
@@ -225,10 +224,10 @@ class NativeWriter(Component):
             return torch.full_like(rows, -1)
         if self.traits.rejects or not self.keeps_order:
             raise TypeError(f"positions_of: expected rows in the order of steps, not of a {type(self).__name__}.")
-        positions: Tensor = self._storage.positions_of(rows.reshape(-1))
+        positions: torch.Tensor = self._storage.positions_of(rows.reshape(-1))
         return positions.reshape(rows.shape)
 
-    def _rows_of(self, index: object) -> Tensor:
+    def _rows_of(self, index: object) -> torch.Tensor:
         """The rows of an index in the users' form: int64, on the CPU."""
         ndim = 1 if self._storage is None else self._storage.ndim
         if isinstance(index, tuple):
@@ -311,10 +310,10 @@ class RoundRobinWriter(NativeWriter):
 
     traits = Traits(appends=True)
 
-    def place(self, extent: Extent, n: int, lane: int | Tensor, data: object) -> WritePlan:
+    def place(self, extent: Extent, n: int, lane: int | torch.Tensor, data: object) -> WritePlan:
         return WritePlan(lane=lane)
 
-    def write_at(self, index: object, data: object) -> Tensor:
+    def write_at(self, index: object, data: object) -> torch.Tensor:
         """Write given rows. The cursor stays; tickets and the write count advance.
 
         The length grows to the highest row + 1; rows below it that were never written become zeros.
@@ -379,7 +378,7 @@ class ImmutableDatasetWriter(NativeWriter):
 
     write_count = 0
 
-    def place(self, extent: Extent, n: int, lane: int | Tensor, data: object) -> NoReturn:
+    def place(self, extent: Extent, n: int, lane: int | torch.Tensor, data: object) -> NoReturn:
         raise RuntimeError(
             "write: the buffer is read-only (ImmutableDatasetWriter). Use set_writer(RoundRobinWriter()) to write."
         )
@@ -388,7 +387,7 @@ class ImmutableDatasetWriter(NativeWriter):
 class FollowingWriter(ImmutableDatasetWriter):
     """Rejects every write, edit and ``empty`` of a buffer that ``ReplayBuffer.follow`` has made."""
 
-    def place(self, extent: Extent, n: int, lane: int | Tensor, data: object) -> NoReturn:
+    def place(self, extent: Extent, n: int, lane: int | torch.Tensor, data: object) -> NoReturn:
         raise RuntimeError(
             "write: the buffer follows checkpoints, and is read-only (FollowingWriter). Write to the buffer that is saved there."
         )

@@ -7,7 +7,6 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from engram._support import field_paths, native, words
 from engram.store import indexes, priorities
@@ -52,7 +51,7 @@ class LowestPriority:
         indexes.check_index_name(index, "LowestPriority: index")
         self.index = index
 
-    def choose(self, storage: Removable, n: int) -> Tensor:
+    def choose(self, storage: Removable, n: int) -> torch.Tensor:
         """The ``n`` rows of lowest priority, the lowest first.
 
         >>> import torch
@@ -101,7 +100,7 @@ class _Ranked:
         """float64 ``[n]`` of rows that have these tickets; infinity for one that has another one by now."""
         raise NotImplementedError
 
-    def choose(self, storage: Removable, n: int) -> Tensor:
+    def choose(self, storage: Removable, n: int) -> torch.Tensor:
         """The ``n`` rows that go, the first of them first."""
         store = _written(storage, self)
         if store is not self._store:
@@ -264,7 +263,7 @@ class MaxTimesSampled(_Ranked):
     _counts: UsageIndex
     _ages: _Ages
 
-    def choose(self, storage: Removable, n: int) -> Tensor:
+    def choose(self, storage: Removable, n: int) -> torch.Tensor:
         """The ``n`` rows that were sampled most often, the first of them first.
 
         >>> import torch
@@ -378,7 +377,7 @@ class Removable(Protocol):
         3
         """
 
-    def tickets_of(self, rows: Tensor) -> Tensor:
+    def tickets_of(self, rows: torch.Tensor) -> torch.Tensor:
         """Ticket numbers of rows, -1 for those that hold nothing: a larger one is a newer write.
 
         >>> import torch
@@ -390,7 +389,7 @@ class Removable(Protocol):
         True
         """
 
-    def field(self, key: tuple[str, ...], rows: Tensor, expected: Tensor) -> tuple[Tensor, list[int]]:
+    def field(self, key: tuple[str, ...], rows: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
         """A field of rows with these tickets, and the places of rows that have others by now.
 
         >>> import torch
@@ -433,7 +432,7 @@ class Remover(Protocol):
     [2, 3]
     """
 
-    def choose(self, storage: Removable, n: int) -> Tensor:
+    def choose(self, storage: Removable, n: int) -> torch.Tensor:
         """The ``n`` rows that go, int64 ``[n]``, each once and live. Called once no free row is left; no other process chooses meanwhile.
 
         >>> import torch

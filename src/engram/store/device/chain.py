@@ -9,7 +9,6 @@ from types import ModuleType
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
 
 from engram._support import checks, fork, native
 from engram._support.words import no_space
@@ -110,17 +109,17 @@ class Batch(NamedTuple):
     """Rows that a device has read. All tensors are views of the block."""
 
     #: uint8, all parts one behind the other.
-    block: Tensor
+    block: torch.Tensor
     #: ``[B, *row shape]`` per field.
-    fields: tuple[Tensor, ...]
+    fields: tuple[torch.Tensor, ...]
     #: int64 ``[B]``; -1 where no row could be read.
-    rows: Tensor
+    rows: torch.Tensor
     #: int64 ``[B]``: the numbers of the writes that the rows held, which updates of priorities name; -1 where there is none.
-    tickets: Tensor
+    tickets: torch.Tensor
     #: bool ``[B]``: False where no row could be read, and all bytes of the row are zero.
-    valid: Tensor
+    valid: torch.Tensor
     #: float32 ``[B]``, of draws by priority: over the smallest leaf of the store; 0 where no row could be read.
-    weights: Tensor | None
+    weights: torch.Tensor | None
 
 
 class Layout:
@@ -150,11 +149,11 @@ class Layout:
         ]
         self._dtypes = {dtype for dtype, *_ in self._parts}
 
-    def empty(self, device: torch.device | str) -> Tensor:
+    def empty(self, device: torch.device | str) -> torch.Tensor:
         """An uninitialised block on a device, at a multiple of 64 bytes."""
         return empty_block(self.nbytes, device)
 
-    def views(self, block: Tensor) -> Batch:
+    def views(self, block: torch.Tensor) -> Batch:
         """The parts of a block.
 
         Raises:
@@ -368,7 +367,7 @@ class Chain:
             self._warm_up(columns)
         self.replace(columns, commands)
 
-    def run(self, key: int = 0, out: Tensor | None = None, *, ranks: Tensor | None = None) -> Batch:
+    def run(self, key: int = 0, out: torch.Tensor | None = None, *, ranks: torch.Tensor | None = None) -> Batch:
         """Launch the kernels that read one batch, on the current stream.
 
         Args:
@@ -476,7 +475,7 @@ class UpdateRing:
         slots: int,
         device: torch.device | str,
         *,
-        memory: Tensor | None = None,
+        memory: torch.Tensor | None = None,
         address: int | None = None,
         dtype: torch.dtype = torch.float32,
         launcher: Launcher = call,
@@ -504,7 +503,7 @@ class UpdateRing:
         """Words of 64 bits that a ring needs."""
         return _HEADER + slots * (_SLOT_HEADER + 3 * entries)
 
-    def send(self, rows: Tensor, tickets: Tensor, priorities: Tensor) -> None:
+    def send(self, rows: torch.Tensor, tickets: torch.Tensor, priorities: torch.Tensor) -> None:
         """Launch the kernels that put a batch into the ring, on the current stream.
 
         Args:

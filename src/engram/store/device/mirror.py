@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from engram._support import devices, fork, native, words
 from engram.store import blocks, memory
@@ -39,7 +38,7 @@ class _Leaves(NamedTuple):
     #: alpha, beta, eps, and whether the largest priority is that within the buffer.
     parameters: tuple[float, float, float, bool]
     #: float64 ``[rows + 1]`` on the host: the leaves, and the largest priority of all updates.
-    values: Tensor
+    values: torch.Tensor
 
 
 class _Block(NamedTuple):
@@ -52,24 +51,24 @@ class _Block(NamedTuple):
     #: Whether the rows were forgotten before, and whether the count of writes stayed then; None: they were not.
     emptied: bool | None
     #: int64 ``[a + e]``: rows to append, those of a lane in their order, then edited ones.
-    rows: Tensor
+    rows: torch.Tensor
     #: int64 ``[a]``: lanes of the rows to append.
-    lanes: Tensor
+    lanes: torch.Tensor
     #: bool ``[a]``: the row was overwritten on the device before it was read.
-    lost: Tensor
+    lost: torch.Tensor
     #: bool ``[e]``: of the edited rows, whether they hold new writes.
-    placed: Tensor
+    placed: torch.Tensor
     #: int64 ``[L]``: positions up to which rows were appended before this block.
-    before: Tensor
+    before: torch.Tensor
     #: int64 ``[L]``: those of the next steps on the device.
-    positions: Tensor
+    positions: torch.Tensor
     #: Rows that hold nothing.
-    holes: Tensor
+    holes: torch.Tensor
     #: One pinned tensor ``[a + e, *row shape]`` per field.
-    columns: list[Tensor]
+    columns: list[torch.Tensor]
     #: Once the rows were read: the position of the step after those that were appended, or were just being; and of each row, int32 ``[a +
     #: e, 2]``, how many edits were known before, and how many there were then. None: no graph writes rows.
-    moved: tuple[Tensor, Tensor] | None
+    moved: tuple[torch.Tensor, torch.Tensor] | None
     leaves: list[_Leaves]
     #: When it has come, the memory on the host holds the copies.
     copied: torch.Event
@@ -107,7 +106,7 @@ class Mirror:
             )
             for _ in range(2)
         ]
-        self._leaves: dict[str, tuple[Tensor, Tensor]] = {}
+        self._leaves: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._turn, self._stop = fork.lock(), threading.Event()
         #: Why the last try to copy failed; None: it did not.
         self.error: Exception | None = None
@@ -244,13 +243,13 @@ class Mirror:
             self._placed = torch.cat((self._placed, writes >= self._clock))
         self._seen, self._clock, self._last = seen, clock, self._signature()
 
-    def _within(self, rows: Tensor, first: Tensor, count: Tensor) -> Tensor:
+    def _within(self, rows: torch.Tensor, first: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
         """Whether rows hold steps of their lane from ``first`` on, as many as ``count``: bool, as the rows."""
         length = self._store.lane_length
         lanes = rows // length
         return (rows - first[lanes]) % length < count[lanes]
 
-    def _block(self, positions: Tensor, emptied: bool | None, *, due: bool) -> _Block:
+    def _block(self, positions: torch.Tensor, emptied: bool | None, *, due: bool) -> _Block:
         store, length = self._store, self._store.lane_length
         ahead = positions - self._at
         gone = torch.where(ahead > 2 * length, (ahead // length - 1) * length, 0)  # whole laps
@@ -286,7 +285,7 @@ class Mirror:
             now, whole, emptied, where, lanes, lost, placed[:e], before, positions, holes, columns, moved, leaves, done
         )  # fmt: skip
 
-    def _next_steps(self, ahead: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    def _next_steps(self, ahead: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Lanes and positions of steps to append, about that many, whole slots of all columns, the oldest of each lane first."""
         width = math.prod(self._store.schema.columns)
         each = max(width, most // max(1, int((ahead > 0).sum())) // width * width)
@@ -300,7 +299,7 @@ class Mirror:
         """Bytes of a room for ``n`` rows."""
         return blocks.ALIGNMENT + sum(blocks.aligned(n * nbytes) for *_, nbytes in self._parts)
 
-    def _divided(self, room: Tensor, n: int) -> tuple[list[Tensor], Tensor]:
+    def _divided(self, room: torch.Tensor, n: int) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Of a room for ``n`` rows the places of the columns, the last one that of counts of edits; and that of the cursor."""
         parts, at = [], blocks.ALIGNMENT
         for dtype, shape, nbytes in self._parts:
@@ -308,7 +307,7 @@ class Mirror:
             at += blocks.aligned(n * nbytes)
         return parts, room[:8].view(torch.int64)
 
-    def _stage(self, where: Tensor) -> tuple[list[Tensor], tuple[Tensor, Tensor] | None]:
+    def _stage(self, where: torch.Tensor) -> tuple[list[torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None]:
         """Queue a copy of rows on the device: where they will be on the host."""
         rows, (room, pinned) = self._store.rows, self._rooms[0]
         (*to, edits), cursor = self._divided(room, len(where))
@@ -364,7 +363,7 @@ class Mirror:
             if (rows.replaced, rows.emptied) != began:
                 raise _ReplacedAgain
 
-        def take(some: Tensor) -> Tensor:
+        def take(some: torch.Tensor) -> torch.Tensor:
             with self._accelerator.on(self._order), rows:
                 check()
                 piece = some.clone()
@@ -388,7 +387,7 @@ class Mirror:
             return
         self._written, self._prioritized = written, -math.inf
 
-    def _being_written(self) -> Tensor:
+    def _being_written(self) -> torch.Tensor:
         """Rows that graphs are just writing, some perhaps twice. Waits for the device, if there may be some."""
         rows, capacity = self._store.rows, self._store.capacity
         found = torch.zeros(0, dtype=torch.int64, device="cpu")
@@ -437,7 +436,7 @@ class Mirror:
             self._whole_at = block.looked
         return True
 
-    def _write_edits(self, block: _Block, good: Tensor) -> None:
+    def _write_edits(self, block: _Block, good: torch.Tensor) -> None:
         """Replace rows of the folder that were replaced on the device; those that a graph was just replacing come once more."""
         target, rows = self._target, block.rows[len(block.lanes) :]
         placed = block.placed | (target.tickets_of(rows) < 0)
@@ -455,7 +454,7 @@ class Mirror:
         self._placed = torch.cat((block.placed, self._placed))
         self._emptied -= block.emptied is not None
 
-    def _write_leaves(self, leaves: _Leaves, behind: Tensor) -> None:
+    def _write_leaves(self, leaves: _Leaves, behind: torch.Tensor) -> None:
         """Set the priorities of the folder. ``behind``: of all rows, whether the folder does not hold them as they were yet."""
         (alpha, beta, *_), capacity = leaves.parameters, self._target.capacity
 
@@ -481,7 +480,7 @@ def copy_rows(
     target: Store,
     n: int,
     state: StoreState,
-    take: Callable[[Tensor], Tensor] = lambda some: some,
+    take: Callable[[torch.Tensor], torch.Tensor] = lambda some: some,
     then: Callable[[], object] = lambda: None,
 ) -> None:
     """Replace all rows of a store by those of another one of the same schema, of which the first ``n`` are in use.
