@@ -206,17 +206,6 @@ class Append(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
         return [(UUID(int=(first + k) % (1 << 128)), it) for k, it in enumerate((self.number, *self.more))]
 
 
-class Move(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="move"):
-    """Command to take rows of another store, which is drained, into one lane: columns ``row`` and ``ticket`` come back. Behind the columns
-    of rows to write comes ``:priority``. It is the first request of a writer, as :class:`Append` has it, and its only one.
-
-    :class:`TakesNone` where they would replace rows, and may not.
-    """
-
-    writer: UUID
-    evict: bool = False
-
-
 class Tickets(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="tickets"):
     """Command to say what rows hold, column ``row``: column ``ticket`` comes back, -1 for rows that hold nothing or are being written."""
 
@@ -307,17 +296,6 @@ class Version(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     at_least: Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)] | None = None
 
 
-class Drain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Command to take no rows any more, and to move some to other stores: how many are left comes back. Without addresses, the server
-    ends, if none are.
-    """
-
-    #: Addresses of their servers.
-    to: list[str] = []
-    #: Rows of these stores may be replaced.
-    evict: bool = False
-
-
 class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Command to call a method of the buffer. Behind it come a line break and the arguments by name, a tree as of :func:`tree_bytes`.
 
@@ -351,10 +329,9 @@ ACTIONS: Mapping[str, type[msgspec.Struct]] = {
     "limit": Limit,
     "version": Version,
     "call": Call,
-    "drain": Drain,
 }
 #: What the messages of streams may be.
-STREAMS: Mapping[Stream, object] = {"learn": Sample | Prioritize, "write": Append | Move, "edit": Tickets | Remove}
+STREAMS: Mapping[Stream, object] = {"learn": Sample | Prioritize, "write": Append, "edit": Tickets | Remove}
 
 
 class Mass(msgspec.Struct, frozen=True, array_like=True):
@@ -408,7 +385,7 @@ class Served(msgspec.Struct, frozen=True):
     compressions: tuple[str | None, ...] = (None,)
     #: Which one this client is of those that are connected; 0: it is the only one.
     participant: int = 0
-    #: 1: it knows :class:`Call`, and batches by tokens. 2: :class:`Move`, too. 0: it is of an older engram.
+    #: 1: it knows :class:`Call`, and batches by tokens. 0: it is of an older engram.
     level: int = 0
 
 
@@ -479,10 +456,6 @@ class NotOnce(RuntimeError):
     """Raised where a message that may be sent again cannot be written exactly once. Nothing of it was written."""
 
 
-class TakesNone(RuntimeError):
-    """Raised for rows that a store does not take: it is drained, or has no room for those of one that is. Nothing was written."""
-
-
 class RowGone(RuntimeError):
     """Raised where a row that is to grow was sealed or discarded.
 
@@ -501,8 +474,7 @@ class Refusal(msgspec.Struct, frozen=True):
     message: str
 
 
-_OURS = (NotOnce, TakesNone, RowGone)
-_OTHERS = (*_OURS, KeyError, IndexError, ValueError, TypeError, NotImplementedError, TimeoutError, OSError)
+_OTHERS = (NotOnce, RowGone, KeyError, IndexError, ValueError, TypeError, NotImplementedError, TimeoutError, OSError)
 
 
 def refusal_of(error: Exception) -> Refusal:

@@ -334,19 +334,6 @@ class RemoteStorage(ServedStorage):
                         self._numbers[: len(each)] = [n + count for n, count in zip(self._numbers, each, strict=False)]
                     return answer
 
-    def take(self, command: protocol.Move, columns: Sequence[Tensor], lane: int, priorities: Tensor) -> list[Tensor]:
-        """Write rows of another store, in a request that may be repeated: their numbers and tickets. Writes may not go on beside it.
-
-        Raises ``TakesNone``: nothing was written; ``ConnectionError``: rows may be written or not.
-        """
-        n, schema = len(priorities), wire.arrow_schema([*wire.written_columns(self._schema), wire.MOVED])
-        lanes = [torch.full((n,), lane, device="cpu")] if self.lanes > 1 else []
-        rows = wire.record_batch(schema, [*columns, *lanes, priorities], n)
-        with self._writing.alone():
-            self._writing.send(Message(msgspec.json.encode(command), rows))
-            answer = self._writing.receive()
-            return wire.tensors_in(answer.rows, answer.columns)
-
     def _rename(self) -> None:
         """Begin again as a writer that the server does not know."""
         self._writer, self._numbers = uuid4(), []

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 from uuid import UUID
 
 import msgspec
@@ -45,7 +45,6 @@ from engram.store.requests import IN_DOUBT, OutOfOrder, Requests
 from engram.transforms import Compose
 from engram.types import Entry, WritePlan
 
-_DRAINED = "the store is drained, and takes no rows. Connect to the others."
 #: Of answers that are made, or that clients have not read. Small ones are as many as streams, and are not counted.
 ANSWER_BYTES = 2 * protocol.MAX_MESSAGE
 #: For how long an answer waits until others are read.
@@ -173,13 +172,6 @@ class _Drawn(NamedTuple):
     tensors: list[Tensor]
 
 
-class Forwarding(Protocol):
-    """What moves the rows of a store to others."""
-
-    def forwarding(self, rows: Tensor, priorities: Tensor, tickets: Tensor) -> AbstractContextManager[Tensor]:
-        """Send new priorities to where rows are now. Gives the rows that are here; -1 for others."""
-
-
 class Service:
     """The commands over an open buffer, for any number of threads."""
 
@@ -217,8 +209,6 @@ class Service:
         self._fields_epoch = store.core.fields_epoch
         #: Of batches, by their fields and entries.
         self._columns: dict[tuple[object, ...], list[wire.Column]] = {}
-        #: What moves the rows to other stores; None: they stay.
-        self.draining: Forwarding | None = None
         #: Of the store, for its clients.
         self.name = _name_of(self._folder, readonly=store.readonly)
 
@@ -250,13 +240,8 @@ class Service:
             case protocol.Version():
                 return self._version(command)
             case protocol.Call():
-                return self._called(command, data)
+                return self._calls.do(command, data)
         return {}
-
-    def _called(self, command: protocol.Call, data: bytes) -> bytes:
-        if command.name == "open_row" and self.draining is not None:
-            raise protocol.TakesNone(f"open_row: {_DRAINED}")
-        return self._calls.do(command, data)
 
     def _describe(self, command: protocol.Describe) -> protocol.Served:
         check_protocol(command)
@@ -469,14 +454,13 @@ class Service:
 
     def prioritize(self, rows: Tensor, priorities: Tensor, tickets: Tensor) -> None:
         """New priorities; a ticket of -1 is any."""
-        known, leaves = tickets >= 0, self.draining
-        with contextlib.nullcontext(rows) if leaves is None else leaves.forwarding(rows, priorities, tickets) as here:
-            for mask in (known, ~known) if bool(known.any()) and not bool(known.all()) else (slice(None),):
-                generation = tickets[mask] if bool(known[mask].all()) else None
-                index = self._wiring.user_index(here[mask])
-                if index.ndim > 1:
-                    index = index.where(here[mask].unsqueeze(-1) >= 0, -1)
-                self._rb.update_priority(index, priorities[mask], generation=generation)
+        known = tickets >= 0
+        for mask in (known, ~known) if bool(known.any()) and not bool(known.all()) else (slice(None),):
+            generation = tickets[mask] if bool(known[mask].all()) else None
+            index = self._wiring.user_index(rows[mask])
+            if index.ndim > 1:
+                index = index.where(rows[mask].unsqueeze(-1) >= 0, -1)
+            self._rb.update_priority(index, priorities[mask], generation=generation)
 
     def tickets(self, rows: Tensor) -> Tensor:
         """Which writes rows hold: -1 for none, or one that is under way. Raises ``RowError``: a row outside the store."""
@@ -493,24 +477,6 @@ class Service:
         storage.check_removal(rows)
         return cast("int", storage.remove(rows.contiguous(), tickets.contiguous()))
 
-    def take(self, command: protocol.Move, columns: Sequence[Tensor]) -> list[Tensor]:
-        """Write rows of another store, with their priorities: their numbers and tickets.
-
-        Raises as :meth:`append`. ``TakesNone``: they would replace rows, and may not, or are more than a lane has.
-        """
-        *columns, priorities = columns
-        storage, n = self._wiring.storage, len(priorities)
-        lane, length = int(columns[-1][0]) if storage.lanes > 1 else 0, storage.max_size // storage.lanes
-        if self._requests.next_request(command.writer) == 1:
-            ahead = (storage.extent().seam[lane] + torch.arange(n, device="cpu")) % length + lane * length
-            if n > length or (not command.evict and bool((storage.tickets_of(ahead) >= 0).any())):
-                raise protocol.TakesNone(f"lane {lane} has no room for {n} rows.")
-        rows = self.append(protocol.Append(command.writer, 1), columns, n)
-        tickets = self.tickets(rows)
-        if self._wiring.of_sampler.prioritized:
-            self.prioritize(rows, priorities, tickets)
-        return [rows, tickets]
-
     def append(self, command: protocol.Append, columns: Sequence[Tensor], n: int) -> Tensor:
         """Write rows: their numbers.
 
@@ -522,10 +488,7 @@ class Service:
         lane = columns[-1] if storage.lanes > 1 else 0
         columns = columns[:-1] if storage.lanes > 1 else columns
         self._check_groups(columns)
-        once = command.writer
-        if self.draining is not None and (once is None or self._requests.next_request(once) <= command.number):
-            raise protocol.TakesNone(f"extend: {_DRAINED}")
-        if once is not None:
+        if command.writer is not None:
             return self._append_once(command, columns, lane, n)
         if not wiring.appends_natively:
             return self._rb.extend(storage.batch(columns, (n,)), lane=lane, timeout=0)
@@ -644,7 +607,7 @@ def served_by(
         sampler.draws_of_a_row,
         alone,
         compressions=wire.COMPRESSIONS,
-        level=2,
+        level=1,
     )
 
 

@@ -60,8 +60,6 @@ class Shard:
         self.lost = False
         #: Whether it is lost because it is no longer listed: then it is no more of the fleet.
         self.left = False
-        #: Whether it takes no rows any more, as it is drained.
-        self.leaving = False
         #: Rows that its last batches by tokens had, by what was asked.
         self.rows_within = RowsWithin()
 
@@ -211,7 +209,7 @@ class Members:
         except (OSError, ValueError, RuntimeError):
             return
         shard.updated_at = -math.inf
-        shard.lost = shard.leaving = False
+        shard.lost = False
         _log.info("the store %r is back", shard.storage)
 
     def _join(self) -> None:
