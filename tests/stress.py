@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -19,6 +20,8 @@ if SIZE not in SIZES:
     raise ValueError(f"ENGRAM_STRESS: expected one of {SIZES}, got {SIZE!r}.")
 #: Of each test in an ordinary run, at most so many cases that take so long; of one whose cases take longer, one; or none.
 CASES, SECONDS, LONGEST_S = 3, 1.0, 2.5
+#: Of tests of death, of damage and of random programs an ordinary run takes one case, unless that takes longer.
+_TELLING, LONGEST_TELLING_S = re.compile("kill|crash|death|dies|damage|power_is|torn|interleaving|runTest"), 11.0
 #: Tests whose cases are pages, names and files: none stands for another, so that an ordinary run takes all.
 _WHOLE = ("tests/structure/", "tests/test_api.py", "tests/test_docs.py", "tests/test_golden.py", "tests/test_site.py")
 #: What a case of a test took, by ``make test-all ARGS=--record-seconds`` on an idle machine. Shorter ones are left out.
@@ -39,8 +42,8 @@ def cases(test):
     """How many cases of a test, named as pytest does, an ordinary run takes."""
     if test.startswith(_WHOLE):
         return sys.maxsize
-    took = _took().get(test, 0)
-    return 0 if took > LONGEST_S else min(CASES, max(int(SECONDS / took), 1)) if took else CASES
+    took, longest = _took().get(test, 0), LONGEST_TELLING_S if _TELLING.search(test) else LONGEST_S
+    return 0 if took > longest else min(CASES, max(int(SECONDS / took), 1)) if took else CASES
 
 
 @functools.cache
