@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import engram.store
+import engram.store.store
 from engram import LazyMemmapStorage, LazyTensorStorage, PrioritizedSampler, ReplayBuffer, StoreInUse, WriterStalled
 from engram._support import native
 from tests import stress
@@ -263,8 +263,8 @@ def test_the_first_opener_dies_as_soon_as_others_can_see_him(ram, monkeypatch):
     rb.close()
     pid = os.fork()
     if pid == 0:
-        join = engram.store.Store.join
-        monkeypatch.setattr(engram.store.Store, "join", lambda *a, **k: (join(*a, **k), die()))
+        join = engram.store.store.Store.join
+        monkeypatch.setattr(engram.store.store.Store, "join", lambda *a, **k: (join(*a, **k), die()))
         ReplayBuffer.open(ram / "store")
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL
     rb = ReplayBuffer.open(ram / "store")
