@@ -11,7 +11,16 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from engram import LazyMemmapStorage, MinSize, PrioritizedSampler, Ragged, RandomSampler, ReplayBuffer, SliceSampler
+from engram import (
+    ImmutableDatasetWriter,
+    LazyMemmapStorage,
+    MinSize,
+    PrioritizedSampler,
+    Ragged,
+    RandomSampler,
+    ReplayBuffer,
+    SliceSampler,
+)
 from engram.cli import main
 from engram.remote.member_list import MemberList
 from engram.remote.protocol import Drain, address_of
@@ -19,6 +28,7 @@ from engram.remote.storage import RemoteStorage
 from engram.serving import draining
 from engram.serving.draining import Listening
 from engram.serving.service import Service
+from engram.storages import TensorStorage
 from tests import fresh
 from tests.fleet.test_fleets import made, rows_of, seeded
 from tests.fleet.test_listed import write
@@ -474,3 +484,36 @@ def stored_live(folder):
     with ReplayBuffer.open(folder) as rb:
         live = rb.storage.extent().in_order(torch.arange(rb.lanes))
         return dict(zip(rb[live]["a"].tolist(), rb.sampler.priorities().leaves_of(live).tolist(), strict=True))
+
+
+@pytest.mark.parametrize("k", [0, 1])
+def test_a_writer_that_is_read_only_is_refused_before_a_row_moves(two, tmp_path, k):
+    two[k].stop()
+    with ReplayBuffer.open(tmp_path / str(k)) as rb:
+        rb.set_writer(ImmutableDatasetWriter())
+    with serving(tmp_path / str(k)) as server:
+        servers = [server if it is two[k] else it for it in two]
+        result = drain(servers[1].address, servers[0].address)
+        assert (result.exit_code, "not read-only. Nothing is moved" in result.output) == (1, True), result.output
+        with connected(servers) as rb:
+            assert len(rb) == 60
+
+
+def test_rows_that_change_while_they_are_read_are_read_again(two, tmp_path, monkeypatch):
+    two[1].kill()
+    with ReplayBuffer.open(tmp_path / "1", unclean="accept") as rb:
+        service, read, removed = Service(rb), TensorStorage.read, iter([[4]])
+
+        def changed(self, rows, tickets=None):
+            if gone := next(removed, None):
+                service.remove(torch.tensor(gone), service.tickets(torch.tensor(gone)))
+            return read(self, rows, tickets)
+
+        monkeypatch.setattr(TensorStorage, "read", changed)
+        at = Listening(address_of(two[0].address, "test"), b"", None, reaching={})
+        assert draining.drain(service, Drain([two[0].address]), at) == 0
+        service.draining._others.close()
+    two[0].stop()
+    expected = expected_of_two()
+    del expected[104]
+    assert stored(tmp_path / "0") == expected

@@ -140,6 +140,7 @@ class Draining:
         no_room, ids = schema.ragged or room < len(self._storage), "traj_id" in roles_of(schema.fields)
         for wrong, expected in (
             (min(it.level for it in served) < 2, "servers of this engram, or of a newer one"),
+            (any("read_only" in it.traits_of_writer for it in (own, *served)), "stores whose writer is not read-only"),
             (of.consumes, f"rows that may be drawn again, and {own.sampler} uses them up"),
             (of.draws_windows and not ids, "ids of trajectories, as windows are drawn"),
             (any(others.ledger.limit), "no limits, which would count moved rows as new: rb.limit(None)"),
@@ -154,7 +155,9 @@ class Draining:
         if (note := self._note) is not None:
             rows, tickets = self._rows(note.lane)
             shard = next((it for it in members.shards if it.storage.served.store == note.store), None)
-            self._send(note, shard, rows[(tickets >= note.first) & (tickets <= note.last)], evict=evict)
+            noted = rows[(tickets >= note.first) & (tickets <= note.last)]
+            while self._send(note, shard, noted[self._service.tickets(noted) >= 0], evict=evict) is None:
+                pass
         length = min(it.storage.max_size for it in members.shards) // schema.lanes
         most = min(BLOCK_ROWS, length, max(1, BLOCK_BYTES // max(1, schema.row_bytes)))
         for lane in range(schema.lanes):
@@ -171,7 +174,10 @@ class Draining:
                 if shard.lost:
                     continue
                 note = Note(shard.storage.served.store, uuid4(), lane, *tickets[:most][[0, -1]].tolist())
-                if self._send(note, shard, rows[:most], evict=evict):
+                sent = self._send(note, shard, rows[:most], evict=evict)
+                if sent is None:
+                    rows, tickets = self._rows(lane)
+                elif sent:
                     rows, tickets = rows[most:], tickets[most:]
                 else:
                     full.add(shard.number)
@@ -184,8 +190,10 @@ class Draining:
         tickets = self._service.tickets(rows)
         return rows[tickets >= 0], tickets[tickets >= 0]
 
-    def _send(self, note: Note, shard: Shard | None, rows: Tensor, *, evict: bool) -> bool:
-        """Move a block. False: its store does not take it now. Raises ``ConnectionError``: it may have it."""
+    def _send(self, note: Note, shard: Shard | None, rows: Tensor, *, evict: bool) -> bool | None:
+        """Move a block. False: its store does not take it; None: rows changed while they were read. Raises ``ConnectionError``: it may
+        have it.
+        """
         held = self._service.tickets(rows)
         if note.arrived or not len(rows):
             self._service.remove(rows, held)
@@ -198,7 +206,7 @@ class Draining:
         tickets, priorities = self._storage.tickets_of(rows), self._priorities(rows)
         columns, torn = self._storage.read(rows, tickets)
         if torn:
-            return False
+            return None
         self._keep(note)
         try:
             there, theirs = shard.storage.take(protocol.Move(note.writer, evict), columns, note.lane, priorities)
