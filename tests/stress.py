@@ -19,7 +19,7 @@ SIZE = os.environ.get("ENGRAM_STRESS") or "small"
 if SIZE not in SIZES:
     raise ValueError(f"ENGRAM_STRESS: expected one of {SIZES}, got {SIZE!r}.")
 #: Of each test in an ordinary run, at most so many cases that take so long; of one whose cases take longer, one; or none.
-CASES, SECONDS, LONGEST_S = 3, 1.0, 2.5
+CASES, SECONDS, LONGEST_S = 2, 1.0, 2.5
 #: Of tests of death, of damage and of random programs an ordinary run takes one case, unless that takes longer.
 _TELLING, LONGEST_TELLING_S = re.compile("kill|crash|death|dies|damage|power_is|torn|interleaving|runTest"), 11.0
 #: Tests whose cases are pages, names and files: none stands for another, so that an ordinary run takes all.
