@@ -1,17 +1,20 @@
 """The values components exchange, and the protocols they follow."""
 
 import inspect
+import typing
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict
 
 from engram import (
     Draw,
     Extent,
     ImmutableDatasetWriter,
     RandomSampler,
+    ReplayBufferEnsemble,
     RoundRobinWriter,
     Sampler,
     Write,
@@ -97,3 +100,7 @@ def test_protocols_ask_for_nothing_more():
 def test_a_sampler_without_one_method_is_none(missing):
     methods = {name: lambda self: None for name in vars(Listener) if not name.startswith("_") and name != missing}
     assert not isinstance(type("Incomplete", (), methods)(), Sampler)
+
+
+def test_annotations_that_name_tensordict_can_be_looked_up():
+    assert typing.get_type_hints(ReplayBufferEnsemble.extend)["return"] is TensorDict

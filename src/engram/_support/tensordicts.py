@@ -11,6 +11,7 @@ range of versions.
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
@@ -25,6 +26,15 @@ if TYPE_CHECKING:
     from tensordict import TensorDictBase as TensorDictBase  # noqa: PLC0414 - as well
 
 _K = TypeVar("_K", bound=str | tuple[str, ...])
+
+
+if not TYPE_CHECKING:  # which would take every name for one of this module
+
+    def __getattr__(name: str) -> object:
+        """What annotations of other modules name, for those who look it up. Imports tensordict."""
+        if name in ("TensorDict", "TensorDictBase"):
+            return getattr(importlib.import_module("tensordict"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @functools.cache
