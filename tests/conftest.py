@@ -84,7 +84,7 @@ class _Seconds:
         self._took = {}
 
     def pytest_runtest_logreport(self, report):
-        cases = self._took.setdefault(report.nodeid.partition("[")[0], {})
+        cases = self._took.setdefault(test_of(report.nodeid), {})
         cases[report.nodeid] = cases.get(report.nodeid, 0) + report.duration
 
     def pytest_sessionfinish(self):
@@ -170,8 +170,7 @@ def pytest_collection_modifyitems(config, items):
     if chosen or config.option.all_cases or stress.SIZE != "small":
         return
     left_out = set()
-    for cases in by_test(items):
-        test = cases[0].nodeid.partition("[")[0]
+    for test, cases in by_test(items).items():
         left_out.update(
             id(item) for item in stress.others(cases, stress_of(cases[0]).get("sample", stress.cases(test)))
         )
@@ -184,18 +183,23 @@ def stress_of(item):
     return {} if marker is None else marker.kwargs
 
 
+def test_of(nodeid):
+    """The name of the test that it is a case of."""
+    return nodeid.partition("[")[0]
+
+
 def by_test(items):
-    """The cases of each test."""
+    """The cases of each test, by its name."""
     tests = {}
     for item in items:
-        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    return list(tests.values())
+        tests.setdefault(test_of(item.nodeid), []).append(item)
+    return tests
 
 
 def quick(items):
     """The middle case of each test of the modules that start no processes."""
     slow = {path: bool(SLOW.search(path.read_text())) for path in {item.path for item in items}}
-    return [cases[len(cases) // 2] for cases in by_test(item for item in items if not slow[item.path])]
+    return [cases[len(cases) // 2] for cases in by_test(item for item in items if not slow[item.path]).values()]
 
 
 def deselect(config, items, left_out):

@@ -42,8 +42,10 @@ def cases(test):
     """How many cases of a test, named as pytest does, an ordinary run takes."""
     if test.startswith(_WHOLE):
         return sys.maxsize
-    took, longest = _took().get(test, 0), LONGEST_TELLING_S if _TELLING.search(test) else LONGEST_S
-    return 0 if took > longest else min(CASES, max(int(SECONDS / took), 1)) if took else CASES
+    if test not in _took():
+        return CASES
+    took, longest = _took()[test], LONGEST_TELLING_S if _TELLING.search(test) else LONGEST_S
+    return 0 if took > longest else min(CASES, max(int(SECONDS / took), 1))
 
 
 @functools.cache

@@ -89,8 +89,8 @@ class Consumption : public Index {
   /// Rows of versions below `floor` cannot be drawn from now on. O(log rows) for each; a lower floor than before: O(rows).
   void set_floor(double floor);
 
-  /// What was counted since there is this index, by those who write to the store; without the mutex: rows that were used up, that became too old, that were overwritten
-  /// before either, and that were removed or lost; and draws that found none.
+  /// What was counted since there is this index, by those who write to the store; without the mutex: rows that were used up, that became
+  /// too old, that were overwritten before either, and that were removed or lost; and draws that found none.
   struct Totals {
     std::uint64_t used, expired, evicted, dropped, starved;
   };
