@@ -1,5 +1,10 @@
 """The recorder of robots: what was acknowledged is there after a kill, and videos show what was recorded."""
 
+import ctypes
+import gc
+import mmap
+import platform
+import re
 import signal
 from types import SimpleNamespace
 
@@ -18,6 +23,7 @@ FEATURES = {
     "action": {"dtype": "float64", "shape": (2,)},
     "force": {"dtype": "int16", "shape": (), "fps": 60},
 }
+LINUX = tuple(int(part) for part in re.findall(r"\d+", platform.release())[:2])
 
 
 def frame(at, height=32, width=48):
@@ -102,6 +108,45 @@ for episode in range(172):
 play(recorder, 172, 2)
 os.kill(os.getpid(), signal.SIGKILL)
 """
+
+
+def resident(tensor):
+    """Of the pages of a mapped tensor, how many are in memory."""
+    first, end = tensor.data_ptr() // mmap.PAGESIZE, -(-(tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE)
+    pages = (ctypes.c_ubyte * (end - first))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(first * mmap.PAGESIZE), (end - first) * mmap.PAGESIZE, pages) == 0
+    return sum(page & 1 for page in pages)
+
+
+@pytest.mark.skipif(LINUX < (5, 14), reason="the kernel does not know MADV_POPULATE_WRITE")
+@pytest.mark.parametrize("written", [1, 13])
+def test_pages_are_ready_before_frames_come(written, tmp_path):
+    """Also those behind the seam of the ring, and nothing of what was recorded changes."""
+    features = {"camera": {"dtype": "video", "shape": (128, 128, 3)}}  # a frame is 12 pages
+    with record_robot(tmp_path, features, fps=1, room_s=20, encode=False) as recorder:
+        stream = recorder.stream_of("camera")
+        frames = next(one for one in stream.storage.store.tensors if one.ndim == 4)
+        if resident(frames):
+            pytest.skip("this file system has all pages in memory from the beginning")
+        for step in range(written):
+            recorder.add({"camera": frame(step, 128, 128)}, timestamp=step)
+        ahead = frames[written : written + robot._READY], frames[: max(0, written + robot._READY - 20)]
+        until(lambda: all(resident(part) == part.nbytes // mmap.PAGESIZE for part in ahead))
+        recorder.end_episode()
+        (episode,) = recorder.episodes()
+        assert episode.read("camera").tobytes() == b"".join(frame(step, 128, 128).tobytes() for step in range(written))
+
+
+def test_a_recorder_that_is_dropped_ends_its_thread(tmp_path):
+    """It is not closed, as in a notebook: the directory can be recorded into again."""
+    recorder = record_robot(tmp_path, FEATURES, room_s=1, hours=0.01, encode=False)
+    play(recorder, 0, 3)
+    thread = recorder._ahead.thread
+    del recorder
+    until(lambda: gc.collect() is not None and not thread.is_alive())
+    with record_robot(tmp_path, encode=False) as again:
+        (episode,) = again.episodes()
+        check(episode, 0, 3, complete=False)
 
 
 def test_killed_in_episode_173(tmp_path):

@@ -15,8 +15,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+#: Makes pages that can be written to at once, as Linux 5.14 and later know it.
+POPULATE_WRITE = 23
 #: How the kernel marks a file without a name.
 _DELETED = " (deleted)"
+_libc = ctypes.CDLL(None)
 
 
 class Piece(NamedTuple):
@@ -113,6 +116,17 @@ def _files_of(process: int | str) -> Iterator[tuple[str, os.stat_result]]:
                 status = os.stat(path)
                 if stat.S_ISREG(status.st_mode):
                     yield path, status
+
+
+def advise(address: int, nbytes: int, advice: int) -> None:
+    """Tell the kernel what the whole pages of some mapped memory are for. Other threads go on meanwhile.
+
+    ``mmap.MADV_DONTNEED`` takes them out of this process: what was written stays, and the next look reads them again.
+    :data:`POPULATE_WRITE` is the opposite. A kernel that does not know an advice does nothing.
+    """
+    first, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if end > first:
+        _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), advice)
 
 
 def bytes_of(fd: int, size: int, *, readonly: bool = False, private: bool = False) -> torch.Tensor:

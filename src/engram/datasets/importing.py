@@ -5,7 +5,6 @@ A killed import goes on behind the last episode of the note. What was written af
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import logging
@@ -21,7 +20,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from engram._support import checks, unsupported
+from engram._support import checks, mappings, unsupported
 from engram._support.field_paths import FieldPath, as_paths, checked_path, nested, public
 from engram._support.progress import OnProgress, Work
 from engram._support.words import count
@@ -242,7 +241,6 @@ NOTE, FINALS, LOCK = "import.json", "finals", "import.lock"
 RETURN: FieldPath = ("episode_return",)
 #: Written bytes after which the pages of the tickets are given back.
 _FORGET_BYTES = 32 << 20
-_libc = ctypes.CDLL(None)
 _log = logging.getLogger("engram")
 
 
@@ -428,7 +426,7 @@ class _Import:
             if self._unforgotten > _FORGET_BYTES:
                 self._unforgotten = 0
                 for tensor in storage.store.control_memory:
-                    forget(tensor.data_ptr(), tensor.nbytes)
+                    mappings.advise(tensor.data_ptr(), tensor.nbytes, mmap.MADV_DONTNEED)
 
 
 def _storage(folder: Path, rows: int) -> LazyMemmapStorage:
@@ -436,10 +434,3 @@ def _storage(folder: Path, rows: int) -> LazyMemmapStorage:
     if layout.is_store(folder):
         return LazyMemmapStorage.open(folder, io="read")
     return LazyMemmapStorage(rows, scratch_dir=folder, existsok=True, io="read")  # a kill may have left files
-
-
-def forget(address: int, nbytes: int) -> None:
-    """Take pages of a mapped file out of this process. What was written to them stays; the next look reads them again."""
-    first, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    if end > first:
-        _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)

@@ -8,16 +8,17 @@ import os
 import subprocess
 import sys
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from threading import RLock
+from threading import Event, RLock, Thread
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from engram._support import closing, words
+from engram._support import closing, mappings, words
 from engram._support.checks import check_number, check_path
 from engram.env.values import Array, Leaf
 from engram.errors import CorruptStore, IncompatibleStore, RateLimited
@@ -31,6 +32,8 @@ _EPISODE, _TIMESTAMP = "episode", "timestamp"
 _SETTINGS, _VIDEOS = "robot.json", "videos"
 #: Frames that are read at a time.
 _FRAMES = 16
+#: Frames ahead whose pages are made ready.
+_READY = 8
 #: Encoders that may end in a row without a video; of how many one episode may be the end; seconds between looks.
 _MOST_SILENT, _MOST_DEATHS, _LOOK_S = 5, 3, 0.05
 
@@ -181,6 +184,13 @@ class Stream:
             self.storage.write(WritePlan(lane=0), prepared, n)
         self.written, self.open, self.last = self.written + 1, self.open + 1, timestamp
 
+    def make_pages_ready(self) -> None:
+        """Let the kernel prepare the pages that the next frames go to."""
+        (begin,), (name,) = self.storage.extent().seam, self.spec.features
+        frames = self.storage.store.tensors[self._numbers[name]]
+        for ahead in (frames[begin : begin + _READY], frames[: max(0, begin + _READY - len(frames))]):
+            mappings.advise(ahead.data_ptr(), ahead.nbytes, mappings.POPULATE_WRITE)
+
     def rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The rows that are there, in the order in which they were written, the episode of each, and how many were before it."""
         extent = self.storage.extent()
@@ -213,6 +223,27 @@ class Stream:
         (name,) = self.spec.features
         for begin in range(0, len(rows), _FRAMES):
             yield from self.read(rows[begin : begin + _FRAMES], name, episode)
+
+
+class PagesAhead:
+    """A thread that makes pages of cameras ready before frames come, which would wait for the file system."""
+
+    def __init__(self, cameras: list[Stream]) -> None:
+        self._cameras = cameras
+        #: Set when frames have come.
+        self.moved = Event()
+        self.thread = Thread(target=self._run, name="engram-record", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        while self.moved.wait() and self._cameras:
+            self.moved.clear()
+            for camera in [*self._cameras]:
+                camera.make_pages_ready()
+
+    def stop(self) -> None:
+        self._cameras.clear()
+        self.moved.set()
 
 
 def _row(episode: int, timestamp: float, values: Mapping[str, Array]) -> dict[str, object]:
@@ -361,6 +392,8 @@ class RobotRecorder(closing.Closes):
         self.kept: dict[int, str] = {}
         #: The number of the episode that is recorded, or of the next one.
         self.episode = 0
+        self._ahead = PagesAhead([stream for stream in self.streams if stream.spec.is_video])
+        weakref.finalize(self, self._ahead.stop)
 
     def recover(self) -> None:
         """Continue behind what is there; :func:`record_robot` calls it.
@@ -420,7 +453,7 @@ class RobotRecorder(closing.Closes):
                 timestamp that goes back. RateLimited: so many frames wait for their videos that there is no place, or sensors have
                 filled theirs. Nothing is written.
 
-        Cost: a copy of the values, within the page cache.
+        Cost: a copy of the values, within the page cache. Pages for the next frames are made ready before these come.
 
         >>> import tempfile
         >>> from engram import record_robot
@@ -439,6 +472,7 @@ class RobotRecorder(closing.Closes):
                 self._check(stream, row, timestamp)
             for stream, row in rows.items():
                 stream.write(self.episode, timestamp, row)
+            self._ahead.moved.set()
 
     def _check(self, stream: Stream, row: Mapping[str, Array], timestamp: float) -> None:
         spec = stream.spec
@@ -559,6 +593,8 @@ class RobotRecorder(closing.Closes):
         if self._encoder is not None:
             self._encoder.kill()
             self._encoder.wait()
+        self._ahead.stop()
+        self._ahead.thread.join()
         for stream in [*self.streams, self._ended]:
             stream.storage.close()
         self._hold = None
