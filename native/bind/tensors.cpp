@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "../core/check.h"
+#include "../core/spare.h"
 #include "../core/wait.h"
 #include "block.h"
 
@@ -180,7 +181,7 @@ nb::object tensor_around(std::byte* memory, const RowSpec& spec, std::byte* data
       const nb::gil_scoped_acquire acquire;
       Py_DECREF(static_cast<PyObject*>(self->manager));
     }
-    std::free(self);  // where the memory begins
+    keep_or_free(self);  // where the memory begins
   };
   if (exchange == nullptr) {  // an older torch: it takes a capsule of its own, some 10 us later
     std::vector<std::size_t> sizes(shape, shape + ndim);
@@ -313,7 +314,7 @@ OutputBuffer::OutputBuffer(const RowSpec& spec, std::int64_t most) : spec_(&spec
   }
   const std::size_t bytes = bytes_of_rows(spec, most);
   const std::size_t ndim = spec.shape.size() + 2;
-  memory_ = static_cast<std::byte*>(std::malloc(sizeof(ManagedTensor) + 2 * sizeof(std::int64_t) * ndim + 64 + bytes));
+  memory_ = static_cast<std::byte*>(spare_or_new(sizeof(ManagedTensor) + 2 * sizeof(std::int64_t) * ndim + 64 + bytes));
   if (memory_ == nullptr) throw NoMemory(most, most > 0 ? bytes / static_cast<std::size_t>(most) : 0);
   data_ = values_in(memory_, ndim);
 }
@@ -338,7 +339,7 @@ OutputBuffer::OutputBuffer(OutputBuffer&& other) noexcept
       allocated_(std::move(other.allocated_)) {}
 
 OutputBuffer::~OutputBuffer() {
-  std::free(memory_);
+  keep_or_free(memory_);
   if (block_ != nullptr) block_->settle(nullptr);
   if (allocated_.is_valid()) {  // perhaps where the GIL is released
     let_go();
