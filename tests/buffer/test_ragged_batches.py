@@ -472,7 +472,12 @@ def test_a_budget_below_the_rows_of_a_group_is_refused():
     [
         (buffer, {"max_tokens": 0}, ValueError, "max_tokens: expected at least 1 token, got 0"),
         (buffer, {"max_tokens": 1.5}, TypeError, "max_tokens: expected an int, got float"),
-        (buffer, {"max_tokens": {}}, TypeError, "max_tokens: expected an int"),
+        (
+            buffer,
+            {"max_tokens": {}},
+            ValueError,
+            "max_tokens: expected a number, or a dict of one field and its number, got 0 fields",
+        ),
         (
             buffer,
             {"max_tokens": {"number": 4}},

@@ -55,7 +55,11 @@ class BatchForm(NamedTuple):
     def checked(cls, layout: LayoutOfCall, max_tokens: Tokens) -> BatchForm:
         """Raises ``TypeError``, ``ValueError``: it is none."""
         name, field, most = "sample: max_tokens", None, max_tokens
-        if isinstance(most, Mapping) and len(most) == 1:
+        if isinstance(most, Mapping):
+            if len(most) != 1:
+                raise ValueError(
+                    f"{name}: expected a number, or a dict of one field and its number, got {len(most)} fields."
+                )
             ((key, most),) = most.items()
             field = field_paths.checked_path(key, name)
         laid_out = None if layout is None else RaggedLayout.checked(layout, "sample")
