@@ -298,6 +298,7 @@ INTERNAL = (
     "NotDirect",
     "NotOnce",
     "RowGone",
+    "TakesNone",
     "NotRegistered",
     "OutOfOrder",
     "StorageKeyNotFoundError",  # TransferQueue's, by which its callers know a key that was cleared

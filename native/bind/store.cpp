@@ -223,11 +223,12 @@ void bind_requests(nb::class_<Store>& type) {
           "keep_write_count"_a)
       .def(
           "remove",
-          [](Store& self, Address rows, std::uint64_t n, Address expected) {
+          [](Store& self, Address rows, std::uint64_t n, Address expected, bool paused) {
             nb::gil_scoped_release release;
-            return self.remove(at<std::int64_t>(rows), n, at<std::int64_t>(expected));
+            return self.remove(at<std::int64_t>(rows), n, at<std::int64_t>(expected), paused);
           },
-          "rows"_a, "n"_a, "expected"_a, "Makes rows void, with `expected` only those that still have these tickets; how many.")
+          "rows"_a, "n"_a, "expected"_a, "paused"_a = false,
+          "Makes rows void, with `expected` only those that still have these tickets; how many. `paused`: this process has paused the store.")
       .def(
           "append_at",
           [](Store& self, std::uint64_t lane, std::uint64_t position, std::uint64_t n, const nb::tuple& columns, Address rows) {

@@ -2,6 +2,13 @@
 
 #include "writers.h"
 
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/tuple.h>
+
+#include <cstdint>
+#include <optional>
+#include <tuple>
+
 #include "../core/writers.h"
 #include "interpreter.h"
 #include "memory.h"
@@ -35,6 +42,15 @@ void bind_writers(nb::module_& m) {
             return self.next({high, low});
           },
           "high"_a, "low"_a, "Number of the writer's next request.")
+      .def(
+          "rows_of",
+          [](const Writers& self, std::uint64_t high, std::uint64_t low, std::uint64_t number) {
+            const WithoutInterpreter running(true);
+            using Place = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t>;
+            const auto found = self.rows_of({high, low}, number);
+            return found ? std::optional<Place>({found->lane, found->first, found->n}) : std::nullopt;
+          },
+          "high"_a, "low"_a, "number"_a, "Lane, first position and number of the rows of a request; None: it is not known.")
       .def("scan", [](const Writers&, std::uint64_t, std::uint64_t) {}, "begin"_a, "end"_a, "It does not depend on what rows hold.")
       .def("after_fork", &Writers::after_fork);
 }

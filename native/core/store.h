@@ -230,7 +230,8 @@ class Store {
   /// not null: only rows that still hold the writes of these numbers. Rows that hold nothing, or that a writer is just writing, stay as
   /// they are; edits are waited for. Returns how many became void. Throws std::out_of_range, and nothing has changed. Cost: O(n log rows); tables of trajectories
   /// are made again, O(rows).
-  std::uint64_t remove(const std::int64_t* rows, std::uint64_t n, const std::int64_t* expected);
+  /// `paused`: this process keeps all writers waiting, and what it has looked at is what goes (std::invalid_argument: it does not).
+  std::uint64_t remove(const std::int64_t* rows, std::uint64_t n, const std::int64_t* expected, bool paused = false);
 
   /// Forgets all rows (Control::empty), and tells the indexes.
   void empty(bool keep_write_count);

@@ -16,17 +16,19 @@ namespace engram {
 // of the rows that have these numbers. A row gets its new number in the same step in which it becomes void, so it is never half of
 // both. A row that got a newer number than these while this call looked was edited meanwhile, or written: it is looked at again under
 // newer numbers, as numbers of a row only grow.
-std::uint64_t Store::remove(const std::int64_t* rows, std::uint64_t n, const std::int64_t* expected) {
+std::uint64_t Store::remove(const std::int64_t* rows, std::uint64_t n, const std::int64_t* expected, bool paused) {
   const OwnRowsOrNone own_rows(rows, n, control_.capacity());
   Participant& own = writer();
   if (n == 0) return 0;
+  check(!paused || control_.lock_page().pause.load(std::memory_order_acquire) == own_pause(),
+        "rows removed in a store that this process has not paused");
   look_after_others();
   std::vector<std::uint64_t> left(n);
   std::iota(left.begin(), left.end(), 0);
   std::uint64_t removed = 0;
   while (!left.empty()) {
     ClaimGuard claim(own);
-    admit(claim);
+    if (!paused) admit(claim);
     const std::uint64_t t0 = control_.counters().next_ticket.fetch_add(left.size(), std::memory_order_acq_rel);
     claim.note(t0, left.size(), -1, 0);
     removed += remove_under(t0, rows, expected, left);

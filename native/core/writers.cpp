@@ -125,6 +125,15 @@ std::uint64_t Writers::next(const WriterId& writer) const {
   return known == nullptr ? 1 : next_of(*known);
 }
 
+std::optional<Writers::Rows> Writers::rows_of(const WriterId& writer, std::uint64_t number) const {
+  const SharedLock lock(page_->mutex, nothing_to_recover);
+  const Entry* known = find(writer);
+  if (known == nullptr || number == 0) return std::nullopt;
+  const Request& request = known->requests[number % kWindow];
+  if (request.number.load(std::memory_order_relaxed) != number) return std::nullopt;
+  return Rows{copied(request.lane), copied(request.first), copied(request.n)};
+}
+
 void Writers::after_fork() {
   if (page_->mutex.held()) page_->mutex.format();  // its owner does not exist here
 }

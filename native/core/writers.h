@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 
 #include "control.h"
@@ -59,6 +60,12 @@ class Writers : public Index {
 
   /// Number of the writer's next request: 1 if it is not known.
   std::uint64_t next(const WriterId& writer) const;
+
+  /// Where the rows of a request are, and how many it had. None: the table does not know it.
+  struct Rows {
+    std::uint64_t lane, first, n;
+  };
+  std::optional<Rows> rows_of(const WriterId& writer, std::uint64_t number) const;
 
   /// In the child of a fork, for private memory: a thread of the parent may have held it.
   void after_fork();

@@ -128,6 +128,17 @@ TEST(the_table_is_what_a_list_of_all_requests_says) {
     mine.requests[number] = {n, rows};
     while (mine.requests.size() > Writers::kWindow) mine.requests.erase(mine.requests.begin());
     if (!old) expect_once(world, {writer, number, n, life}, rows);
+    for (const auto& [known_number, request] : mine.requests) {
+      const auto place = process.writers.rows_of({7, writer}, known_number);
+      EXPECT(place && place->n == request.first);
+      for (std::uint64_t i = 0; place && i < place->n; ++i) {
+        EXPECT_EQ(request.second[i], static_cast<std::int64_t>(place->lane * kLength + (place->first + i) % kLength));
+      }
+    }
+    for (const std::uint64_t unknown : {std::uint64_t{0}, mine.requests.begin()->first - 1, mine.requests.rbegin()->first + 1}) {
+      EXPECT(!process.writers.rows_of({7, writer}, unknown));
+    }
+    EXPECT(!process.writers.rows_of({8, writer}, number));
   }
   EXPECT(repeated > 100 && refused > 100 && evicted > 100);
   a.store.empty(false);

@@ -100,6 +100,26 @@ TEST(words_that_were_read_can_be_put_into_another_store) {
   }
 }
 
+TEST(who_has_paused_a_store_removes_what_it_has_looked_at) {
+  const Impatient soon(20ms);
+  const Heap heap(geometry(1, 4), {64});
+  Store store = heap.open(0), other = heap.open(1);
+  append(store, heap, 0, 1, 4);
+  const std::int64_t rows[] = {1, 2};
+  EXPECT_THROWS(std::invalid_argument, store.remove(rows, 2, nullptr, true));  // it is not paused
+  store.pause();
+  EXPECT_THROWS(Stalled, store.remove(rows, 2, nullptr));
+  EXPECT_THROWS(Stalled, other.remove(rows, 2, nullptr));
+  EXPECT_THROWS(std::invalid_argument, other.remove(rows, 2, nullptr, true));  // it is another process that has paused it
+  EXPECT_EQ(store.remove(rows, 2, nullptr, true), 2u);
+  EXPECT_EQ(store.remove(rows, 2, nullptr, true), 0u);
+  EXPECT(store.paused());
+  store.resume();
+  EXPECT_EQ(store.control().size(), 2u);
+  append(other, heap, 0, 5, 3);
+  EXPECT_EQ(store.control().size(), 4u);
+}
+
 TEST(who_waits_in_vain_is_told_so_and_may_try_again) {
   const Impatient soon(20ms);
   const Heap heap(geometry(1, 4), {64});

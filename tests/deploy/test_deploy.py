@@ -17,6 +17,7 @@ import torch
 import yaml
 
 from engram import ReplayBuffer
+from engram.cli import main
 from tests.serving.test_doors import certificate
 
 ROOT = Path(__file__).parents[2] / "deploy"
@@ -88,6 +89,33 @@ def test_the_parts_of_the_documents_name_each_other(documents):
     assert f"range({number})" in said
 
 
+def test_a_pod_that_goes_is_drained_by_its_hook(documents, is_valid, tmp_path):
+    """As far as text goes: the hook fits into the container, its script is one, and the command knows what it says."""
+    said = (ROOT / "kubernetes.yaml").read_text()
+    hook = re.search(r"^#   lifecycle:\n(?:#     .*\n)+", said, re.MULTILINE)[0]
+    lifecycle = yaml.safe_load(re.sub(r"^#   ", "", hook, flags=re.MULTILINE))
+    stateful = copy.deepcopy(documents[1])
+    (container,) = stateful["spec"]["template"]["spec"]["containers"]
+    container |= lifecycle
+    assert is_valid(stateful)
+    shell, option, script = lifecycle["lifecycle"]["preStop"]["exec"]["command"]
+    subprocess.run(["bash", "-n", "-c", script], check=True)
+    for name, line in (("engram", 'printf "%s\\n" "$@"'), ("hostname", "echo engram-3")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    where = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    found = subprocess.run([shell, option, script], env=where, capture_output=True, text=True, check=True)
+    name, *arguments = found.stdout.splitlines()
+    parsed = main.commands[name].make_context(name, arguments).params
+    service, (port,) = documents[0]["metadata"]["name"], container["ports"]
+    own = f"{stateful['metadata']['name']}-3.{service}.default.svc:{port['containerPort']}"
+    assert parsed["address"] == f"grpc+tls://{own}"
+    assert parsed["to"] == f"dns:grpc+tls://{service}.default.svc:{port['containerPort']}"
+    assert not parsed["evict"]
+    for path in (parsed["token"], *parsed["tls_root"]):  # the server has them
+        assert path in container["args"][0]
+
+
 def free_port():
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
@@ -139,6 +167,7 @@ exec "$@"
 PROGRAM = """
 import os, sys, torch
 from engram import ReplayBuffer
+from engram.cli import main
 with ReplayBuffer.connect(
     os.environ["ENGRAM_ADDRESSES"], token=os.environ["ENGRAM_TOKEN"], tls_root=os.environ["ENGRAM_TLS_ROOT"]
 ) as rb:

@@ -13,8 +13,10 @@ from pyarrow import flight
 from engram import FrameStack, LazyMemmapStorage, RandomSampler, ReplayBuffer
 from engram.remote import wire
 from engram.remote.protocol import MAX_MESSAGE
+from engram.serving import dumps as limits_of_dumps
 from engram.serving import service
-from engram.serving.service import Answers, Dumps, TooMany, drawn_bytes
+from engram.serving.dumps import Dumps, TooMany
+from engram.serving.service import Answers, drawn_bytes
 from tests import fresh
 from tests.serving.servers import SERVER, Served, serving
 from tests.waiting import until
@@ -22,8 +24,8 @@ from tests.waiting import until
 #: A server that has room for two answers of 8 MiB and for one dump, and waits for neither. It says which it keeps, and has sent.
 SMALL = """
 import contextlib
-from engram.serving import service
-service.ANSWER_BYTES, service._ROOM_TIMEOUT_S, service.MAX_DUMPS = 17 << 20, 0.0, 1
+from engram.serving import dumps, service
+service.ANSWER_BYTES, service._ROOM_TIMEOUT_S, dumps.MAX_DUMPS = 17 << 20, 0.0, 1
 counted, numbers = service.Answers.counted, iter(range(1000))
 
 @contextlib.contextmanager
@@ -177,15 +179,15 @@ def write(folder):
 def test_dumps_are_few_and_one_that_nobody_reads_makes_room(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     dumps = Dumps()
-    begun = [dumps.files(write, SCHEMA) for _ in range(service.MAX_DUMPS)]
+    begun = [dumps.files(write, SCHEMA) for _ in range(limits_of_dumps.MAX_DUMPS)]
     first = [next(one)["name"].to_pylist() for one in begun]
-    assert first == [["one"]] * service.MAX_DUMPS
-    assert len(list(tmp_path.iterdir())) == service.MAX_DUMPS
+    assert first == [["one"]] * limits_of_dumps.MAX_DUMPS
+    assert len(list(tmp_path.iterdir())) == limits_of_dumps.MAX_DUMPS
     with pytest.raises(TooMany):
         next(dumps.files(write, SCHEMA))
-    monkeypatch.setattr(service, "_MAX_UNREAD_S", 0.0)
+    monkeypatch.setattr(limits_of_dumps, "_MAX_UNREAD_S", 0.0)
     assert [it["name"][0].as_py() for it in dumps.files(write, SCHEMA)] == ["one", "two"]
-    assert len(list(tmp_path.iterdir())) == service.MAX_DUMPS - 1
+    assert len(list(tmp_path.iterdir())) == limits_of_dumps.MAX_DUMPS - 1
     with pytest.raises(RuntimeError, match="read nothing"):
         list(begun[0])
     assert [it["name"][0].as_py() for it in begun[1]] == ["two"]

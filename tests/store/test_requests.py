@@ -171,6 +171,8 @@ def test_writers_share_a_lane():
         assert once.append_by(one, 1, 1, _columns(99, 2), 2) == (pytest.approx([0, 1]), 0)  # the lane of the first time
         assert (once.next_request(one), once.next_request(two), once.next_request(uuid.uuid4())) == (3, 2, 1)
     assert store.tensors[1][:5].tolist() == [10, 11, 20, 12, 13]
+    assert [requests[0].place_of(one, number) for number in (1, 2, 3)] == [(0, 0, 2), (0, 3, 2), (0, 0, 0)]
+    assert (requests[1].place_of(two, 1), requests[1].place_of(uuid.uuid4(), 1)) == ((0, 2, 1), (0, 0, 0))
     with pytest.raises(ValueError, match=r"as many rows as it had first, got 3 for request 1 of writer "):
         requests[0].append_by(one, 1, 0, _columns(10, 3), 3)
     for number in (0, 4):

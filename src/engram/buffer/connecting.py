@@ -152,10 +152,10 @@ def connect_buffer(asked: type[Facade], address: object, arguments: ConnectArgum
 class Reaching(TypedDict, total=False):
     """Keywords of ``connect`` that commands have as options."""
 
-    token: str | None
-    tls_root: tuple[str, ...]
-    tls_cert: str | None
-    tls_key: str | None
+    token: Given
+    tls_root: Sequence[str | os.PathLike[str]]
+    tls_cert: Given
+    tls_key: Given
 
 
 def access_to(address: str, call: str, patience: float, **how: Unpack[Reaching]) -> Access:

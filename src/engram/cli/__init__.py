@@ -1,5 +1,5 @@
 """The command line: ``engram doctor``, ``inspect``, ``plot``, ``report``, ``verify``, ``reshard``, ``plan``, ``serve``,
-``health``, ``stats``, ``top``, ``import``, ``export``.
+``health``, ``drain``, ``stats``, ``top``, ``import``, ``export``.
 
 It starts without torch; each command imports what it needs. ``ending`` says how commands end.
 """
@@ -445,6 +445,28 @@ def health(address: str, as_json: bool, **how: Unpack[Reaching]) -> None:
         print_json({"address": address, "good": True, "problems": []})
     else:
         click.echo("ok")
+
+
+@main.command()
+@click.argument("address")
+@click.option("--to", required=True, metavar="LIST", help="Addresses with commas, file:PATH or dns:HOST:PORT.")
+@click.option("--evict", is_flag=True, help="Where these stores are full, replace their oldest rows.")
+@_reaching
+def drain(address: str, to: str, evict: bool, **how: Unpack[Reaching]) -> None:
+    """Move all rows of the store that the server at ADDRESS serves to the stores in LIST, then end the server.
+
+    Clients go on meanwhile. For a minute after the last row has left, the server sends on new priorities of moved rows. Then its address
+    is taken out of file:PATH, and it ends. LIST may name the server itself. If the server or this command is killed, run the command
+    again: no row is lost, and none is there twice.
+
+    Exit code: 0 when the server has left, 1 if rows stay where they are.
+    """
+    with refusing("serve", oserror=Refusal), _by_options():
+        from engram.serving.draining import drained
+
+        for left in drained(address, to, evict=evict, **how):
+            click.echo(f"{left:,} rows left")
+        click.echo(f"{address} has left")
 
 
 @main.command()

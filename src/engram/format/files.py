@@ -176,11 +176,12 @@ def overwrite(path: Path, raw: bytes) -> None:
     write_atomically(path, raw.ljust(size))
 
 
-def write_atomically(path: Path, raw: bytes) -> None:
+def write_atomically(path: Path, raw: bytes, mode: int = 0o600) -> None:
     """Replace a small file: readers see the old bytes or the new ones."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with Descriptor.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW) as fd:
+            os.fchmod(fd, stat.S_IMODE(mode))
             _write_all(fd, raw)
         os.replace(temporary, path)
     except BaseException:

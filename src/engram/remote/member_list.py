@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
 from engram._support.words import raise_as
+from engram.format.files import write_atomically
 from engram.remote.protocol import Address, address_of, addresses_of
+from engram.store.lifetime import exclusive
 
 _FILE, _DNS = "file:", "dns:"
 
@@ -49,6 +52,20 @@ class MemberList(NamedTuple):
             found = socket.getaddrinfo(named.host, named.port, type=socket.SOCK_STREAM)
         hosts = sorted({str(where[0]) for *_, where in found})
         return tuple(named._replace(host=host, certified=named.host) for host in hosts)
+
+    def remove(self, gone: Collection[Address]) -> None:
+        """Take servers out of a file; all else stays in it. DNS is left as it is. Raises as :meth:`addresses`."""
+        if not self.has_all:
+            return
+        path = Path(self.text.removeprefix(_FILE)).resolve()
+        with exclusive(path.parent):
+            addresses, kept = iter(self.addresses()), ""
+            for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+                text = line.partition("#")[0].strip()
+                address = next(addresses) if text else None
+                if address not in gone:  # the first line may have said the scheme of the others
+                    kept += line.replace(text, str(address or ""), 1)
+            write_atomically(path, kept.encode(), path.stat().st_mode)
 
 
 def listed(address: object) -> MemberList | None:

@@ -206,6 +206,21 @@ class Append(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
         return [(UUID(int=(first + k) % (1 << 128)), it) for k, it in enumerate((self.number, *self.more))]
 
 
+class Move(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="move"):
+    """Command to take rows of another store, which is drained, into one lane: columns ``row`` and ``ticket`` come back, -1 for rows that
+    are gone since, and ``{"next": N}``, the number of the writer's next request. Behind the columns of rows to write comes ``:priority``.
+
+    A request that came before is not written again, whatever rows come with it. If the server died in the midst of it, it is undone, and
+    has no rows. So a request without rows asks what became of one, and sees to it that it is not written later. :class:`TakesNone`
+    where rows would replace others, and may not; :class:`NotOnce` where the writer is forgotten.
+    """
+
+    writer: UUID
+    #: Of the request; 0: only the next number is asked for.
+    number: Number = 0
+    evict: bool = False
+
+
 class Tickets(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="tickets"):
     """Command to say what rows hold, column ``row``: column ``ticket`` comes back, -1 for rows that hold nothing or are being written."""
 
@@ -296,6 +311,17 @@ class Version(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     at_least: Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)] | None = None
 
 
+class Drain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Command to take no rows for a minute, and to move some to other stores: how many are left comes back."""
+
+    #: Addresses of their servers; none: those of the last command.
+    to: list[str] = []
+    #: Rows of these stores may be replaced.
+    evict: bool = False
+    #: Whether the server ends, if no rows are left.
+    ends: bool = False
+
+
 class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Command to call a method of the buffer. Behind it come a line break and the arguments by name, a tree as of :func:`tree_bytes`.
 
@@ -329,9 +355,10 @@ ACTIONS: Mapping[str, type[msgspec.Struct]] = {
     "limit": Limit,
     "version": Version,
     "call": Call,
+    "drain": Drain,
 }
 #: What the messages of streams may be.
-STREAMS: Mapping[Stream, object] = {"learn": Sample | Prioritize, "write": Append, "edit": Tickets | Remove}
+STREAMS: Mapping[Stream, object] = {"learn": Sample | Prioritize, "write": Append | Move, "edit": Tickets | Remove}
 
 
 class Mass(msgspec.Struct, frozen=True, array_like=True):
@@ -385,7 +412,9 @@ class Served(msgspec.Struct, frozen=True):
     compressions: tuple[str | None, ...] = (None,)
     #: Which one this client is of those that are connected; 0: it is the only one.
     participant: int = 0
-    #: 1: it knows :class:`Call`, and batches by tokens. 0: it is of an older engram.
+    #: Whether it takes no rows, as they are moved to other stores.
+    drained: bool = False
+    #: 1: it knows :class:`Call`, and batches by tokens. 2: :class:`Move`, too. 0: it is of an older engram.
     level: int = 0
 
 
@@ -407,6 +436,8 @@ class State(msgspec.Struct, frozen=True):
     fleet: tuple[int, int] = (0, 0)
     #: How many fields rows have; 0: the server is of an older engram, which shows those that it began with.
     fields: int = 0
+    #: As :class:`Served` has it.
+    drained: bool = False
 
 
 class Removed(msgspec.Struct, frozen=True):
@@ -456,6 +487,10 @@ class NotOnce(RuntimeError):
     """Raised where a message that may be sent again cannot be written exactly once. Nothing of it was written."""
 
 
+class TakesNone(RuntimeError):
+    """Raised for rows that a store does not take: it is drained, or has no room for those of one that is. Nothing was written."""
+
+
 class RowGone(RuntimeError):
     """Raised where a row that is to grow was sealed or discarded.
 
@@ -474,7 +509,8 @@ class Refusal(msgspec.Struct, frozen=True):
     message: str
 
 
-_OTHERS = (NotOnce, RowGone, KeyError, IndexError, ValueError, TypeError, NotImplementedError, TimeoutError, OSError)
+_OURS = (NotOnce, TakesNone, RowGone)
+_OTHERS = (*_OURS, KeyError, IndexError, ValueError, TypeError, NotImplementedError, TimeoutError, OSError)
 
 
 def refusal_of(error: Exception) -> Refusal:

@@ -115,11 +115,12 @@ class RemoteStorage(ServedStorage):
     def consumer_version(self, at_least: int | None = None) -> int:
         return self.connection.ask("version", protocol.Version(at_least), int, hurried=self.limits.hurried)
 
-    def writers(self) -> int:
-        """How many clients write. If nothing was asked before, the connection rests again: it may never be needed."""
+    def writers(self) -> int | None:
+        """How many clients write; None: it takes no rows. If nothing was asked before, the connection rests again."""
         rests = not self.connection.is_open
         try:
-            return self.limits.state().writers
+            state = self.limits.state()
+            return None if state.drained else state.writers
         finally:
             if rests:
                 self.connection.rest()
@@ -333,6 +334,19 @@ class RemoteStorage(ServedStorage):
                     if self._once:
                         self._numbers[: len(each)] = [n + count for n, count in zip(self._numbers, each, strict=False)]
                     return answer
+
+    def take(self, command: protocol.Move, columns: Sequence[Tensor]) -> tuple[int, list[Tensor]]:
+        """Write rows of another store, in a request that may be repeated: what :class:`protocol.Move` has. No writes go on beside it.
+
+        Raises ``TakesNone``: nothing was written; ``NotOnce``, ``ConnectionError``: rows may be written or not.
+        """
+        schema = wire.arrow_schema([*wire.written_columns(self._schema), wire.MOVED])
+        rows = wire.record_batch(schema, columns, len(columns[-1]))
+        with self._writing.alone():
+            self._writing.send(Message(msgspec.json.encode(command), rows))
+            answer = self._writing.receive()
+            (number,) = msgspec.json.decode(answer.metadata, type=dict[str, int]).values()
+            return number, wire.tensors_in(answer.rows, answer.columns)
 
     def _rename(self) -> None:
         """Begin again as a writer that the server does not know."""

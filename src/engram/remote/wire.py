@@ -56,6 +56,8 @@ class Column(NamedTuple):
 
 #: Of rows by number, with the tickets that they have or must have; and of new priorities.
 ROW, TICKET = [Column("row", "int64", ())], [Column("ticket", "int64", ())]
+#: Of rows that come from another store, behind those that are written.
+MOVED = Column(f"{MARK}priority", "float64", ())
 EDITS, PRIORITIES = ROW + TICKET, [*ROW, Column("priority", "float64", ()), *TICKET]
 
 

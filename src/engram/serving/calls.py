@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from typing import NamedTuple, cast
 from uuid import UUID
 
@@ -33,10 +34,12 @@ class _Held(NamedTuple):
 
 
 class Calls:
-    """The calls of clients, for any number of threads. It owns which client has which of the rows that grow."""
+    """The calls of clients, for any number of threads. It owns which client has which of the rows that grow. ``check`` raises what a
+    call of that name must not do now.
+    """
 
-    def __init__(self, rb: ReplayBuffer) -> None:
-        self._rb = rb
+    def __init__(self, rb: ReplayBuffer, check: Callable[[str], None]) -> None:
+        self._rb, self._check = rb, check
         #: By the number of the slot.
         self._held: dict[int, _Held] = {}
         #: Held while rows grow: a message that is sent again waits for the first one.
@@ -77,6 +80,7 @@ class Calls:
     # ---- rows that grow ------------------------------------------------------------------------------------------------
 
     def _open_row(self, command: protocol.Call, data: Fields, late: Fields | None, lane: int) -> ShownRow:
+        self._check("open_row")
         lane = check_count("open_row: lane", lane, least=0, most=self._rb.storage.lanes - 1)
         return self._hold(self._rb.open_row(data, lane=lane, late=late, timeout=0), command)
 

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import unquote
 
 import msgspec
@@ -23,10 +22,13 @@ import pyarrow as pa
 import torch
 from pyarrow import ArrowException, flight
 
+from engram.buffer.connecting import Reaching
 from engram.buffer.tensordict import ReplayBuffer
 from engram.remote import protocol, wire
 from engram.serving.awaiting import Awaiting, away
-from engram.serving.service import Service, TooMany
+from engram.serving.draining import Listening, drain, finish
+from engram.serving.dumps import TooMany
+from engram.serving.service import Service
 
 _FILES = pa.schema([("name", pa.string()), ("data", pa.binary())])
 #: Streams at a time: each holds a thread.
@@ -69,9 +71,10 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
         token: bytes = b"",
         tls: tuple[bytes, bytes] | None = None,
         clients: bytes = b"",
+        at: Listening | None = None,
     ) -> None:
-        """``clients``: certificates that sign those of clients; empty: clients need none."""
-        self._given = service
+        """``clients``: certificates that sign those of clients; empty: clients need none. ``at``: of a process that only serves."""
+        self._given, self._at = service, at
         self._lock = threading.Lock()
         #: Actions under way, of which the last one to end tells.
         self._actions, self._idle = 0, threading.Condition(self._lock)
@@ -120,7 +123,10 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
             body, data = action.body.to_pybytes(), b""
             if kind is protocol.Call:
                 body, _, data = body.partition(b"\n")
-            return self._service.do(protocol.decoded(kind, body or b"{}", action.type), data)
+            command = protocol.decoded(kind, body or b"{}", action.type)
+            if isinstance(command, protocol.Drain):
+                return drain(self._of_store(), command, self._at)
+            return self._service.do(command, data)
         except flight.FlightError:
             raise
         except Exception as error:  # noqa: BLE001 - the client raises it
@@ -298,6 +304,9 @@ class _Stream:
                 self._expected = expected
                 metadata = msgspec.json.encode(protocol.Written(1, service.limits_number()))
                 self._put(metadata, wire.ROW, [rows], len(rows))
+            case protocol.Move():
+                number, taken = service.take(command, self._rows_of(chunk, [*service.written(0), wire.MOVED], "drain"))
+                self._put(b'{"next":%d}' % number, wire.EDITS, taken, len(taken[0]))
             case protocol.Tickets():
                 held = service.tickets(self._rows_of(chunk, wire.EDITS, "edit")[0])
                 self._put(b'{"ok":1}', wire.TICKET, [held], len(held))
@@ -365,6 +374,7 @@ def run(
         make_room()
         service = Service(ReplayBuffer.open(directory)) if made is None else made()
         rb = otherwise.enter_context(service.buffer)
+        finish(service.buffer.storage)
         if also is not None:
             also(rb)
         server = _server(service, at)
@@ -385,7 +395,7 @@ def _server(service: Service | Awaiting, at: Listening) -> Server:
     """Listens already. A socket is the user's alone as soon as it is there. Raises ``OSError``: it cannot listen there."""
     before = os.umask(0o177)
     try:
-        return Server(service, at.address, token=at.token, tls=at.tls, clients=at.clients)
+        return Server(service, at.address, token=at.token, tls=at.tls, clients=at.clients, at=at)
     except ArrowException as error:  # which gRPC's log explains, in its own words
         raise OSError(
             f"serve: {at.address}: cannot listen there: {error}. Expected an address that is free, and of this machine; see the log "
@@ -393,19 +403,6 @@ def _server(service: Service | Awaiting, at: Listening) -> Server:
         ) from error
     finally:
         os.umask(before)
-
-
-class Listening(NamedTuple):
-    """The address that a server listens at, and its secrets, which its text leaves out."""
-
-    address: protocol.Address
-    token: bytes
-    tls: tuple[bytes, bytes] | None
-    #: Certificates that sign those of clients, PEM; empty: clients need none.
-    clients: bytes = b""
-
-    def __repr__(self) -> str:
-        return f"Listening({self.address})"
 
 
 def listening(
@@ -443,7 +440,9 @@ def listening(
                 "Pass them, or insecure=True in a network that you trust."
             )
     tls = None if tls_cert is None or tls_key is None else (Path(tls_cert).read_bytes(), Path(tls_key).read_bytes())
-    return Listening(at, secret, tls, b"" if tls_clients is None else Path(tls_clients).read_bytes())
+    roots = [path for path in (tls_cert, tls_clients) if path is not None]
+    reaching: Reaching = {"token": token, "tls_cert": tls_cert, "tls_key": tls_key, "tls_root": roots}
+    return Listening(at, secret, tls, b"" if tls_clients is None else Path(tls_clients).read_bytes(), reaching)
 
 
 def _own_folder() -> Path:

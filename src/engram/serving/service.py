@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 from uuid import UUID
 
 import msgspec
@@ -36,25 +35,22 @@ from engram.remote import protocol, wire
 from engram.samplers import PrioritizedSampler
 from engram.samplers.staleness import RuledSampler, VersionedSampler
 from engram.serving.calls import Calls
+from engram.serving.dumps import Dumps
 from engram.store.adding import adopt_fields
 from engram.store.blocks import DrawingPart, Masses, ThreadKey
 from engram.store.lifetime import exclusive
 from engram.store.limits import Rules
-from engram.store.ragged_rows import Items, items_in, joined
+from engram.store.ragged_rows import Items, check_room, items_in, joined
 from engram.store.requests import IN_DOUBT, OutOfOrder, Requests
 from engram.transforms import Compose
 from engram.types import Entry, WritePlan
 
+#: For how long a store that is drained takes no rows, if the drain does not go on.
+DRAIN_LEASE_S = 60.0
 #: Of answers that are made, or that clients have not read. Small ones are as many as streams, and are not counted.
 ANSWER_BYTES = 2 * protocol.MAX_MESSAGE
 #: For how long an answer waits until others are read.
 _ROOM_TIMEOUT_S = 10.0
-#: Dumps at a time: each is a folder on disk.
-MAX_DUMPS = 4
-#: A dump that its client has not read for so long makes room for another.
-_MAX_UNREAD_S = 60.0
-#: Of a file, in one message.
-_PART_BYTES = 4 << 20
 
 
 class Answers:
@@ -90,65 +86,6 @@ class Answers:
                 self._changed.notify_all()
 
 
-class TooMany(Exception):
-    """Raised where as many dumps as a server makes are under way, and are read."""
-
-
-class _Dump:
-    """A folder of files, which its client reads."""
-
-    def __init__(self) -> None:
-        self.folder = tempfile.TemporaryDirectory(prefix="engram-dump-", ignore_cleanup_errors=True)
-        #: Since when the client reads nothing; infinity while a part is made.
-        self.unread_since = float("inf")
-
-
-class Dumps:
-    """Dumps under way."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._dumps: list[_Dump] = []
-
-    def files(self, dumps: Callable[[Path], object], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-        """The files that ``dumps`` writes, as record batches of name and data.
-
-        Raises :class:`TooMany`. ``RuntimeError``: this one was not read for too long, and made room for another.
-        """
-        with self._lock:
-            if len(self._dumps) >= MAX_DUMPS:
-                oldest = min(self._dumps, key=lambda other: other.unread_since)
-                if time.monotonic() - oldest.unread_since < _MAX_UNREAD_S:
-                    raise TooMany(f"the server makes {MAX_DUMPS} dumps already")
-                self._dumps.remove(oldest)
-                oldest.folder.cleanup()
-            self._dumps.append(dump := _Dump())
-        try:
-            root = Path(dump.folder.name) / "dump"
-            dumps(root)
-            for path in sorted(root.rglob("*")):
-                if path.is_file():
-                    yield from self._parts(dump, path, str(path.relative_to(root)), schema)
-        finally:
-            with self._lock:
-                if dump in self._dumps:
-                    self._dumps.remove(dump)
-            dump.folder.cleanup()
-
-    def _parts(self, dump: _Dump, path: Path, name: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-        """A file in parts: one at least, so that an empty file is sent, too."""
-        with path.open("rb") as file:
-            while True:
-                part = file.read(_PART_BYTES)
-                dump.unread_since = time.monotonic()
-                yield pa.record_batch([[name], [part]], schema=schema)
-                dump.unread_since = float("inf")
-                if dump not in self._dumps:
-                    raise RuntimeError(f"dumps: the client read nothing for {_MAX_UNREAD_S:g} s, and others wait.")
-                if len(part) < _PART_BYTES:
-                    return
-
-
 #: For so many seconds a client that has connected counts as one that draws, before it draws.
 _CONNECTING_S = 60.0
 
@@ -172,6 +109,13 @@ class _Drawn(NamedTuple):
     tensors: list[Tensor]
 
 
+class Forwarding(Protocol):
+    """What moves the rows of a store to others."""
+
+    def forwarding(self, rows: Tensor, priorities: Tensor, tickets: Tensor) -> AbstractContextManager[Tensor]:
+        """Send new priorities to where rows are now. Gives the rows that are here; -1 for others."""
+
+
 class Service:
     """The commands over an open buffer, for any number of threads."""
 
@@ -187,7 +131,7 @@ class Service:
         assert store.directory is not None
         self._store, self._schema = store, store.schema
         self._folder = Path(store.directory)
-        self._requests, self._calls = Requests(store), Calls(rb)
+        self._requests, self._calls = Requests(store), Calls(rb, self._check_stays)
         self._answers, self._dumps = Answers(), Dumps()
         self._key = ThreadKey()
         #: Bytes of a row, as it is stored, and of one of batches, whose stacks are wider.
@@ -209,6 +153,9 @@ class Service:
         self._fields_epoch = store.core.fields_epoch
         #: Of batches, by their fields and entries.
         self._columns: dict[tuple[object, ...], list[wire.Column]] = {}
+        #: What moves the rows to other stores; None: they stay. And until when no rows are taken, by the clock.
+        self.draining: Forwarding | None = None
+        self.drained_until = 0.0
         #: Of the store, for its clients.
         self.name = _name_of(self._folder, readonly=store.readonly)
 
@@ -233,6 +180,7 @@ class Service:
             case protocol.Empty():
                 self._rb.empty(empty_write_count=not command.keep_write_count)
             case protocol.EndTrajectory():
+                self._check_stays("end_trajectory")
                 roles = {field_paths.public(path): role for path, role in command.roles} or None
                 return self._rb.end_trajectory(command.lanes, terminated=command.terminated, roles=roles).tolist()
             case protocol.Limit():
@@ -243,13 +191,26 @@ class Service:
                 return self._calls.do(command, data)
         return {}
 
+    @property
+    def is_drained(self) -> bool:
+        """Whether it takes no rows, as they are moved to other stores."""
+        return time.monotonic() < self.drained_until
+
+    def _check_stays(self, call: str) -> None:
+        """Raise ``TakesNone``: the store is drained."""
+        if self.is_drained:
+            raise protocol.TakesNone(
+                f"{call}: expected a store that stays, got one that is drained. Connect to the others, and begin a new episode there."
+            )
+
     def _describe(self, command: protocol.Describe) -> protocol.Served:
         check_protocol(command)
         self.look_for_fields()
         recipe = json.loads((self._folder / layout.FOLDER / layout.BUFFER).read_bytes())
         served = served_by(self._rb, self.name, encode(self._schema).decode(), recipe, why_alone(self._rb))
         limited = self.limits_number() < 0
-        return msgspec.structs.replace(served, limited=limited, participant=self._number_of_client())
+        client = self._number_of_client()
+        return msgspec.structs.replace(served, limited=limited, participant=client, drained=self.is_drained)
 
     def limits_number(self) -> int:
         """As :class:`protocol.Written` has it."""
@@ -294,7 +255,8 @@ class Service:
         storage, core = self._wiring.storage, self._store.core
         limits = core.limit, core.limit_counts()
         counts = len(storage), self._rb.write_count, storage.counters()
-        return protocol.State(*counts, *limits, self._mass(), self.writers, core.fleet_limit, self.look_for_fields())
+        fields, mass = self.look_for_fields(), self._mass()
+        return protocol.State(*counts, *limits, mass, self.writers, core.fleet_limit, fields, self.is_drained)
 
     def _mass(self) -> protocol.Mass | None:
         """Of the next draw."""
@@ -454,13 +416,14 @@ class Service:
 
     def prioritize(self, rows: Tensor, priorities: Tensor, tickets: Tensor) -> None:
         """New priorities; a ticket of -1 is any."""
-        known = tickets >= 0
-        for mask in (known, ~known) if bool(known.any()) and not bool(known.all()) else (slice(None),):
-            generation = tickets[mask] if bool(known[mask].all()) else None
-            index = self._wiring.user_index(rows[mask])
-            if index.ndim > 1:
-                index = index.where(rows[mask].unsqueeze(-1) >= 0, -1)
-            self._rb.update_priority(index, priorities[mask], generation=generation)
+        known, leaves = tickets >= 0, self.draining
+        with contextlib.nullcontext(rows) if leaves is None else leaves.forwarding(rows, priorities, tickets) as here:
+            for mask in (known, ~known) if bool(known.any()) and not bool(known.all()) else (slice(None),):
+                generation = tickets[mask] if bool(known[mask].all()) else None
+                index = self._wiring.user_index(here[mask])
+                if index.ndim > 1:
+                    index = index.where(here[mask].unsqueeze(-1) >= 0, -1)
+                self._rb.update_priority(index, priorities[mask], generation=generation)
 
     def tickets(self, rows: Tensor) -> Tensor:
         """Which writes rows hold: -1 for none, or one that is under way. Raises ``RowError``: a row outside the store."""
@@ -477,6 +440,63 @@ class Service:
         storage.check_removal(rows)
         return cast("int", storage.remove(rows.contiguous(), tickets.contiguous()))
 
+    def take(self, command: protocol.Move, columns: Sequence[Tensor]) -> tuple[int, list[Tensor]]:
+        """Write rows of another store, with their priorities: what :class:`protocol.Move` has.
+
+        Behind each request comes an empty one, which says that all of it was written: rows that are not there since then were removed.
+        An empty one is the first, too, so that a writer who asks for more than that, and is not known, was forgotten.
+
+        Raises as :meth:`append`. ``TakesNone``: they would replace rows, and may not, or are more than a lane has.
+        """
+        *columns, priorities = columns
+        storage, requests, writer, number = self._wiring.storage, self._requests, command.writer, command.number
+        n, lane = len(priorities), columns.pop() if storage.lanes > 1 else None
+        with exclusive(self._folder):  # one after the other, whichever server they come to
+            following = requests.next_request(writer)
+            if following < number:
+                raise protocol.NotOnce(
+                    "drain: expected a writer that the other store knows, got one that it has forgotten: whether its last rows came is "
+                    "unknown. Compare the stores. Then remove the file .engram/draining of the one that is drained, and drain again."
+                )
+            rows, new = torch.empty(0, dtype=torch.int64, device="cpu"), following == number
+            if new:
+                one = 0 if lane is None or not n else int(lane[0])
+                self._check_room(one, columns, n, evict=command.evict)
+                rows = self._request(writer, number, one, columns, n)
+                if self._wiring.of_sampler.prioritized:
+                    self.prioritize(rows, priorities, self.tickets(rows))
+            elif following == number + 1:  # a server died in the midst of it
+                storage.remove(self._rows_of(writer, number), None)
+            else:
+                rows = self._rows_of(writer, number)
+            if new or following == 1:
+                following = number + 2
+                self._request(writer, number + 1, 0, [column[:0] for column in columns], 0)
+            return following, [rows, self.tickets(rows)]
+
+    def _rows_of(self, writer: UUID, number: int) -> Tensor:
+        """The rows of a request; -1 for those that do not hold what it wrote."""
+        lane, first, n = self._requests.place_of(writer, number)
+        positions = torch.arange(first, first + n, device="cpu")
+        rows = lane * self._store.lane_length + positions % self._store.lane_length
+        return rows.where(self._wiring.storage.positions_of(rows) == positions, -1)
+
+    def _check_room(self, lane: int, columns: Sequence[Tensor], n: int, *, evict: bool) -> None:
+        """Raise ``TakesNone``: a lane does not take so many rows of another store. ``NotOnce``: the writer says where rows go."""
+        if n:  # else the writer only asks what became of its rows
+            self._check_stays("extend")
+        self._check_groups(columns)
+        if not self._wiring.appends_natively:
+            raise protocol.NotOnce("expected a writer that appends rows.")
+        storage, length = self._wiring.storage, self._store.lane_length
+        ahead = (storage.extent().seam[lane] + torch.arange(n, device="cpu")) % length + lane * length
+        if n > length or (not evict and bool((storage.tickets_of(ahead) >= 0).any())):
+            raise protocol.TakesNone(f"lane {lane} has no room for {n} rows.")
+        try:
+            check_room(self._schema.ragged_groups, columns, lane, length)
+        except ValueError as error:
+            raise protocol.TakesNone(str(error)) from error
+
     def append(self, command: protocol.Append, columns: Sequence[Tensor], n: int) -> Tensor:
         """Write rows: their numbers.
 
@@ -488,7 +508,10 @@ class Service:
         lane = columns[-1] if storage.lanes > 1 else 0
         columns = columns[:-1] if storage.lanes > 1 else columns
         self._check_groups(columns)
-        if command.writer is not None:
+        once = command.writer
+        if self.is_drained and (once is None or self._requests.next_request(once) <= command.number):
+            self._check_stays("extend")
+        if once is not None:
             return self._append_once(command, columns, lane, n)
         if not wiring.appends_natively:
             return self._rb.extend(storage.batch(columns, (n,)), lane=lane, timeout=0)
@@ -607,7 +630,7 @@ def served_by(
         sampler.draws_of_a_row,
         alone,
         compressions=wire.COMPRESSIONS,
-        level=1,
+        level=2,
     )
 
 

@@ -142,6 +142,10 @@ class Requests:
         """Number of the writer's next request: 1 if the table does not know it."""
         return self._table().next(*_halves(writer))
 
+    def place_of(self, writer: UUID, number: int) -> tuple[int, int, int]:
+        """The lane of a request, the position of its first row, and how many it had; zeros: the table does not know it."""
+        return self._table().rows_of(*_halves(writer), number) or (0, 0, 0)
+
     def append_by(self, writer: UUID, number: int, lane: int, columns: Sequence[torch.Tensor], n: int) -> Written:
         """Append ``n`` rows to a lane that several writers may share, as a request of a writer: once.
 

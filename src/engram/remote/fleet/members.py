@@ -60,6 +60,8 @@ class Shard:
         self.lost = False
         #: Whether it is lost because it is no longer listed: then it is no more of the fleet.
         self.left = False
+        #: Whether it refused rows, as it is drained: another store is chosen.
+        self.leaving = False
         #: Rows that its last batches by tokens had, by what was asked.
         self.rows_within = RowsWithin()
 
@@ -160,6 +162,9 @@ class Members:
         """Ask a store something that no other one can do. If it is gone, it is lost, and ``ConnectionError`` is raised, with a note."""
         try:
             yield
+        except protocol.TakesNone:
+            shard.leaving = True
+            raise
         except ConnectionError as error:
             if note:
                 error.add_note(note)

@@ -217,13 +217,13 @@ class FleetStorage(ServedStorage):
     # ---- writing -------------------------------------------------------------------------------------------------------
 
     def home(self) -> Shard:
-        """The store that rows of this buffer go to: while it is there, it stays the one.
+        """The store that rows of this buffer go to: while it is there, and is not drained, it stays the one.
 
-        Raises ``ConnectionError``: none is there. It is gone, in the midst of a trajectory: once, then others are taken.
+        Raises ``ConnectionError``: none is there. It is gone, or drained, in the midst of a trajectory: once, then others are taken.
         """
         with self._homes:
             gone = self._home
-            if gone is None or gone.lost:
+            if gone is None or gone.lost or gone.leaving:
                 self._home = None
                 if self._open:
                     self._open.clear()
@@ -232,9 +232,13 @@ class FleetStorage(ServedStorage):
                         "a new episode: it goes to another store."
                     )
                 turn, stores = self._turn(), len(self.members.shards)
-                found = self.members.answers(lambda it: it.storage.writers())
-                self._home = min((writers, (it.number - turn) % stores, it) for it, writers in found)[2]
-                return self._home
+                answers = self.members.answers(lambda it: it.storage.writers())
+                found = [(writers, (it.number - turn) % stores, it) for it, writers in answers if writers is not None]
+                if not found:
+                    raise ConnectionError(f"extend: all stores of {self!r} are gone, or drained. Nothing was written.")
+                self._home = home = min(found)[2]
+                home.leaving = False
+                return home
             return gone
 
     def limit(self, rules: Rules, unconsumed: int) -> None:  # noqa: ARG002 - each store knows its own
@@ -242,8 +246,11 @@ class FleetStorage(ServedStorage):
 
     def write(self, plan: WritePlan, prepared: list[Tensor], n: int) -> Write:
         shard = self.home()
-        with self._writing(shard, n):
-            written = shard.storage.write(plan, prepared, n)
+        try:
+            with self._writing(shard, n):
+                written = shard.storage.write(plan, prepared, n)
+        except protocol.TakesNone:  # another store takes them, unless a trajectory goes on in this one
+            return self.write(plan, prepared, n)
         self._note_open(plan.lane, prepared, n)
         return Write(plans.number(written.rows, shard.number), 0)
 
@@ -347,8 +354,9 @@ class FleetStorage(ServedStorage):
     def end_trajectories(self, lanes: Tensor, roles: Roles | None, *, terminated: bool) -> Tensor:
         """Of the store that rows of this buffer go to."""
         shard = self.home()
-        rows: Tensor = shard.storage.end_trajectories(lanes, roles, terminated=terminated)
         self._open -= {*lanes.tolist()}
+        with self.members.needing(shard):
+            rows: Tensor = shard.storage.end_trajectories(lanes, roles, terminated=terminated)
         return plans.number(rows, shard.number)
 
     fetch_dump = unsupported.refusing("dumps", "Dump each of the stores, or save checkpoints of ranks, where they are.")
@@ -381,7 +389,7 @@ def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedS
             return RemoteStorage(connection)
         connection.close()
         return awaited.awaited_at(awaited.OneStore(awaited.AtServers(*access)), connection.served)
-    served = _ask_servers(access, missing)
+    served = ask_servers(access, missing)
     stores: dict[str, list[protocol.Address]] = {}
     for address, answer in served.items():
         stores.setdefault(answer.store, []).append(address)
@@ -503,7 +511,7 @@ def _without_limits(access: Access, served: protocol.Served | None = None) -> Re
     return storage
 
 
-def _ask_servers(access: Access, missing: Missing) -> dict[protocol.Address, protocol.Served]:
+def ask_servers(access: Access, missing: Missing) -> dict[protocol.Address, protocol.Served]:
     """What servers say, in the order of their addresses. Silent ones are asked again until the time is over.
 
     Raises ``ConnectionError``: none answers; or not all do, and they are waited for.
