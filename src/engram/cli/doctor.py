@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from engram._support.memory import available_memory, missing_share
+from engram._support.memory import available_memory, lines_of, missing_share
 from engram._support.version import __version__
 from engram._support.words import format_size
 from engram.format import files, layout, sizes
@@ -106,7 +106,7 @@ def findings(directory: Path | None = None, *, load: bool = False) -> list[Findi
         *(_loaded_gpu() if load else [_gpu()]),
     ]
     if directory is not None:
-        found.append(file_system(directory, _lines("/proc/self/mountinfo")))
+        found.append(file_system(directory, lines_of("/proc/self/mountinfo")))
     return found + [_extra(name, *of) for name, of in _EXTRAS.items()]
 
 
@@ -229,7 +229,7 @@ def _shared_memory(place: Path) -> Finding:
 
 
 def _huge_pages(setting: Path) -> Finding:
-    said = next(iter(_lines(setting)), "unknown").strip()
+    said = next(iter(lines_of(setting)), "unknown").strip()
     advice = f"Large buffers in memory are sampled faster with them: echo madvise > {setting}"
     return noted("huge pages", said, advice if "[never]" in said else "")
 
@@ -259,13 +259,6 @@ def _extra(name: str, package: str, use: str) -> Finding:
         return noted(f"extra {name}", f"{package} {version(package)}")
     except PackageNotFoundError:
         return noted(f"extra {name}", f"{package} is not installed", f'For {use}: pip install "engram-replay[{name}]"')
-
-
-def _lines(path: str | Path) -> list[str]:
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError:
-        return []
 
 
 def _free(path: str) -> str:
