@@ -183,8 +183,7 @@ class Configuration:
             checks.check_callable(f"{call}: transform_factory", factory, "a callable that makes a transform")
             if transform is not None:
                 raise TypeError(f"{call}: expected one of transform and transform_factory, got both.")
-        if self.collate_fn is not None and not callable(self.collate_fn):
-            raise TypeError(f"{call}: collate_fn: expected a callable, got {type(self.collate_fn).__name__}.")
+        checks.check_callable(f"{call}: collate_fn", self.collate_fn, "a callable", optional=True)
         unit: object = self.sample_unit
         if not isinstance(unit, SampleUnit | None):
             name = unit.__name__ if isinstance(unit, type) else type(unit).__name__

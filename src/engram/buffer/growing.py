@@ -9,7 +9,7 @@ from uuid import UUID, uuid4
 import torch
 from torch import Tensor
 
-from engram._support import native, tensordicts, words
+from engram._support import checks, native, tensordicts, words
 from engram._support.field_paths import checked_path, public
 from engram._support.nested import flatten
 from engram.buffer.lanes import Lanes
@@ -514,10 +514,8 @@ def paths_of(data: Given | None, named: Mapping[str, object], known: Collection[
 
     Raises ``TypeError``: it is no dict.
     """
-    if not isinstance(data, dict | None):
-        raise TypeError(
-            f"{call}: expected a dict of fields, got {type(data).__name__}. Write {call}({{…}}), or name them."
-        )
+    if data is not None:
+        checks.check_type(call, data, dict, "a dict of fields", f"Write {call}({{…}}), or name them.")
     found: dict[Path, object] = {}
     for key, value in (*(data or {}).items(), *named.items()):
         path = (key,) if isinstance(key, str) else checked_path(key, call)

@@ -349,12 +349,11 @@ class Wiring:
 
 def checked_generator(generator: torch.Generator | None) -> torch.Generator | None:
     """The generator of draws. Raises ``TypeError``: it is none. ``ValueError``: it is not on the CPU."""
-    if not isinstance(generator, torch.Generator | None):
-        raise TypeError(
-            f"generator: expected a torch.Generator, got {type(generator).__name__}. Write torch.Generator().manual_seed(0)."
-        )
-    if generator is not None and generator.device.type != "cpu":
-        raise ValueError(f"generator: expected one of the CPU, which draws rows, got one on {generator.device}.")
+    if generator is not None:
+        how = "Write torch.Generator().manual_seed(0)."
+        checks.check_type("generator", generator, torch.Generator, "a torch.Generator", how)
+        if generator.device.type != "cpu":
+            raise ValueError(f"generator: expected one of the CPU, which draws rows, got one on {generator.device}.")
     return generator
 
 
@@ -457,8 +456,7 @@ def first_storage(
     Raises:
         TypeError: it is none, or ``size`` is no int. ValueError: ``size`` is below 1, or not the storage's ``max_size``.
     """
-    if size is not None:
-        size = checked_size(size, call)
+    size = checked_size(size, call)
     if given is None:
         rows = size or samplers.declared(sampler).max_size or 1000
         storage: storages.Storage = kind(rows)
