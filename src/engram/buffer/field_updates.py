@@ -24,6 +24,7 @@ from engram.buffer.output import Source
 from engram.buffer.wiring import Wiring
 from engram.errors import RowError
 from engram.format.schema import Field
+from engram.inspect.plots import check_here
 from engram.storages import Rows, Storage, _columns, _structure
 from engram.storages._types import as_tensor, cast
 from engram.store import adding, memory, open_rows, ragged_rows
@@ -429,10 +430,7 @@ def add_field(self: _Stored, key: str | tuple[str, ...], example: object, *, fil
 
 
 def _checked(storage: Storage) -> storages.TensorStorage:
-    if storage.traits.is_remote:
-        raise RuntimeError(
-            f"{_CALL}: expected the rows in this process, the buffer is a connection. Call it where the store is."
-        )
+    check_here(storage, _CALL)
     if not isinstance(storage, storages.TensorStorage):
         raise TypeError(f"{_CALL}: expected a tensor storage, a {type(storage).__name__} has no fields.")
     if storage.memory is None:
