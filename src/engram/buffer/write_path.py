@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from engram._support import checks, fork, native, nested, tensordicts
 from engram._support.overrides import doing, overrides
 from engram.buffer.configuration import Settings
 from engram.buffer.lanes import BATCHES, Lane, Lanes, Layout
+from engram.buffer.prefetch import Prefetcher
 from engram.buffer.recipe import Recipe
 from engram.buffer.wiring import Wiring
 from engram.env import Notes
@@ -43,13 +44,6 @@ class TransformedRows(NamedTuple):
     rows: int | None
 
 
-class Ahead(Protocol):
-    """Batches that were asked for ahead."""
-
-    def materialize(self) -> None:
-        """Draw them now: what happens to rows from here on is not for them."""
-
-
 class WritePath:
     """Writes rows, and keeps what the writes of one buffer need besides its components: its lane and its recipe."""
 
@@ -59,7 +53,7 @@ class WritePath:
     notes = Notes()
 
     def __init__(
-        self, wiring: Wiring, settings: Settings, lanes: Lanes, recipe: Recipe, prefetching: Ahead | None
+        self, wiring: Wiring, settings: Settings, lanes: Lanes, recipe: Recipe, prefetching: Prefetcher | None
     ) -> None:
         self._wiring = wiring
         self._settings = settings
