@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from time import monotonic, perf_counter, perf_counter_ns
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -19,15 +19,6 @@ from engram.types import Commit
 
 #: Data, rows and info of a batch.
 Made = tuple[object, Tensor | None, dict[object, object]]
-
-
-class SavedBatches(NamedTuple):
-    """Prefetched batches in a state."""
-
-    #: What the state has of them; None: nothing is prefetched, or it is left out.
-    state: dict[str, Any] | None
-    #: The sampler's state before it drew batches that are left out; None: as it is.
-    before: dict[str, Any] | None
 
 
 class Prefetching(prefetch.Prefetcher):
@@ -151,17 +142,21 @@ class Prefetching(prefetch.Prefetcher):
         """Go on with what :meth:`copy` returned."""
         self.take_entries(_from_value(copy))
 
-    def saved(self, *, drop: bool = False) -> SavedBatches:
+    def saved(self, *, drop: bool = False) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """What is prefetched, for :func:`prepare_batches`. Draws what was asked for.
 
         ``drop``: nothing of it, as if it had never been drawn.
+
+        Returns:
+            What a state has of the batches; None: nothing is prefetched, or it is left out. And the sampler's state before it drew
+            batches that are left out; None: as it is.
         """
         ahead = self.entries()
         if drop:
             befores = [batch["before"] for batch in ahead["batches"] if batch.get("before") is not None]
-            return SavedBatches(None, next(iter(befores), None))
+            return None, next(iter(befores), None)
         if not any(ahead.values()):
-            return SavedBatches(None, None)
+            return None, None
         queue = []
         for batch in ahead["batches"]:
             made = batch.get("made")
@@ -174,7 +169,7 @@ class Prefetching(prefetch.Prefetcher):
             "queue": queue,
             "keys": ahead["keys"],
         }
-        return SavedBatches(state, None)
+        return state, None
 
 
 def place_of(wiring: Wiring) -> dict[str, object] | None:
