@@ -158,29 +158,26 @@ class _Fields(NamedTuple):
         return cls(memory, memory.schema, time, of_keys, others)
 
 
-class _Steps(NamedTuple):
-    """The steps that stand for the times around ``B`` drawn rows, ``[B, T]`` each."""
+def _steps_at(
+    fields: _Fields, table: Trajectories, drawn: torch.Tensor, deltas: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """The steps that stand for the times around ``B`` drawn rows, ``[B, T]`` each.
 
-    rows: torch.Tensor
-    #: -1: one is being written.
-    tickets: torch.Tensor
-    #: From that of the drawn row.
-    times: torch.Tensor
-    #: Whether the episode has no step beyond it.
-    is_end: torch.Tensor
+    Returns:
+        Rows; their tickets, -1: one is being written; times from that of the drawn row; and whether the episode has no step beyond.
 
-    @classmethod
-    def of(cls, fields: _Fields, table: Trajectories, drawn: torch.Tensor, deltas: torch.Tensor) -> _Steps:
-        """Raises ``ValueError``: a timestamp is not finite."""
-        memory, shape = fields.memory, (len(drawn), len(deltas))
-        dtypes = (torch.int64, torch.int64, torch.float64, torch.bool)
-        found = cls(*(torch.empty(shape, dtype=dtype, device="cpu") for dtype in dtypes))
-        form = memory.schema.fields[fields.time]
-        wrong = table.nearest(memory.core, fields.time, *DLPACK[getattr(torch, form.dtype)], drawn, deltas, *found)
-        if wrong >= 0:
-            got = float(memory.read(torch.tensor([wrong]), which=[fields.time])[0][0])
-            raise ValueError(f"sample: Window: time_key: expected finite timestamps, got {got} in row {wrong}.")
-        return found
+    Raises:
+        ValueError: a timestamp is not finite.
+    """
+    memory, shape = fields.memory, (len(drawn), len(deltas))
+    dtypes = (torch.int64, torch.int64, torch.float64, torch.bool)
+    rows, tickets, times, is_end = (torch.empty(shape, dtype=dtype, device="cpu") for dtype in dtypes)
+    form = DLPACK[getattr(torch, memory.schema.fields[fields.time].dtype)]
+    wrong = table.nearest(memory.core, fields.time, *form, drawn, deltas, rows, tickets, times, is_end)
+    if wrong >= 0:
+        got = float(memory.read(torch.tensor([wrong]), which=[fields.time])[0][0])
+        raise ValueError(f"sample: Window: time_key: expected finite timestamps, got {got} in row {wrong}.")
+    return rows, tickets, times, is_end
 
 
 class TimeReader(ExpandedReader):
@@ -200,7 +197,7 @@ class TimeReader(ExpandedReader):
         tickets = storage.tickets_of(drawn) if draw.tickets is None else draw.tickets
         deltas, info = torch.cat([*unit.deltas.values()]), dict(draw.info)
         table = unit.rules.episodes(memory, "sample: Window").table()
-        rows, expected, times, is_end = _Steps.of(fields, table, drawn, deltas)
+        rows, expected, times, is_end = _steps_at(fields, table, drawn, deltas)
         far = ~((times - deltas).abs() <= unit.tolerance)
         refused = far & ~is_end
         moved = ((expected < 0) | (expected >= clock)).any(1).nonzero().flatten().tolist()
