@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NoReturn, Unpack, cast
+from typing import Any, Literal, Never, NoReturn, cast
 
 import numpy as np
 import torch
@@ -22,9 +22,7 @@ class NativeWriter(Component):
     #: Whether rows lie in the order in which they came.
     keeps_order = True
 
-    def __init__(
-        self, compilable: bool = False, *, track_generations: bool = False, **unknown: Unpack[unsupported.NoArguments]
-    ) -> None:
+    def __init__(self, compilable: bool = False, *, track_generations: bool = False, **unknown: Never) -> None:
         given = {"compilable": compilable, **unknown}
         unsupported.reject_unsupported(type(self).__name__, given, unsupported.NOT_TRACED, type(self))
         unsupported.take_compilable(self, given)
@@ -373,7 +371,7 @@ class ImmutableDatasetWriter(NativeWriter):
 
     traits = Traits(read_only=True)
 
-    def __init__(self, compilable: bool = False, **unknown: Unpack[unsupported.NoArguments]) -> None:
+    def __init__(self, compilable: bool = False, **unknown: Never) -> None:
         super().__init__(compilable, **unknown)
 
     write_count = 0
