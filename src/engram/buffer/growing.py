@@ -9,8 +9,8 @@ from uuid import UUID, uuid4
 import torch
 from torch import Tensor
 
-from engram._support import checks, native, tensordicts, words
-from engram._support.field_paths import checked_path, public
+from engram._support import checks, native, words
+from engram._support.field_paths import checked_path, nested, public
 from engram._support.nested import flatten
 from engram.buffer.lanes import Lanes
 from engram.buffer.wiring import Wiring
@@ -230,9 +230,7 @@ class GrowingRows:
         if storage.memory is None:
             row = storage.ragged.without_items()
             row |= paths_of(data, fields, row, "open_row") | paths_of(late, {}, row, "open_row: late")
-            nested: dict[str, object] = {}
-            tensordicts.add_fields(nested, row)
-            storage.prepare(nested, "open_row", batched=False)
+            storage.prepare(nested(row), "open_row", batched=False)
         rows = rows or OpenRowIndex.of_store(storage.store, slots)
         intake, whole = storage.written().intake, merged(data, fields)
         slot = rows.take_now() if whole and intake is not None else None
