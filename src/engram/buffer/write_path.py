@@ -219,7 +219,43 @@ class WritePath:
 
     def _write(self, data: object, lane: object, call: str, *, batched: bool) -> Write:
         """Write through what components of the user's override."""
-        return write_overridden(self.write_here, self._wiring, self._lanes, data, lane, call, batched=batched)
+        wiring, lanes, told = self._wiring, self._lanes, list[Write]()
+        storage, writer, memory = wiring.storage, wiring.writer, wiring.storage.memory
+        lane = lanes.default if lane is None else lane
+
+        def tell(name: str, written: Write) -> None:
+            if overrides(type(wiring.own_sampler), name):
+                index: Any = wiring.user_index(written.survivors if wiring.of_writer.rejects else written.rows)
+                if not batched and storage.ndim == 1:
+                    index = int(index[0]) if index[0] >= 0 else None
+                getattr(wiring.own_sampler, name)(index)
+
+        def own(data: object, call: str, batched: bool) -> Write:
+            if storage.sets:
+                named = lanes.of_rows(lane, call, batched=batched)[0]
+                told.append(_set(self.write_here, wiring, data, (lane, named), call, batched=batched))
+            else:
+                told.append(self.write_here(data, lane, call, batched=batched))
+            tell("mark_update", told[-1])
+            return told[-1]
+
+        with _one_by_one:
+            if memory is not None and memory.core.limited:  # first: methods of the user's are called once
+                memory.core.prepay_inserts((_steps(data, storage, call) if batched else 1) * math.prod(storage.columns))
+            try:
+                if isinstance(writer, NativeWriter) and overrides(type(writer), call):
+                    with doing(writer, own):
+                        written = _written(wiring, getattr(writer, call)(data))
+                    if not told:
+                        storage.notify(written, data)
+                        tell("mark_update", written)
+                else:
+                    written = own(data, call, batched)
+            finally:
+                if memory is not None:
+                    memory.core.return_prepaid()
+            tell(call, written)
+        return written
 
     def write_here(self, data: object, lane: object, call: str, *, batched: bool) -> Write:
         """Write as a buffer does whose components override nothing."""
@@ -385,48 +421,6 @@ def _move_dim(x: object, at: int, to: int) -> object:
 
 
 _one_by_one = fork.rlock()
-
-
-def write_overridden(
-    here: Callable[..., Write], wiring: Wiring, lanes: Lanes, data: object, lane: object, call: str, *, batched: bool
-) -> Write:
-    """What ``here`` does, through the methods that are overridden."""
-    storage, writer, memory, told = wiring.storage, wiring.writer, wiring.storage.memory, list[Write]()
-    lane = lanes.default if lane is None else lane
-
-    def tell(name: str, written: Write) -> None:
-        if overrides(type(wiring.own_sampler), name):
-            index: Any = wiring.user_index(written.survivors if wiring.of_writer.rejects else written.rows)
-            if not batched and storage.ndim == 1:
-                index = int(index[0]) if index[0] >= 0 else None
-            getattr(wiring.own_sampler, name)(index)
-
-    def own(data: object, call: str, batched: bool) -> Write:
-        if storage.sets:
-            named = lanes.of_rows(lane, call, batched=batched)[0]
-            told.append(_set(here, wiring, data, (lane, named), call, batched=batched))
-        else:
-            told.append(here(data, lane, call, batched=batched))
-        tell("mark_update", told[-1])
-        return told[-1]
-
-    with _one_by_one:
-        if memory is not None and memory.core.limited:  # first: methods of the user's are called once
-            memory.core.prepay_inserts((_steps(data, storage, call) if batched else 1) * math.prod(storage.columns))
-        try:
-            if isinstance(writer, NativeWriter) and overrides(type(writer), call):
-                with doing(writer, own):
-                    written = _written(wiring, getattr(writer, call)(data))
-                if not told:
-                    storage.notify(written, data)
-                    tell("mark_update", written)
-            else:
-                written = own(data, call, batched)
-        finally:
-            if memory is not None:
-                memory.core.return_prepaid()
-        tell(call, written)
-    return written
 
 
 def _written(wiring: Wiring, index: object) -> Write:
