@@ -129,7 +129,7 @@ class Recording:
         buffer, lanes, names, tensordicts, notes, infos, self._appending, self._priority = target
         count = math.prod(batch)
         _check(buffer.storage, lanes, count)
-        notes.belong_to(*batch)
+        notes.batch = batch
         if tensordicts and any(map(has_tuple, (observation, action))):
             raise TypeError("record: a TensorDict holds no tuples, but a space of it is one: use a ReplayBuffer.")
         self._buffer = buffer
