@@ -85,13 +85,18 @@ class ReadingArguments(_Reading, total=False):
     output: Output | None
 
 
-class ConnectArguments(ReadingArguments, total=False):
-    """Keywords of ``connect``."""
+class Reaching(TypedDict, total=False):
+    """Keywords of ``connect`` that commands have as options."""
 
     token: StrPath | None
     tls_root: StrPath | Sequence[StrPath] | None
     tls_cert: StrPath | None
     tls_key: StrPath | None
+
+
+class ConnectArguments(ReadingArguments, Reaching, total=False):
+    """Keywords of ``connect``."""
+
     patience: float
     full: Full | None
     missing: Missing

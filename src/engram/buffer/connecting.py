@@ -8,7 +8,7 @@ import weakref
 from collections import deque
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _ON_RAY = "ray:"
 
 
-class _Way(NamedTuple):
+class Way(NamedTuple):
     """The arguments of ``ReplayBuffer.connect`` that say how servers are reached."""
 
     token: Given = None
@@ -103,13 +103,13 @@ def connect_buffer(asked: type[Facade], address: object, arguments: ConnectArgum
 
     Raises: as ``ReplayBuffer.connect``.
     """
-    way = _Way(**{name: value for name, value in cast("dict[str, Any]", arguments).items() if name in _Way._fields})
-    reading = {name: value for name, value in arguments.items() if name not in _Way._fields}
+    way = Way(**{name: value for name, value in cast("dict[str, Any]", arguments).items() if name in Way._fields})
+    reading = {name: value for name, value in arguments.items() if name not in Way._fields}
     for name in reading:
         if name not in READING_ARGUMENTS:
             raise TypeError(
-                f"connect: {name}: a connection takes {', '.join((*_Way._fields, *READING_ARGUMENTS))}. The storage, the sampler and "
-                f"the writer are those of the server.{meant(name, (*_Way._fields, *READING_ARGUMENTS))}"
+                f"connect: {name}: a connection takes {', '.join((*Way._fields, *READING_ARGUMENTS))}. The storage, the sampler and "
+                f"the writer are those of the server.{meant(name, (*Way._fields, *READING_ARGUMENTS))}"
             )
     check_choice("connect: full", way.full, (None, "block", "raise", "drop"))
     check_choice("connect: compression", way.compression, (None, "zstd"))
@@ -147,20 +147,6 @@ def connect_buffer(asked: type[Facade], address: object, arguments: ConnectArgum
     except BaseException:
         storage.close()
         raise
-
-
-class Reaching(TypedDict, total=False):
-    """Keywords of ``connect`` that commands have as options."""
-
-    token: str | None
-    tls_root: tuple[str, ...]
-    tls_cert: str | None
-    tls_key: str | None
-
-
-def access_to(address: str, call: str, patience: float, **how: Unpack[Reaching]) -> Access:
-    """How servers are reached. Raises as :meth:`_Way.access`."""
-    return _Way(patience=patience, **how).access(address, call)
 
 
 Transport = Literal["auto", "flight", "shared"]
@@ -290,7 +276,7 @@ def name_of(name: str, number: int, shards: int) -> str:
     return name if number == 0 else f"{name}/{number}-of-{shards}"
 
 
-def attached_by_name(asked: type[Facade], name: str, way: _Way, arguments: dict[str, object]) -> Facade:
+def attached_by_name(asked: type[Facade], name: str, way: Way, arguments: dict[str, object]) -> Facade:
     """A buffer of the shards of this name. Raises as ``ReplayBuffer.connect``."""
     import ray
 
