@@ -188,7 +188,8 @@ class Configuration:
             checks.check_callable(f"{call}: transform_factory", factory, "a callable that makes a transform")
             if transform is not None:
                 raise TypeError(f"{call}: expected one of transform and transform_factory, got both.")
-        checks.check_callable(f"{call}: collate_fn", self.collate_fn, "a callable", optional=True)
+        if self.collate_fn is not None:
+            checks.check_callable(f"{call}: collate_fn", self.collate_fn, "a callable")
         unit: object = self.sample_unit
         if not isinstance(unit, SampleUnit | None):
             name = unit.__name__ if isinstance(unit, type) else type(unit).__name__
