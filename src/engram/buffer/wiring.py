@@ -456,7 +456,7 @@ def first_storage(
     Raises:
         TypeError: it is none, or ``size`` is no int. ValueError: ``size`` is below 1, or not the storage's ``max_size``.
     """
-    size = checked_size(size, call)
+    size = None if size is None else checked_size(size, call)
     if given is None:
         rows = size or samplers.declared(sampler).max_size or 1000
         storage: storages.Storage = kind(rows)
