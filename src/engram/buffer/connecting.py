@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 import numpy as np
 import torch
 
-from engram._support import field_paths, fork, native
-from engram._support.checks import as_ints, check_choice, check_path, check_type
+from engram._support import checks, field_paths, fork, native
 from engram._support.progress import OnProgress, Work
 from engram._support.unsupported import BY_NUMBER, meant, refused, refusing
 from engram.buffer.configuration import READING_ARGUMENTS, ConnectArguments, Settings
@@ -67,7 +66,7 @@ class Way(NamedTuple):
         own = self.tls_cert, self.tls_key
         if own.count(None) == 1:
             raise ValueError(f"{call}: expected tls_cert and tls_key together, got one of them.")
-        if check_type(f"{call}: own_lanes", self.own_lanes, bool, "a bool") and self.full is None:
+        if checks.check_type(f"{call}: own_lanes", self.own_lanes, bool, "a bool") and self.full is None:
             raise ValueError(f"{call}: own_lanes: expected full= beside it. Other writes return the numbers anyway.")
         given = self.tls_root
         roots = [given] if given is None or isinstance(given, str | os.PathLike) else [*given]
@@ -90,7 +89,7 @@ class Way(NamedTuple):
                 f"connect: a name in a Ray cluster takes {', '.join((*taken, *READING_ARGUMENTS))}, as Ray says how its servers are "
                 f"reached; got {given}."
             )
-        check_choice("connect: missing", self.missing, ("skip", "wait"))
+        checks.check_choice("connect: missing", self.missing, ("skip", "wait"))
 
 
 def connect_buffer(asked: type[Facade], address: object, arguments: ConnectArguments) -> Facade:
@@ -111,8 +110,8 @@ def connect_buffer(asked: type[Facade], address: object, arguments: ConnectArgum
                 f"connect: {name}: a connection takes {', '.join((*Way._fields, *READING_ARGUMENTS))}. The storage, the sampler and "
                 f"the writer are those of the server.{meant(name, (*Way._fields, *READING_ARGUMENTS))}"
             )
-    check_choice("connect: full", way.full, (None, "block", "raise", "drop"))
-    check_choice("connect: compression", way.compression, (None, "zstd"))
+    checks.check_choice("connect: full", way.full, (None, "block", "raise", "drop"))
+    checks.check_choice("connect: compression", way.compression, (None, "zstd"))
     try:
         if isinstance(address, str) and address.startswith(_ON_RAY):
             way.check_on_ray()
@@ -463,8 +462,8 @@ class ConnectedRowAccess(RowAccess):
         self, index: object, generation: object, patch: object, version_key: object, version: object, *, newer: bool
     ) -> ConditionalUpdateResult:
         self._check_editable(CALL)
-        rows = as_ints(f"{CALL}: index", self._wiring.rows_named(index))
-        expected = as_ints(f"{CALL}: generation", generation)
+        rows = checks.as_ints(f"{CALL}: index", self._wiring.rows_named(index))
+        expected = checks.as_ints(f"{CALL}: generation", generation)
         given = {
             "generation": expected,
             "patch": {
@@ -496,8 +495,8 @@ class ConnectedSaving:
 
     def dumps(self, path: str | os.PathLike[str], prefetch: str, progress: OnProgress | None) -> None:
         """As :meth:`ReplayBuffer.dumps`: the server dumps, and its files are written here. Batches under way are not in it."""
-        check_choice("dumps: prefetch", prefetch, ("save", "drop"))
-        with replacing(Path(check_path("dumps", path))) as folder, Work("copying", 0, progress) as work:
+        checks.check_choice("dumps: prefetch", prefetch, ("save", "drop"))
+        with replacing(Path(checks.check_path("dumps", path))) as folder, Work("copying", 0, progress) as work:
             self._wiring.storage.fetch_dump(folder, work)
 
     _refuse = refusing("state_dict, loads and checkpoints", "Save with dumps(path), or use them where the store is.")

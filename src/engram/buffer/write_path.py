@@ -17,8 +17,7 @@ import numpy as np
 import torch
 
 from engram import storages
-from engram._support import checks, fork, native, nested, tensordicts
-from engram._support.overrides import doing, overrides
+from engram._support import checks, fork, native, nested, overrides, tensordicts
 from engram.buffer.configuration import Settings
 from engram.buffer.lanes import BATCHES, Lane, Lanes, Layout
 from engram.buffer.prefetch import Prefetcher
@@ -224,7 +223,7 @@ class WritePath:
         lane = lanes.default if lane is None else lane
 
         def tell(name: str, written: Write) -> None:
-            if overrides(type(wiring.own_sampler), name):
+            if overrides.overrides(type(wiring.own_sampler), name):
                 index: Any = wiring.user_index(written.survivors if wiring.of_writer.rejects else written.rows)
                 if not batched and storage.ndim == 1:
                     index = int(index[0]) if index[0] >= 0 else None
@@ -243,8 +242,8 @@ class WritePath:
             if memory is not None and memory.core.limited:  # first: methods of the user's are called once
                 memory.core.prepay_inserts((_steps(data, storage, call) if batched else 1) * math.prod(storage.columns))
             try:
-                if isinstance(writer, NativeWriter) and overrides(type(writer), call):
-                    with doing(writer, own):
+                if isinstance(writer, NativeWriter) and overrides.overrides(type(writer), call):
+                    with overrides.doing(writer, own):
                         written = _written(wiring, getattr(writer, call)(data))
                     if not told:
                         storage.notify(written, data)
@@ -458,7 +457,7 @@ def _set(
         end = begin + named.numel()
         whole = end - begin == len(rows)
         if named.reshape(-1).tolist() != rows[begin:end].tolist() or not (whole or plan.rows is None):
-            with doing(storage, None):
+            with overrides.doing(storage, None):
                 storages.Storage.set(storage, cursor, data)
             return
         lane = lanes[0]
@@ -468,7 +467,7 @@ def _set(
         made.append(here(data, lane, call, batched=named.ndim > 0))
 
     if len(rows):
-        with doing(storage, own):
+        with overrides.doing(storage, own):
             storage.set(rows if batched else int(rows[0]), data)
     if not made:
         made.append(Write(rows, 0, storage.tickets_of(rows)))

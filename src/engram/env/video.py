@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from engram._support.unsupported import needs
-from engram._support.words import raise_as
+from engram._support import unsupported, words
 
-with needs("record_robot: a video, which encode=False does not make", "robot"):
+with unsupported.needs("record_robot: a video, which encode=False does not make", "robot"):
     import av
     from av.video.stream import VideoStream
 
@@ -120,7 +119,7 @@ class Reader:
 
     def _decoding(self, *errors: type[Exception]) -> AbstractContextManager[None]:
         """Raises these as what says of which file they are."""
-        return raise_as(OSError, f"{self._name}: expected a video, got one that cannot be decoded", errors)
+        return words.raise_as(OSError, f"{self._name}: expected a video, got one that cannot be decoded", errors)
 
 
 def _rgb(frame: av.VideoFrame) -> Frame:
