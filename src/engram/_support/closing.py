@@ -5,23 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import NoReturn, Self, cast
 
-#: Special methods of a closed object that are those of every object. All others of its class refuse.
-_OF_ALL_OBJECTS = frozenset(
-    f"__{name}__"
-    for name in [
-        "class_getitem",
-        "delattr",
-        "eq",
-        "getattribute",
-        "hash",
-        "init",
-        "init_subclass",
-        "new",
-        "repr",
-        "setattr",
-        "subclasshook",
-    ]
-)
+#: Special methods that every object has, or every class may have: a closed object keeps them. All others of its class refuse.
+_OF_ALL_OBJECTS = {*dir(object), "__class_getitem__"}
 #: What makes copies of any object.
 _COPYING = ("__getstate__", "__reduce__", "__reduce_ex__")
 
@@ -101,7 +86,7 @@ def _closed(cls: type) -> type:
         for name, method in vars(base).items()
         if name.startswith("__") and name.endswith("__") and callable(method)
     }
-    methods = {name: _refused(name) for name in {*special, *_COPYING} - _OF_ALL_OBJECTS}
+    methods = {name: _refused(name) for name in {*(special - _OF_ALL_OBJECTS), *_COPYING}}
     shown = dict.fromkeys({"__repr__", *(special & {"__rich__"})}, _text)
 
     def opened(_: object, *args: object, **kwargs: object) -> object:

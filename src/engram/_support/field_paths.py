@@ -29,13 +29,16 @@ def as_path(key: object, what: str) -> FieldPath | None:
     return None if key is None else checked_path(key, what)
 
 
-def as_paths(keys: object, what: str, *, empty: bool = False) -> tuple[FieldPath, ...] | None:
-    """A list of keys as paths; None stays None. Raises ``TypeError`` unless it is a list of keys, which may be ``empty`` or not."""
-    if keys is None:
-        return None
+def checked_paths(keys: object, what: str, *, empty: bool = False) -> tuple[FieldPath, ...]:
+    """A list of keys as paths. Raises ``TypeError`` unless it is a list of keys, which may be ``empty`` or not."""
     if not isinstance(keys, tuple | list) or not (keys or empty):
         raise TypeError(f"{what}: expected a list of keys, got {keys!r}.")
     return tuple(checked_path(key, what) for key in keys)
+
+
+def as_paths(keys: object, what: str, *, empty: bool = False) -> tuple[FieldPath, ...] | None:
+    """As :func:`checked_paths`; None as it is."""
+    return None if keys is None else checked_paths(keys, what, empty=empty)
 
 
 def public(path: Sequence[str]) -> str | FieldPath:

@@ -9,11 +9,12 @@ import mmap
 import os
 import stat
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
+
+from engram._support.memory import lines_of
 
 #: Makes pages that can be written to at once, as Linux 5.14 and later know it.
 POPULATE_WRITE = 23
@@ -47,12 +48,8 @@ class _Mapping(NamedTuple):
 
 def _mappings() -> list[_Mapping]:
     """All mappings of this process, by address; empty where the system does not list them."""
-    try:
-        lines = Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines()
-    except OSError:
-        return []
     found = []
-    for line in lines:
+    for line in lines_of("/proc/self/maps"):
         place, how, offset, _, inode, *path = line.split(maxsplit=5)
         start, end = (int(number, 16) for number in place.split("-"))
         name = path[0].replace("\\012", "\n") if path else ""

@@ -41,7 +41,7 @@ def missing_share(nbytes: int, memory: int, needed: int) -> float:
 
 
 def _from_kernel(root: Path) -> int:
-    for line in _lines(root / "proc/meminfo"):
+    for line in lines_of(root / "proc/meminfo"):
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return 0
@@ -50,7 +50,7 @@ def _from_kernel(root: Path) -> int:
 def _from_groups(root: Path) -> list[int]:
     """Bytes that the process's groups, and those above them, may still use. In a container a tree begins at the group."""
     left = []
-    for line in _lines(root / "proc/self/cgroup"):
+    for line in lines_of(root / "proc/self/cgroup"):
         _, controllers, group = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
@@ -60,19 +60,20 @@ def _from_groups(root: Path) -> list[int]:
             here = root / version.tree / folder
             limit = _number(here / version.limit)
             if limit is not None:
-                entries = [entry.split() for entry in _lines(here / "memory.stat")]
+                entries = [entry.split() for entry in lines_of(here / "memory.stat")]
                 cached = sum(int(entry[1]) for entry in entries if entry[0] in version.cached)
                 left.append(max(0, limit - max(0, (_number(here / version.usage) or 0) - cached)))
     return left
 
 
 def _number(path: Path) -> int | None:
-    said = next(iter(_lines(path)), "").strip()
+    said = next(iter(lines_of(path)), "").strip()
     return int(said) if said.isdigit() else None
 
 
-def _lines(path: Path) -> list[str]:
+def lines_of(path: str | Path) -> list[str]:
+    """Of a file of the system; none where it is not there, or may not be read."""
     try:
-        return path.read_text().splitlines()
+        return Path(path).read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return []

@@ -43,10 +43,6 @@ class TracingArguments(TypedDict, total=False):
     compilable: Annotated[object, Later("", (True,), "True or False, on which no result depends")]
 
 
-class NoArguments(TypedDict):
-    """Keywords of what takes no others: messages name one that is given all the same."""
-
-
 def carriers(arguments: type[object]) -> dict[str, Later]:
     """What each of the keywords of such a ``TypedDict`` is annotated with."""
     return {name: known.__metadata__[0] for name, known in get_type_hints(arguments, include_extras=True).items()}

@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from engram._support import field_paths, nested
 from engram._support.checks import check_count, check_path
-from engram._support.field_paths import nested
-from engram._support.nested import map_leaves
 from engram.adapters.scratch import Path, Scratch
 from engram.datasets import from_lerobot, from_numpy, to_lerobot
 from engram.datasets.importing import flat_names
@@ -140,12 +139,12 @@ class ReplayBuffer(Scratch):
         if held := self._stored_columns():
             zeros = {key: torch.from_numpy(np.zeros_like(column[0])) for key, column in held.items() if key[0] == _INFO}
             info = {key: info.get(key, zero) for key, zero in zeros.items()}
-        self.rb.add(nested({**row, **info}))
+        self.rb.add(field_paths.nested({**row, **info}))
 
     def sample(self, batch_size: int) -> BatchTransition:
         """Draw a batch, of all steps where there are fewer. Raises ``NoSampleable``, a ``RuntimeError``: there are none."""
         rows = self.rb.sample(max(min(batch_size, len(self)), 1))
-        floats = map_leaves(rows, lambda one: cast("Tensor", one).to(self.device, torch.float32))
+        floats = nested.map_leaves(rows, lambda one: cast("Tensor", one).to(self.device, torch.float32))
         batch: BatchTransition = {_INFO: None, **floats}
         states = batch["state"], batch["next_state"]
         images = [key for key in states[0] if key.startswith(_IMAGE)] if self.use_drq else []
@@ -233,7 +232,7 @@ class ReplayBuffer(Scratch):
             tuple(key.split(".")): _frames(value) if key.startswith(_IMAGE) else value for key, value in columns.items()
         }
         with TemporaryDirectory() as folder:
-            from_numpy({**nested(found), "episode": over.cumsum(0) - over.long()}, f"{folder}/rows").close()
+            from_numpy({**field_paths.nested(found), "episode": over.cumsum(0) - over.long()}, f"{folder}/rows").close()
             to_lerobot(f"{folder}/rows", root or repo_id, fps=fps, task=task_name)
         return root or repo_id
 

@@ -256,8 +256,7 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
 
     def _rows(self, chunk: Episode) -> dict[Path, Array]:
         """The rows of an episode's steps. Raises ``TypeError``: as :meth:`add`."""
-        if not isinstance(chunk, Episode):
-            raise TypeError(f"add: expected episodes of a single agent, got {type(chunk).__name__}.")
+        checks.check_type("add", chunk, Episode, "episodes of a single agent")
         chunk = chunk if chunk.is_numpy else deepcopy(chunk).to_numpy()
         given: dict[str, object] = {"observation": chunk.get_observations(), "action": chunk.get_actions()}
         given[_EXTRA] = {key: one.get() for key, one in chunk.extra_model_outputs.items()}

@@ -4,6 +4,7 @@ native read returns it with the steps around each row.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from functools import cached_property, partial
@@ -554,12 +555,10 @@ class Expander(SamplerAround):
         if self._windows is not None:
             finished = self._expansion_of(storage.memory).finished
             return self._windows.can_sample(storage, batch_size, finished=finished)
-        try:
+        with contextlib.suppress(NoSampleable):
             if source.can_sample(storage, batch_size):
                 self.sample_natively(storage, blocks.Key.of(0), 1)
                 return True
-        except NoSampleable:
-            pass
         return False
 
     def masses(self, storage: SampledStorage) -> blocks.Masses | None:

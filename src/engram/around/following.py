@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engram._support import checks, words
-from engram._support.field_paths import FieldPath, as_paths, plain, public
+from engram._support.field_paths import FieldPath, as_paths, checked_paths, plain, public
 from engram._support.nested import find
 from engram._support.state import Stateful, check_keys, integer, typed
 from engram._support.tensordicts import is_tensor_collection, tensordict_type
@@ -87,15 +87,12 @@ class FinalObservations(Stateful):
     _lost = 0
 
     def __init__(self, keys: object, storage: sampled.SampledStorage | None = None, *, end_keys: object = None) -> None:
-        given = as_paths(keys, "FinalObservations: keys")
-        if given is None:
-            raise TypeError("FinalObservations: keys: expected a list of keys, got None.")
+        self.keys = checked_paths(keys, "FinalObservations: keys")
         #: Whether the storage is one that follows the rows, and whether it was made.
         self._follows, self._made = storage is None, False
         storage = LazyTensorStorage(1) if storage is None else storage
         if not isinstance(storage, TensorStorage) or storage.ndim != 1 or storage.lanes != 1:
             raise TypeError(f"FinalObservations: storage: expected a LazyTensorStorage with one lane, got {storage!r}.")
-        self.keys = given
         self.storage = storage
         self.end_keys = as_paths(end_keys, "FinalObservations: end_keys") or END_KEYS
         self._warned = False

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, cast
 import numpy as np
 import torch
 
+from engram._support import tensordicts, words
 from engram._support.checks import check_callable, check_type
 from engram._support.field_paths import FieldPath, as_path, checked_path, public
 from engram._support.nested import find_field, is_tensordict
-from engram._support.tensordicts import is_tensorclass, tensordict_type
-from engram._support.words import warn
 from engram.around import episodes
 from engram.format import schema
 from engram.store.memory import DTYPE_NAMES
@@ -486,7 +485,7 @@ def boundaries_of(
             f"got {known}. Name their field: trajectory_key=…."
         ) from None
     if not found.ids:
-        warn(
+        words.warn(
             f"{call}: expected trajectory ids, such as the field ('collector', 'traj_ids') or 'episode', got the end flags "
             f"{[public(fields[number].key) for number in found.ends]} only: a trajectory whose last step has none is taken for a part of "
             "the next one. Store ids, or name their field: trajectory_key=…."
@@ -694,7 +693,7 @@ class Stored:
         data: object = self._storage.batch(columns, len(self._rows))
         if self._storage.gets:
             data = self._storage.got(self._rows, data)
-        if is_tensorclass(data) or not is_tensordict(data):
+        if tensordicts.is_tensorclass(data) or not is_tensordict(data):
             entries = {public(key): value for key in self._numbers if (value := find_field(data, key)) is not None}
-            data = tensordict_type()(entries, [len(self._rows)])
+            data = tensordicts.tensordict_type()(entries, [len(self._rows)])
         return list(cast("TensorDictBase", data).split(self._lengths.tolist())) if len(self._lengths) else []

@@ -293,10 +293,8 @@ class FrameStack(expander.Expander):
         self.n = expander.check_steps("FrameStack: n", n)
         self.dim = None if dim is None else checked_dim("FrameStack: dim", dim)
         self.padding_value = _checked_padding("FrameStack", padding, padding_value)
-        keys = field_paths.as_paths(in_keys, "FrameStack: in_keys")
-        if keys is None:
-            raise TypeError("FrameStack: in_keys: expected a list of keys, got None.")
-        self.in_keys, self.padding, self.whole = keys, padding, whole
+        self.in_keys = field_paths.checked_paths(in_keys, "FrameStack: in_keys")
+        self.padding, self.whole = padding, whole
         super().__init__(sampler, **trajectories)
 
     @property

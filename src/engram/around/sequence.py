@@ -674,7 +674,33 @@ class Sequence(SampleUnit):
         >>> Sequence(3, priority_eta=0.5).anchor_priorities(torch.tensor([1.0, 3.0, 9.0]), info).priority
         tensor([2.5000])
         """
-        return of_anchors(td_error, info, self.priority_eta)
+        call, eta = "anchor_priorities", self.priority_eta  # None: the largest error of the valid records
+        missing = [key for key in _NEEDED if info.get(key, None) is None]
+        if missing:
+            raise KeyError(f"{call}: expected info of sequences, with {missing}, got {sorted(map(str, info.keys()))}.")
+        valid, learned, index = (cast("Tensor", info.get(key, None)) for key in _NEEDED)
+        generation = cast("Tensor | None", info.get("anchor_generation", None))
+        count, batch = valid.numel(), valid.shape
+        if tuple(td_error.shape[: len(batch)]) != tuple(batch) and td_error.numel() != count:
+            raise RuntimeError(
+                f"{call}: td_error: expected an error per record, {list(batch)}, got {list(td_error.shape)}. Give a record that was "
+                "padded any."
+            )
+        errors = _one_per_record(td_error.detach().reshape(count, -1), 1)
+        columns = index.shape[valid.ndim :]  # coordinates of each anchor
+        anchors, sizes = _numbers_of(index.reshape(count, *columns))
+        counted = valid.reshape(-1) if eta is None else (valid & learned).reshape(-1)
+        counted, errors = counted.to(anchors.device), errors.to(anchors.device)
+        found, which = torch.unique(anchors[counted], return_inverse=True)
+        errors = errors[counted]
+        empty = errors.new_zeros(len(found))
+        priority = empty.scatter_reduce(0, which, errors, "amax", include_self=False)
+        if eta is not None:
+            priority = eta * priority + (1 - eta) * empty.scatter_reduce(0, which, errors, "mean", include_self=False)
+        if generation is not None:
+            held = generation.reshape(-1)[counted]
+            generation = held.new_zeros(len(found)).scatter_reduce(0, which, held, "amin", include_self=False)
+        return AnchorPriorities(coordinates(found, sizes[1:]), priority, generation)
 
 
 class Entries(Protocol):
@@ -743,36 +769,6 @@ def r2d2_priority(td_error: Tensor, mask: Tensor | None = None, *, eta: float = 
     mask = mask.to(errors.device, torch.bool)
     counted = errors.where(mask, 0)
     return eta * counted.amax(1) + (1 - eta) * counted.sum(1) / mask.sum(1).clamp(min=1)
-
-
-def of_anchors(td_error: Tensor, info: Entries, eta: float | None) -> AnchorPriorities:
-    """What :meth:`Sequence.anchor_priorities` returns. ``eta=None``: the largest error of the valid records."""
-    call = "anchor_priorities"
-    missing = [key for key in _NEEDED if info.get(key, None) is None]
-    if missing:
-        raise KeyError(f"{call}: expected info of sequences, with {missing}, got {sorted(map(str, info.keys()))}.")
-    valid, learned, index = (cast("Tensor", info.get(key, None)) for key in _NEEDED)
-    generation = cast("Tensor | None", info.get("anchor_generation", None))
-    count, batch = valid.numel(), valid.shape
-    if tuple(td_error.shape[: len(batch)]) != tuple(batch) and td_error.numel() != count:
-        raise RuntimeError(
-            f"{call}: td_error: expected an error per record, {list(batch)}, got {list(td_error.shape)}. Give a record that was padded any."
-        )
-    errors = _one_per_record(td_error.detach().reshape(count, -1), 1)
-    columns = index.shape[valid.ndim :]  # coordinates of each anchor
-    anchors, sizes = _numbers_of(index.reshape(count, *columns))
-    counted = valid.reshape(-1) if eta is None else (valid & learned).reshape(-1)
-    counted, errors = counted.to(anchors.device), errors.to(anchors.device)
-    found, which = torch.unique(anchors[counted], return_inverse=True)
-    errors = errors[counted]
-    empty = errors.new_zeros(len(found))
-    priority = empty.scatter_reduce(0, which, errors, "amax", include_self=False)
-    if eta is not None:
-        priority = eta * priority + (1 - eta) * empty.scatter_reduce(0, which, errors, "mean", include_self=False)
-    if generation is not None:
-        held = generation.reshape(-1)[counted]
-        generation = held.new_zeros(len(found)).scatter_reduce(0, which, held, "amin", include_self=False)
-    return AnchorPriorities(coordinates(found, sizes[1:]), priority, generation)
 
 
 def _numbers_of(index: Tensor) -> tuple[Tensor, tuple[int, ...]]:

@@ -8,9 +8,8 @@ from typing import NamedTuple, TypeAlias, cast
 
 import torch
 
-from engram._support.checks import as_numbers, check_number
+from engram._support import checks, native
 from engram._support.field_paths import FieldPath, checked_path, plain, public
-from engram._support.native import DLPACK, Trajectories
 from engram.around import episodes, expander
 from engram.around.sequence import Expanded, ExpandedReader, Named, SampleUnit, Sequence, UnitReader
 from engram.format.schema import Schema
@@ -84,7 +83,7 @@ class Window(SampleUnit):
             raise ValueError("Window: deltas: expected times of one key at least, got none. Or leave the unit out.")
         #: Times of each key, float64 ``[T]``.
         self.deltas: dict[FieldPath, torch.Tensor] = {path: _times(times, path) for path, times in named}
-        self.tolerance = check_number("Window: tolerance", tolerance, least=0)
+        self.tolerance = checks.check_number("Window: tolerance", tolerance, least=0)
         self.time_key = checked_path(time_key, "Window: time_key")
         self.rules = episodes.TrajectoryKeys.of("Window", traj_key, end_keys, None, end_when)
 
@@ -115,7 +114,7 @@ class Window(SampleUnit):
 def _times(times: object, path: FieldPath) -> torch.Tensor:
     """Times as float64 ``[T]``. Raises ``TypeError``, ``ValueError``."""
     what = f"Window: deltas: {public(path)!r}"
-    found = as_numbers(what, times).detach().to("cpu", torch.float64)
+    found = checks.as_numbers(what, times).detach().to("cpu", torch.float64)
     if found.ndim != 1 or not len(found) or not bool(found.isfinite().all()):
         raise ValueError(f"{what}: expected a list of finite times, got {times!r}.")
     return found
@@ -158,29 +157,26 @@ class _Fields(NamedTuple):
         return cls(memory, memory.schema, time, of_keys, others)
 
 
-class _Steps(NamedTuple):
-    """The steps that stand for the times around ``B`` drawn rows, ``[B, T]`` each."""
+def _steps_at(
+    fields: _Fields, table: native.Trajectories, drawn: torch.Tensor, deltas: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """The steps that stand for the times around ``B`` drawn rows, ``[B, T]`` each.
 
-    rows: torch.Tensor
-    #: -1: one is being written.
-    tickets: torch.Tensor
-    #: From that of the drawn row.
-    times: torch.Tensor
-    #: Whether the episode has no step beyond it.
-    is_end: torch.Tensor
+    Returns:
+        Rows; their tickets, -1: one is being written; times from that of the drawn row; and whether the episode has no step beyond.
 
-    @classmethod
-    def of(cls, fields: _Fields, table: Trajectories, drawn: torch.Tensor, deltas: torch.Tensor) -> _Steps:
-        """Raises ``ValueError``: a timestamp is not finite."""
-        memory, shape = fields.memory, (len(drawn), len(deltas))
-        dtypes = (torch.int64, torch.int64, torch.float64, torch.bool)
-        found = cls(*(torch.empty(shape, dtype=dtype, device="cpu") for dtype in dtypes))
-        form = memory.schema.fields[fields.time]
-        wrong = table.nearest(memory.core, fields.time, *DLPACK[getattr(torch, form.dtype)], drawn, deltas, *found)
-        if wrong >= 0:
-            got = float(memory.read(torch.tensor([wrong]), which=[fields.time])[0][0])
-            raise ValueError(f"sample: Window: time_key: expected finite timestamps, got {got} in row {wrong}.")
-        return found
+    Raises:
+        ValueError: a timestamp is not finite.
+    """
+    memory, shape = fields.memory, (len(drawn), len(deltas))
+    dtypes = (torch.int64, torch.int64, torch.float64, torch.bool)
+    rows, tickets, times, is_end = (torch.empty(shape, dtype=dtype, device="cpu") for dtype in dtypes)
+    form = native.DLPACK[getattr(torch, memory.schema.fields[fields.time].dtype)]
+    wrong = table.nearest(memory.core, fields.time, *form, drawn, deltas, rows, tickets, times, is_end)
+    if wrong >= 0:
+        got = float(memory.read(torch.tensor([wrong]), which=[fields.time])[0][0])
+        raise ValueError(f"sample: Window: time_key: expected finite timestamps, got {got} in row {wrong}.")
+    return rows, tickets, times, is_end
 
 
 class TimeReader(ExpandedReader):
@@ -200,7 +196,7 @@ class TimeReader(ExpandedReader):
         tickets = storage.tickets_of(drawn) if draw.tickets is None else draw.tickets
         deltas, info = torch.cat([*unit.deltas.values()]), dict(draw.info)
         table = unit.rules.episodes(memory, "sample: Window").table()
-        rows, expected, times, is_end = _Steps.of(fields, table, drawn, deltas)
+        rows, expected, times, is_end = _steps_at(fields, table, drawn, deltas)
         far = ~((times - deltas).abs() <= unit.tolerance)
         refused = far & ~is_end
         moved = ((expected < 0) | (expected >= clock)).any(1).nonzero().flatten().tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from html import escape
 from typing import TYPE_CHECKING, Generic, Self, TypeVar, cast
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from rich.tree import Tree
 
     from engram.buffer import configuration, prefetching
-    from engram.storages import Storage
     from engram.transforms import Compose
 
 B = TypeVar("B")
@@ -221,17 +221,6 @@ _BARS = " ▁▂▃▄▅▆▇█"
 _LEFT = "style='text-align:left'"
 
 
-class _Rows:
-    """The storage and the sampler of a buffer, as a scan of priorities reads them."""
-
-    def __init__(self, wiring: Wiring) -> None:
-        self.storage: Storage = wiring.storage
-        self.sampler: object = wiring.sampler
-
-    def stats(self) -> dict[str, float]:
-        return {}
-
-
 class Display:
     """Describes a buffer as it is at this moment."""
 
@@ -318,16 +307,14 @@ class Display:
         storage = self._wiring.storage
         if storage.closed or storage.traits.is_remote or storage.max_size > _LOOKED_AT or not len(storage):
             return None
-        scan = Scan(_Rows(self._wiring), "repr")
+        scan = Scan(self._wiring, "repr")
         if not scan.has_priorities:
             return None
         try:
             values = scan.priorities().values
         except RuntimeError:  # such as of a sampler that has seen no rows yet
             return None
-        numbers: dict[float, int] = {}
-        for value in values[values > 0].tolist():
-            numbers[value] = numbers.get(value, 0) + 1
+        numbers = Counter(values[values > 0].tolist())
         return histogram(numbers) if numbers else None
 
     def stats(self, prefetched: int) -> dict[str, float]:

@@ -85,13 +85,18 @@ class ReadingArguments(_Reading, total=False):
     output: Output | None
 
 
-class ConnectArguments(ReadingArguments, total=False):
-    """Keywords of ``connect``."""
+class Reaching(TypedDict, total=False):
+    """Keywords of ``connect`` that commands have as options."""
 
     token: StrPath | None
     tls_root: StrPath | Sequence[StrPath] | None
     tls_cert: StrPath | None
     tls_key: StrPath | None
+
+
+class ConnectArguments(ReadingArguments, Reaching, total=False):
+    """Keywords of ``connect``."""
+
     patience: float
     full: Full | None
     missing: Missing
@@ -183,8 +188,8 @@ class Configuration:
             checks.check_callable(f"{call}: transform_factory", factory, "a callable that makes a transform")
             if transform is not None:
                 raise TypeError(f"{call}: expected one of transform and transform_factory, got both.")
-        if self.collate_fn is not None and not callable(self.collate_fn):
-            raise TypeError(f"{call}: collate_fn: expected a callable, got {type(self.collate_fn).__name__}.")
+        if self.collate_fn is not None:
+            checks.check_callable(f"{call}: collate_fn", self.collate_fn, "a callable")
         unit: object = self.sample_unit
         if not isinstance(unit, SampleUnit | None):
             name = unit.__name__ if isinstance(unit, type) else type(unit).__name__

@@ -8,13 +8,12 @@ import weakref
 from collections import deque
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
 
-from engram._support import field_paths, fork, native
-from engram._support.checks import as_ints, check_choice, check_path, check_type
+from engram._support import checks, field_paths, fork, native
 from engram._support.progress import OnProgress, Work
 from engram._support.unsupported import BY_NUMBER, meant, refused, refusing
 from engram.buffer.configuration import READING_ARGUMENTS, ConnectArguments, Settings
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 _ON_RAY = "ray:"
 
 
-class _Way(NamedTuple):
+class Way(NamedTuple):
     """The arguments of ``ReplayBuffer.connect`` that say how servers are reached."""
 
     token: Given = None
@@ -67,7 +66,7 @@ class _Way(NamedTuple):
         own = self.tls_cert, self.tls_key
         if own.count(None) == 1:
             raise ValueError(f"{call}: expected tls_cert and tls_key together, got one of them.")
-        if check_type(f"{call}: own_lanes", self.own_lanes, bool, "a bool") and self.full is None:
+        if checks.check_type(f"{call}: own_lanes", self.own_lanes, bool, "a bool") and self.full is None:
             raise ValueError(f"{call}: own_lanes: expected full= beside it. Other writes return the numbers anyway.")
         given = self.tls_root
         roots = [given] if given is None or isinstance(given, str | os.PathLike) else [*given]
@@ -90,7 +89,7 @@ class _Way(NamedTuple):
                 f"connect: a name in a Ray cluster takes {', '.join((*taken, *READING_ARGUMENTS))}, as Ray says how its servers are "
                 f"reached; got {given}."
             )
-        check_choice("connect: missing", self.missing, ("skip", "wait"))
+        checks.check_choice("connect: missing", self.missing, ("skip", "wait"))
 
 
 def connect_buffer(asked: type[Facade], address: object, arguments: ConnectArguments) -> Facade:
@@ -103,16 +102,16 @@ def connect_buffer(asked: type[Facade], address: object, arguments: ConnectArgum
 
     Raises: as ``ReplayBuffer.connect``.
     """
-    way = _Way(**{name: value for name, value in cast("dict[str, Any]", arguments).items() if name in _Way._fields})
-    reading = {name: value for name, value in arguments.items() if name not in _Way._fields}
+    way = Way(**{name: value for name, value in cast("dict[str, Any]", arguments).items() if name in Way._fields})
+    reading = {name: value for name, value in arguments.items() if name not in Way._fields}
     for name in reading:
         if name not in READING_ARGUMENTS:
             raise TypeError(
-                f"connect: {name}: a connection takes {', '.join((*_Way._fields, *READING_ARGUMENTS))}. The storage, the sampler and "
-                f"the writer are those of the server.{meant(name, (*_Way._fields, *READING_ARGUMENTS))}"
+                f"connect: {name}: a connection takes {', '.join((*Way._fields, *READING_ARGUMENTS))}. The storage, the sampler and "
+                f"the writer are those of the server.{meant(name, (*Way._fields, *READING_ARGUMENTS))}"
             )
-    check_choice("connect: full", way.full, (None, "block", "raise", "drop"))
-    check_choice("connect: compression", way.compression, (None, "zstd"))
+    checks.check_choice("connect: full", way.full, (None, "block", "raise", "drop"))
+    checks.check_choice("connect: compression", way.compression, (None, "zstd"))
     try:
         if isinstance(address, str) and address.startswith(_ON_RAY):
             way.check_on_ray()
@@ -147,20 +146,6 @@ def connect_buffer(asked: type[Facade], address: object, arguments: ConnectArgum
     except BaseException:
         storage.close()
         raise
-
-
-class Reaching(TypedDict, total=False):
-    """Keywords of ``connect`` that commands have as options."""
-
-    token: Given
-    tls_root: Sequence[str | os.PathLike[str]]
-    tls_cert: Given
-    tls_key: Given
-
-
-def access_to(address: str, call: str, patience: float, **how: Unpack[Reaching]) -> Access:
-    """How servers are reached. Raises as :meth:`_Way.access`."""
-    return _Way(patience=patience, **how).access(address, call)
 
 
 Transport = Literal["auto", "flight", "shared"]
@@ -290,7 +275,7 @@ def name_of(name: str, number: int, shards: int) -> str:
     return name if number == 0 else f"{name}/{number}-of-{shards}"
 
 
-def attached_by_name(asked: type[Facade], name: str, way: _Way, arguments: dict[str, object]) -> Facade:
+def attached_by_name(asked: type[Facade], name: str, way: Way, arguments: dict[str, object]) -> Facade:
     """A buffer of the shards of this name. Raises as ``ReplayBuffer.connect``."""
     import ray
 
@@ -477,8 +462,8 @@ class ConnectedRowAccess(RowAccess):
         self, index: object, generation: object, patch: object, version_key: object, version: object, *, newer: bool
     ) -> ConditionalUpdateResult:
         self._check_editable(CALL)
-        rows = as_ints(f"{CALL}: index", self._wiring.rows_named(index))
-        expected = as_ints(f"{CALL}: generation", generation)
+        rows = checks.as_ints(f"{CALL}: index", self._wiring.rows_named(index))
+        expected = checks.as_ints(f"{CALL}: generation", generation)
         given = {
             "generation": expected,
             "patch": {
@@ -510,8 +495,8 @@ class ConnectedSaving:
 
     def dumps(self, path: str | os.PathLike[str], prefetch: str, progress: OnProgress | None) -> None:
         """As :meth:`ReplayBuffer.dumps`: the server dumps, and its files are written here. Batches under way are not in it."""
-        check_choice("dumps: prefetch", prefetch, ("save", "drop"))
-        with replacing(Path(check_path("dumps", path))) as folder, Work("copying", 0, progress) as work:
+        checks.check_choice("dumps: prefetch", prefetch, ("save", "drop"))
+        with replacing(Path(checks.check_path("dumps", path))) as folder, Work("copying", 0, progress) as work:
             self._wiring.storage.fetch_dump(folder, work)
 
     _refuse = refusing("state_dict, loads and checkpoints", "Save with dumps(path), or use them where the store is.")

@@ -18,12 +18,13 @@ from engram import storages
 from engram._support import fork, native, tensordicts, unsupported, words
 from engram._support.checks import as_ints
 from engram._support.copies import raw_bytes
-from engram._support.field_paths import FieldPath, checked_path
+from engram._support.field_paths import FieldPath, checked_path, nested
 from engram._support.nested import find, flatten, has_entries
 from engram.buffer.output import Source
 from engram.buffer.wiring import Wiring
 from engram.errors import RowError
 from engram.format.schema import Field
+from engram.inspect.plots import check_here
 from engram.storages import Rows, Storage, _columns, _structure
 from engram.storages._types import as_tensor, cast
 from engram.store import adding, memory, open_rows, ragged_rows
@@ -412,27 +413,19 @@ def add_field(self: _Stored, key: str | tuple[str, ...], example: object, *, fil
             f"{_CALL}: key: expected another key than {key!r}: a {type(self).__name__} drops {path[0]!r} of what is written, as "
             "its batches say there which rows they are. Choose another name."
         )
-    nested: object = 0
-    for part in reversed(key if isinstance(key, tuple | list) else (key,)):
-        nested = {part: nested}
-    if _has_int(nested, path, {one.key for one in storage.store.schema.fields}):
+    given = nested({(*key,) if isinstance(key, tuple | list) else (key,): 0})
+    if _has_int(given, path, {one.key for one in storage.store.schema.fields}):
         raise TypeError(
             f"{_CALL}: key: expected new keys that are strings, got {key!r}. Rows have ints from the first one on."
         )
-    nested = example
-    for part in reversed(path):
-        nested = {part: nested}
-    fields = _structure.Structure.of(nested, batched=False, call=_CALL).fields
+    fields = _structure.Structure.of(nested({path: example}), batched=False, call=_CALL).fields
     if len(fields) != 1 or fields[0].key != path:
         raise TypeError(f"{_CALL}: example: expected a tensor, an array or a number, got {type(example).__name__}.")
     _add(storage, fields[0], _row(fields[0], fill))
 
 
 def _checked(storage: Storage) -> storages.TensorStorage:
-    if storage.traits.is_remote:
-        raise RuntimeError(
-            f"{_CALL}: expected the rows in this process, the buffer is a connection. Call it where the store is."
-        )
+    check_here(storage, _CALL)
     if not isinstance(storage, storages.TensorStorage):
         raise TypeError(f"{_CALL}: expected a tensor storage, a {type(storage).__name__} has no fields.")
     if storage.memory is None:

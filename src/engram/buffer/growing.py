@@ -9,8 +9,8 @@ from uuid import UUID, uuid4
 import torch
 from torch import Tensor
 
-from engram._support import native, tensordicts, words
-from engram._support.field_paths import checked_path, public
+from engram._support import checks, native, words
+from engram._support.field_paths import checked_path, nested, public
 from engram._support.nested import flatten
 from engram.buffer.lanes import Lanes
 from engram.buffer.wiring import Wiring
@@ -230,9 +230,7 @@ class GrowingRows:
         if storage.memory is None:
             row = storage.ragged.without_items()
             row |= paths_of(data, fields, row, "open_row") | paths_of(late, {}, row, "open_row: late")
-            nested: dict[str, object] = {}
-            tensordicts.add_fields(nested, row)
-            storage.prepare(nested, "open_row", batched=False)
+            storage.prepare(nested(row), "open_row", batched=False)
         rows = rows or OpenRowIndex.of_store(storage.store, slots)
         intake, whole = storage.written().intake, merged(data, fields)
         slot = rows.take_now() if whole and intake is not None else None
@@ -514,10 +512,8 @@ def paths_of(data: Given | None, named: Mapping[str, object], known: Collection[
 
     Raises ``TypeError``: it is no dict.
     """
-    if not isinstance(data, dict | None):
-        raise TypeError(
-            f"{call}: expected a dict of fields, got {type(data).__name__}. Write {call}({{…}}), or name them."
-        )
+    if data is not None:
+        checks.check_type(call, data, dict, "a dict of fields", f"Write {call}({{…}}), or name them.")
     found: dict[Path, object] = {}
     for key, value in (*(data or {}).items(), *named.items()):
         path = (key,) if isinstance(key, str) else checked_path(key, call)

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from engram import storages
-from engram._support import checks, words
+from engram._support import checks, nested, words
 from engram._support.field_paths import FieldPath, checked_path, public
-from engram._support.nested import find_field, map_leaves
 from engram._support.state import integer, typed
 from engram._support.tensordicts import is_tensor_collection
 from engram.buffer.wiring import Wiring
@@ -153,7 +152,7 @@ class Lanes:
         if key is None and (not is_tensor_collection(data) or (storage.initialized and storage.structure.root.batch)):
             return data, None
         rows = data if isinstance(data, list) else [data]
-        named = [find_field(row, path) for row in rows]
+        named = [nested.find_field(row, path) for row in rows]
         if any(one is None for one in named):
             if key is None:
                 return data, None
@@ -172,7 +171,7 @@ class Lanes:
             lanes = self._environments.lanes_of(lanes, call) if key is None else self._inside(lanes, call)
         except RowError as error:
             raise RowError(f"{error} Name them with lane=…") from None
-        return data if len(shape) == 1 else map_leaves(data, lambda x: _without_time(x, shape)), lanes
+        return data if len(shape) == 1 else nested.map_leaves(data, lambda x: _without_time(x, shape)), lanes
 
     def _numbers(self, lanes: Tensor, call: str) -> Tensor:
         """Ints of any dtype as int64 ``[n]``."""
@@ -251,7 +250,7 @@ def _look_like_environments(columns: Mapping[FieldPath, Tensor], n: int) -> bool
 def _check_flat(data: object, lanes: int, layout: Layout) -> None:
     """Refuse leaves that all begin with steps and lanes, in this order or the other: as rows they would be others, silently."""
     shapes: list[tuple[int, ...]] = []
-    map_leaves(data, lambda x: shapes.append(tuple(getattr(x, "shape", ()))[:2]))
+    nested.map_leaves(data, lambda x: shapes.append(tuple(getattr(x, "shape", ()))[:2]))
     first = shapes[0] if shapes else ()
     alike = len(shapes) > 1 and set(shapes) == {first}
     if lanes > 1 and alike and len(first) == 2 and first[layout == "time_first"] == lanes:

@@ -7,8 +7,7 @@ from typing import Literal, Protocol, TypeAlias
 
 import torch
 
-from engram._support import field_paths, tensordicts
-from engram._support.devices import existing_device
+from engram._support import devices, field_paths, tensordicts
 from engram._support.nested import Path, batch_of, can_be_attribute, map_leaves, map_tensors, map_with_paths
 
 Output: TypeAlias = Literal["torch", "numpy", "namedtuple"]
@@ -50,7 +49,7 @@ class View:
 
 def target_of(device: torch.device | str, form: str) -> torch.device:
     """The device that batches go to. Raises ``TypeError``, ``RuntimeError``: it is none. ``ValueError``: arrays cannot be there."""
-    target = existing_device(device, "sample: device")
+    target = devices.existing_device(device, "sample: device")
     if form == "numpy":
         raise ValueError(
             f"sample: device: expected none, as NumPy's arrays are on the host, got {str(device)!r}. Use output='torch'."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from time import monotonic, perf_counter, perf_counter_ns
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -19,15 +19,6 @@ from engram.types import Commit
 
 #: Data, rows and info of a batch.
 Made = tuple[object, Tensor | None, dict[object, object]]
-
-
-class SavedBatches(NamedTuple):
-    """Prefetched batches in a state."""
-
-    #: What the state has of them; None: nothing is prefetched, or it is left out.
-    state: dict[str, Any] | None
-    #: The sampler's state before it drew batches that are left out; None: as it is.
-    before: dict[str, Any] | None
 
 
 class Prefetching(prefetch.Prefetcher):
@@ -98,7 +89,7 @@ class Prefetching(prefetch.Prefetcher):
     def read(self, key: blocks.Key) -> tuple[object, dict[str, object] | None]:
         wiring, reading, batch_size = self._wiring, self._reading, self._settings.batch_size
         assert batch_size is not None
-        before = self.place()
+        before = place_of(self._wiring)
         with wiring.gate.admitted(wiring.storage.memory, batch_size):
             if wiring.pinning is None or not reading.gathers_pinned():
                 return reading.read(key, batch_size), before
@@ -131,15 +122,7 @@ class Prefetching(prefetch.Prefetcher):
         """Forget prefetched batches. Their rows go back to their epoch, unless other processes draw from it, too."""
         before = self.drop(call, keys=keys)
         if before is not None:
-            self.go_back(before)
-
-    def place(self) -> dict[str, object] | None:
-        """What :meth:`go_back` takes rows back to their epoch by, if they are drawn now; None: they cannot go back."""
-        return place_of(self._wiring)
-
-    def go_back(self, before: dict[str, object]) -> None:
-        """Take rows that were drawn since back to their epoch, unless other processes draw from it, too."""
-        go_back(self._wiring, before)
+            go_back(self._wiring, before)
 
     # ---- copies and states -----------------------------------------------------------------------------------------------
 
@@ -151,17 +134,21 @@ class Prefetching(prefetch.Prefetcher):
         """Go on with what :meth:`copy` returned."""
         self.take_entries(_from_value(copy))
 
-    def saved(self, *, drop: bool = False) -> SavedBatches:
+    def saved(self, *, drop: bool = False) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """What is prefetched, for :func:`prepare_batches`. Draws what was asked for.
 
         ``drop``: nothing of it, as if it had never been drawn.
+
+        Returns:
+            What a state has of the batches; None: nothing is prefetched, or it is left out. And the sampler's state before it drew
+            batches that are left out; None: as it is.
         """
         ahead = self.entries()
         if drop:
             befores = [batch["before"] for batch in ahead["batches"] if batch.get("before") is not None]
-            return SavedBatches(None, next(iter(befores), None))
+            return None, next(iter(befores), None)
         if not any(ahead.values()):
-            return SavedBatches(None, None)
+            return None, None
         queue = []
         for batch in ahead["batches"]:
             made = batch.get("made")
@@ -174,7 +161,7 @@ class Prefetching(prefetch.Prefetcher):
             "queue": queue,
             "keys": ahead["keys"],
         }
-        return SavedBatches(state, None)
+        return state, None
 
 
 def place_of(wiring: Wiring) -> dict[str, object] | None:

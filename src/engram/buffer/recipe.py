@@ -279,11 +279,10 @@ def _made_again(noted: object, known: dict[str, Any], kind: str) -> object:
     name = noted.get("type") if isinstance(noted, dict) else None
     if not isinstance(noted, dict) or noted.get("custom") or name not in known:
         raise TypeError(f"open: the store was used with the custom {kind} {name!r}: pass {kind}=….")
-    try:
-        return known[name].from_config(noted.get("config", {}))
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        why = str(error).removesuffix(".")
-        raise CorruptStore(f"open: cannot make the recorded {kind} {name!r} again: {why}.") from error
+    damaged = (TypeError, ValueError, KeyError, AttributeError)
+    with words.raise_as(CorruptStore, f"open: cannot make the recorded {kind} {name!r} again", damaged):
+        made: object = known[name].from_config(noted.get("config", {}))
+    return made
 
 
 def _finals_in(noted: object) -> dict[str, object] | None:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from engram import inspect, storages, writers
-from engram._support import fork, unsupported
+from engram._support import fork, overrides, unsupported
 from engram._support.closing import end
-from engram._support.overrides import overrides
 from engram.buffer import base, connecting, following, growing, on_device, read_path, row_access, window_marks
 from engram.buffer import configuration as conf
 from engram.buffer.field_updates import ConditionalUpdateResult, add_field, submit_update_if_present
@@ -467,7 +466,7 @@ class ReplayBuffer(base.Shown, growing.Grows, base.Iterates[Batch]):
         torch.Size([8, 4])
         """
         notes, lanes, writing = Notes(store), self._lanes.meant(lane, "record"), self._writing
-        own = any(overrides(type(self), call) for call in ("add", "extend"))
+        own = any(overrides.overrides(type(self), call) for call in ("add", "extend"))
         appending: Appending = (lambda _: None) if own else (lambda rb: rb._writing.appending())  # noqa: SLF001 - self, or a copy
         how = (writing.takes_tensordicts, notes, Infos(info_keys), appending)
         target = Target(self, lanes, names, *how, self._priority_key)

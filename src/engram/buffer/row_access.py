@@ -14,13 +14,12 @@ from torch import Tensor
 from engram import storages
 from engram._support import field_paths, nested, tensordicts
 from engram._support.checks import as_ints
+from engram.buffer import on_device, write_path
 from engram.buffer.configuration import Settings
 from engram.buffer.field_updates import CALL, ConditionalUpdateResult, FieldUpdates, add_entries
-from engram.buffer.on_device import OnDevice
 from engram.buffer.prefetching import Prefetching
 from engram.buffer.read_path import ReadPath
 from engram.buffer.wiring import Wiring
-from engram.buffer.write_path import new_containers
 from engram.device.direct import Replays
 from engram.errors import EMPTY, RowError
 from engram.format.schema import Field
@@ -45,7 +44,7 @@ class RowAccess:
     @cached_property
     def replays(self) -> Replays:
         """What draws batches on accelerators, by their devices."""
-        return Replays(OnDevice(self._wiring, self._settings, self._reading))
+        return Replays(on_device.OnDevice(self._wiring, self._settings, self._reading))
 
     # ---- reading ---------------------------------------------------------------------------------------------------------
 
@@ -121,7 +120,7 @@ class RowAccess:
         where = storages.Rows(cast("Tensor", index)) if there and not wiring.has_listeners() else self._where(index)
         value = self.storable(value, call)
         if wiring.transform.writes:
-            value = wiring.transform.inv(new_containers(value))
+            value = wiring.transform.inv(write_path.new_containers(value))
         if isinstance(index, slice) and index == slice(None):
             add_entries(wiring.storage, where, value, call, self._settings.ignored)
         prepared = wiring.storage.prepare_at(where, value, call, ignored=self._settings.ignored)

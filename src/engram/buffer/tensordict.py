@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from engram import samplers, storages, writers
-from engram._support import field_paths, nested, words
-from engram._support.devices import existing_device
+from engram._support import devices, field_paths, nested, words
 from engram._support.tensordicts import (
     children,
     is_lazy_stack,
@@ -457,7 +456,7 @@ def _sampler(
     """The buffer's sampler. ``ReplayBuffer.open`` hands over the one that the store noted."""
     name, given = type(buffer).__name__, cast("Any", kwargs.get("sampler"))
     reject_unsupported(name, {"sync": sync}, _OF_THE_TREE)
-    device = None if sampler_device is None else existing_device(sampler_device, f"{name}: sampler_device")
+    device = None if sampler_device is None else devices.existing_device(sampler_device, f"{name}: sampler_device")
     if given is not None:
         if not recipe.draws_by_priority(given) or alpha is not None or beta is not None:
             raise TypeError(

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from engram import samplers, storages, writers
-from engram._support import checks, fork
-from engram._support.overrides import overrides, refuse_others
+from engram._support import checks, fork, overrides
 from engram.around import Expander, SampleUnit
 from engram.around.sequence import Named, UnitReader
 from engram.buffer.output import Source
@@ -185,7 +184,7 @@ class Wiring:
         self.sample_natively = self.source.sample_natively if fields and self.of_sampler.reads_natively else None
         writer = type(self.writer)
         #: Whether the user's writer says of each row by itself where it goes.
-        self.places_each = overrides(writer, "get_insert_index")
+        self.places_each = overrides.overrides(writer, "get_insert_index")
         appends = self.of_writer.appends and not self.places_each
         #: Whether rows that are used up are written over first.
         self.refills = self.of_sampler.consumes and appends and self.storage.ndim == self.storage.lanes == 1
@@ -201,7 +200,7 @@ class Wiring:
             *((writer, name) for name in ("add", "extend")),
             *((of_rows, name) for name in ("mark_update", "add", "extend")),
         )
-        self.hooked = self.storage.sets or any(overrides(*call) for call in calls)
+        self.hooked = self.storage.sets or any(overrides.overrides(*call) for call in calls)
         #: The same as appends, in one native call.
         self.appends_natively = self.appends and not self.hooked
         #: What places and writes in one native call; None: nothing does.
@@ -265,7 +264,7 @@ class Wiring:
     def tell_emptied(self) -> None:
         """Call what samplers and writers of TorchRL's form reset themselves by."""
         for part in (self.own_sampler, self.writer):
-            if overrides(type(part), "_empty"):
+            if overrides.overrides(type(part), "_empty"):
                 part._empty()  # noqa: SLF001 - TorchRL's
 
     def check_editable(self, call: str) -> None:
@@ -349,12 +348,11 @@ class Wiring:
 
 def checked_generator(generator: torch.Generator | None) -> torch.Generator | None:
     """The generator of draws. Raises ``TypeError``: it is none. ``ValueError``: it is not on the CPU."""
-    if not isinstance(generator, torch.Generator | None):
-        raise TypeError(
-            f"generator: expected a torch.Generator, got {type(generator).__name__}. Write torch.Generator().manual_seed(0)."
-        )
-    if generator is not None and generator.device.type != "cpu":
-        raise ValueError(f"generator: expected one of the CPU, which draws rows, got one on {generator.device}.")
+    if generator is not None:
+        how = "Write torch.Generator().manual_seed(0)."
+        checks.check_type("generator", generator, torch.Generator, "a torch.Generator", how)
+        if generator.device.type != "cpu":
+            raise ValueError(f"generator: expected one of the CPU, which draws rows, got one on {generator.device}.")
     return generator
 
 
@@ -386,7 +384,7 @@ def component(given: object, kind: Any, name: str, default: Callable[[], object]
         )
     if isinstance(made, Declared) and not type(made).__module__.startswith("engram."):
         inside = {"sample": "that of the sampler inside"} if isinstance(made, Expander) else {}
-        refuse_others(made, **({"_empty": "empty"} if of_storage else inside))
+        overrides.refuse_others(made, **({"_empty": "empty"} if of_storage else inside))
     return made
 
 
@@ -457,8 +455,7 @@ def first_storage(
     Raises:
         TypeError: it is none, or ``size`` is no int. ValueError: ``size`` is below 1, or not the storage's ``max_size``.
     """
-    if size is not None:
-        size = checked_size(size, call)
+    size = None if size is None else checked_size(size, call)
     if given is None:
         rows = size or samplers.declared(sampler).max_size or 1000
         storage: storages.Storage = kind(rows)

@@ -11,16 +11,16 @@ import math
 import operator
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 
 from engram import storages
-from engram._support import checks, fork, native, nested, tensordicts
-from engram._support.overrides import doing, overrides
+from engram._support import checks, fork, native, nested, overrides, tensordicts
 from engram.buffer.configuration import Settings
 from engram.buffer.lanes import BATCHES, Lane, Lanes, Layout
+from engram.buffer.prefetch import Prefetcher
 from engram.buffer.recipe import Recipe
 from engram.buffer.wiring import Wiring
 from engram.env import Notes
@@ -43,13 +43,6 @@ class TransformedRows(NamedTuple):
     rows: int | None
 
 
-class Ahead(Protocol):
-    """Batches that were asked for ahead."""
-
-    def materialize(self) -> None:
-        """Draw them now: what happens to rows from here on is not for them."""
-
-
 class WritePath:
     """Writes rows, and keeps what the writes of one buffer need besides its components: its lane and its recipe."""
 
@@ -59,7 +52,7 @@ class WritePath:
     notes = Notes()
 
     def __init__(
-        self, wiring: Wiring, settings: Settings, lanes: Lanes, recipe: Recipe, prefetching: Ahead | None
+        self, wiring: Wiring, settings: Settings, lanes: Lanes, recipe: Recipe, prefetching: Prefetcher | None
     ) -> None:
         self._wiring = wiring
         self._settings = settings
@@ -225,7 +218,43 @@ class WritePath:
 
     def _write(self, data: object, lane: object, call: str, *, batched: bool) -> Write:
         """Write through what components of the user's override."""
-        return write_overridden(self.write_here, self._wiring, self._lanes, data, lane, call, batched=batched)
+        wiring, lanes, told = self._wiring, self._lanes, list[Write]()
+        storage, writer, memory = wiring.storage, wiring.writer, wiring.storage.memory
+        lane = lanes.default if lane is None else lane
+
+        def tell(name: str, written: Write) -> None:
+            if overrides.overrides(type(wiring.own_sampler), name):
+                index: Any = wiring.user_index(written.survivors if wiring.of_writer.rejects else written.rows)
+                if not batched and storage.ndim == 1:
+                    index = int(index[0]) if index[0] >= 0 else None
+                getattr(wiring.own_sampler, name)(index)
+
+        def own(data: object, call: str, batched: bool) -> Write:
+            if storage.sets:
+                named = lanes.of_rows(lane, call, batched=batched)[0]
+                told.append(_set(self.write_here, wiring, data, (lane, named), call, batched=batched))
+            else:
+                told.append(self.write_here(data, lane, call, batched=batched))
+            tell("mark_update", told[-1])
+            return told[-1]
+
+        with _one_by_one:
+            if memory is not None and memory.core.limited:  # first: methods of the user's are called once
+                memory.core.prepay_inserts((_steps(data, storage, call) if batched else 1) * math.prod(storage.columns))
+            try:
+                if isinstance(writer, NativeWriter) and overrides.overrides(type(writer), call):
+                    with overrides.doing(writer, own):
+                        written = _written(wiring, getattr(writer, call)(data))
+                    if not told:
+                        storage.notify(written, data)
+                        tell("mark_update", written)
+                else:
+                    written = own(data, call, batched)
+            finally:
+                if memory is not None:
+                    memory.core.return_prepaid()
+            tell(call, written)
+        return written
 
     def write_here(self, data: object, lane: object, call: str, *, batched: bool) -> Write:
         """Write as a buffer does whose components override nothing."""
@@ -393,48 +422,6 @@ def _move_dim(x: object, at: int, to: int) -> object:
 _one_by_one = fork.rlock()
 
 
-def write_overridden(
-    here: Callable[..., Write], wiring: Wiring, lanes: Lanes, data: object, lane: object, call: str, *, batched: bool
-) -> Write:
-    """What ``here`` does, through the methods that are overridden."""
-    storage, writer, memory, told = wiring.storage, wiring.writer, wiring.storage.memory, list[Write]()
-    lane = lanes.default if lane is None else lane
-
-    def tell(name: str, written: Write) -> None:
-        if overrides(type(wiring.own_sampler), name):
-            index: Any = wiring.user_index(written.survivors if wiring.of_writer.rejects else written.rows)
-            if not batched and storage.ndim == 1:
-                index = int(index[0]) if index[0] >= 0 else None
-            getattr(wiring.own_sampler, name)(index)
-
-    def own(data: object, call: str, batched: bool) -> Write:
-        if storage.sets:
-            named = lanes.of_rows(lane, call, batched=batched)[0]
-            told.append(_set(here, wiring, data, (lane, named), call, batched=batched))
-        else:
-            told.append(here(data, lane, call, batched=batched))
-        tell("mark_update", told[-1])
-        return told[-1]
-
-    with _one_by_one:
-        if memory is not None and memory.core.limited:  # first: methods of the user's are called once
-            memory.core.prepay_inserts((_steps(data, storage, call) if batched else 1) * math.prod(storage.columns))
-        try:
-            if isinstance(writer, NativeWriter) and overrides(type(writer), call):
-                with doing(writer, own):
-                    written = _written(wiring, getattr(writer, call)(data))
-                if not told:
-                    storage.notify(written, data)
-                    tell("mark_update", written)
-            else:
-                written = own(data, call, batched)
-        finally:
-            if memory is not None:
-                memory.core.return_prepaid()
-        tell(call, written)
-    return written
-
-
 def _written(wiring: Wiring, index: object) -> Write:
     """What a writer of the user's says that it wrote: None, an int, rows, or coordinates with ``ndim > 1``."""
     if isinstance(index, tuple) or (isinstance(index, torch.Tensor) and index.ndim > 1):
@@ -470,7 +457,7 @@ def _set(
         end = begin + named.numel()
         whole = end - begin == len(rows)
         if named.reshape(-1).tolist() != rows[begin:end].tolist() or not (whole or plan.rows is None):
-            with doing(storage, None):
+            with overrides.doing(storage, None):
                 storages.Storage.set(storage, cursor, data)
             return
         lane = lanes[0]
@@ -480,7 +467,7 @@ def _set(
         made.append(here(data, lane, call, batched=named.ndim > 0))
 
     if len(rows):
-        with doing(storage, own):
+        with overrides.doing(storage, own):
             storage.set(rows if batched else int(rows[0]), data)
     if not made:
         made.append(Write(rows, 0, storage.tickets_of(rows)))

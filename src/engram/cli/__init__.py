@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
-    from engram.buffer.connecting import Reaching
+    from engram.buffer.configuration import Reaching
     from engram.cli.reshard import Resharding
     from engram.inspect.metrics import HasStats
 
@@ -437,10 +437,10 @@ def health(address: str, as_json: bool, **how: Unpack[Reaching]) -> None:
     Exit code: 0 if it does, 1 if not.
     """
     with refusing("serve", oserror=Refusal), _by_options():
-        from engram.buffer.connecting import access_to
+        from engram.buffer.connecting import Way
         from engram.remote.connection import Connection
 
-        Connection(access_to(address, "health", patience=0.0, **how)).close()
+        Connection(Way(patience=0.0, **how).access(address, "health")).close()
     if as_json:
         print_json({"address": address, "good": True, "problems": []})
     else:

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from engram._support.memory import available_memory, missing_share
+from engram._support.memory import available_memory, lines_of, missing_share
 from engram._support.version import __version__
 from engram._support.words import format_size
 from engram.format import files, layout, sizes
@@ -106,7 +106,7 @@ def findings(directory: Path | None = None, *, load: bool = False) -> list[Findi
         *(_loaded_gpu() if load else [_gpu()]),
     ]
     if directory is not None:
-        found.append(file_system(directory, _lines("/proc/self/mountinfo")))
+        found.append(file_system(directory, lines_of("/proc/self/mountinfo")))
     return found + [_extra(name, *of) for name, of in _EXTRAS.items()]
 
 
@@ -229,7 +229,7 @@ def _shared_memory(place: Path) -> Finding:
 
 
 def _huge_pages(setting: Path) -> Finding:
-    said = next(iter(_lines(setting)), "unknown").strip()
+    said = next(iter(lines_of(setting)), "unknown").strip()
     advice = f"Large buffers in memory are sampled faster with them: echo madvise > {setting}"
     return noted("huge pages", said, advice if "[never]" in said else "")
 
@@ -261,13 +261,6 @@ def _extra(name: str, package: str, use: str) -> Finding:
         return noted(f"extra {name}", f"{package} is not installed", f'For {use}: pip install "engram-replay[{name}]"')
 
 
-def _lines(path: str | Path) -> list[str]:
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError:
-        return []
-
-
 def _free(path: str) -> str:
     try:
         usage = shutil.disk_usage(path)
@@ -287,13 +280,6 @@ _PAGE = 4096
 _BATCH, _ROW, _TRIAL = 256, 28_224, 256 << 20
 #: Reads that are under way at a time.
 _THREADS = 32
-
-
-class _Field(NamedTuple):
-    """The place of a field's rows."""
-
-    fd: int
-    row_bytes: int
 
 
 def disk_speed(directory: Path, seconds: float = 2.0) -> list[Finding]:
@@ -334,14 +320,14 @@ def disk_speed(directory: Path, seconds: float = 2.0) -> list[Finding]:
     return found
 
 
-def _opened(stack: contextlib.ExitStack, path: Path, row_bytes: int) -> _Field:
-    return _Field(stack.enter_context(files.Descriptor.open(path, os.O_RDONLY | os.O_DIRECT)), row_bytes)
+def _opened(stack: contextlib.ExitStack, path: Path, row_bytes: int) -> tuple[int, int]:
+    return stack.enter_context(files.Descriptor.open(path, os.O_RDONLY | os.O_DIRECT)), row_bytes
 
 
-def _measured(fields: Sequence[_Field], starts: range, rows: int, seconds: float) -> tuple[float, float]:
-    """Batches and bytes per second, of that many rows from each start on."""
+def _measured(fields: Sequence[tuple[int, int]], starts: range, rows: int, seconds: float) -> tuple[float, float]:
+    """Batches and bytes per second, of that many rows from each start on. ``fields``: files, and bytes of a row in them."""
     began = time.perf_counter()
-    longest = max(field.row_bytes for field in fields) + 2 * _PAGE
+    longest = max(size for _, size in fields) + 2 * _PAGE
 
     def read(seed: int) -> tuple[int, int]:
         draws, done, nbytes = random.Random(seed), 0, 0  # noqa: S311 - which rows are read is no secret

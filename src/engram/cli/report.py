@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import io
 import warnings
 from datetime import UTC, datetime
@@ -50,8 +49,7 @@ def drawable(path: Path) -> str:
     return kind
 
 
-@contextlib.contextmanager
-def opened(path: Path) -> Iterator[ReplayBuffer]:
+def opened(path: Path) -> ReplayBuffer:
     """The rows of a store, or of the newest checkpoint of a series, to be read only.
 
     Raises:
@@ -62,13 +60,9 @@ def opened(path: Path) -> Iterator[ReplayBuffer]:
     from engram.buffer.tensordict import ReplayBuffer  # by which every class of buffers is known
 
     if kind == "store":
-        buffer = ReplayBuffer.open(path, readonly=True)
-    else:
-        buffer = ReplayBuffer.follow(path, timeout=0.1)
-    try:
-        yield buffer
-    finally:
-        buffer.close()
+        return ReplayBuffer.open(path, readonly=True)
+    followed: ReplayBuffer = ReplayBuffer.follow(path, timeout=0.1)
+    return followed
 
 
 def picture(path: Path, what: Sequence[str], form: str) -> bytes:

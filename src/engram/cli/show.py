@@ -73,13 +73,12 @@ class Command(click.Command):
     """A command that ends as this module says."""
 
     def invoke(self, ctx: click.Context) -> object:
-        with _told_apart():
-            try:
-                return super().invoke(ctx)
-            finally:
-                for stream in (sys.stdout, sys.stderr):
-                    if stream is not None and not stream.closed:
-                        stream.flush()
+        try:
+            return super().invoke(ctx)
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                if stream is not None and not stream.closed:
+                    stream.flush()
 
 
 class Commands(click.Group):

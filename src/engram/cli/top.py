@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Unpack
 
 from engram._support.words import format_share, format_size
-from engram.buffer.connecting import Reaching
+from engram.buffer.configuration import Reaching
 from engram.buffer.tensordict import ReplayBuffer
 from engram.cli.show import fitted, stat_lines
 from engram.inspect.advice import effective_size

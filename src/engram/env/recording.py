@@ -28,8 +28,8 @@ import numpy as np
 import torch
 
 from engram._support import native
-from engram._support.field_paths import FieldPath, checked_path, public
-from engram._support.tensordicts import add_fields, wrap
+from engram._support.field_paths import FieldPath, checked_path, nested, public
+from engram._support.tensordicts import wrap
 from engram.env.values import (
     BOOL,
     FLOAT32,
@@ -129,7 +129,7 @@ class Recording:
         buffer, lanes, names, tensordicts, notes, infos, self._appending, self._priority = target
         count = math.prod(batch)
         _check(buffer.storage, lanes, count)
-        notes.belong_to(*batch)
+        notes.batch = batch
         if tensordicts and any(map(has_tuple, (observation, action))):
             raise TypeError("record: a TensorDict holds no tuples, but a space of it is one: use a ReplayBuffer.")
         self._buffer = buffer
@@ -144,8 +144,7 @@ class Recording:
         self._roles: Roles = {self._paths[at]: FIELDS[at][-1] for at in _FLAGS}
         self._tensordicts = tensordicts
         #: A row, with the places of its values: of :data:`FIELDS`, notes, and infos before and after the action.
-        self._form: Form = {}
-        add_fields(self._form, {path: at for at, path in enumerate(self._paths)})
+        self._form = cast("Form", nested({path: at for at, path in enumerate(self._paths)}))
         self._before: Nested = ()
         #: What was done in the step under way, if that is a row.
         self.acted: Nested = ()

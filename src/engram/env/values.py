@@ -208,12 +208,9 @@ class Notes:
 
     def __init__(self, store: Examples | None = None) -> None:
         self.leaves = _declared(store, "record: store")
-        self._batch: tuple[int, ...] = ()
+        #: How many environments there are: values are ``[*batch, *shape]``.
+        self.batch: tuple[int, ...] = ()
         self._values: dict[FieldPath, Array] = {}
-
-    def belong_to(self, *batch: int) -> None:
-        """From now on values are ``[*batch, *shape]``: there are so many environments."""
-        self._batch = batch
 
     def put(self, *given: Examples) -> None:
         """Keep copies of some values for the next step. Raises as ``ReplayBuffer.note``; nothing is kept then."""
@@ -223,7 +220,7 @@ class Notes:
             if leaf is None:
                 known = [public(one) for one in self.leaves]
                 raise KeyError(f"note: expected fields of record(env, store=…), some of {known}, got {public(path)!r}.")
-            found[path] = np.array(leaf.fitted(value, self._batch, f"note: {public(path)!r}", "record(store=…)"))
+            found[path] = np.array(leaf.fitted(value, self.batch, f"note: {public(path)!r}", "record(store=…)"))
         self._values.update(found)
 
     def check(self, *, needed: bool) -> None:

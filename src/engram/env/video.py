@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from fractions import Fraction
 from io import BytesIO
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from engram._support.unsupported import needs
+from engram._support import unsupported, words
 
-with needs("record_robot: a video, which encode=False does not make", "robot"):
+with unsupported.needs("record_robot: a video, which encode=False does not make", "robot"):
     import av
     from av.video.stream import VideoStream
 
@@ -70,11 +70,9 @@ class Reader:
     def __init__(self, path: Path | BytesIO) -> None:
         self._name = "an image" if isinstance(path, BytesIO) else repr(str(path))
         self._at, self.decoded = math.inf, 0
-        try:
+        with self._decoding(av.FFmpegError, IndexError):
             self._file = cast("InputContainer", av.open(path if isinstance(path, BytesIO) else str(path)))
             self._stream = self._file.streams.video[0]
-        except (av.FFmpegError, IndexError) as error:
-            raise self._refused(error) from error
         self._stream.thread_count, self._unit = 1, float(cast("Fraction", self._stream.time_base))
         #: How many frames there are; 0: the file does not say.
         self.count = self._stream.frames
@@ -110,7 +108,7 @@ class Reader:
 
     def _decode(self, start: float | None = None) -> Iterator[av.VideoFrame]:
         """Frames from the key frame before a time on; None: those that come next."""
-        try:
+        with self._decoding(av.FFmpegError):
             if start is not None:
                 self._file.seek(int(start / self._unit), stream=self._stream)
             for frame in self._file.decode(self._stream):
@@ -118,11 +116,10 @@ class Reader:
                 if frame.is_corrupt:
                     raise OSError(f"{self._name}: expected a whole video, got a damaged frame.")
                 yield frame
-        except av.FFmpegError as error:
-            raise self._refused(error) from error
 
-    def _refused(self, error: Exception) -> OSError:
-        return OSError(f"{self._name}: expected a video, got one that cannot be decoded: {error}.")
+    def _decoding(self, *errors: type[Exception]) -> AbstractContextManager[None]:
+        """Raises these as what says of which file they are."""
+        return words.raise_as(OSError, f"{self._name}: expected a video, got one that cannot be decoded", errors)
 
 
 def _rgb(frame: av.VideoFrame) -> Frame:

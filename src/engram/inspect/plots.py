@@ -39,13 +39,18 @@ MOST = 1 << 16
 _LAST_STEP = 2
 
 
-class Watched(Protocol):
-    """The part of a buffer that figures read."""
+class Scanned(Protocol):
+    """The part of a buffer, or of its wiring, that a scan reads."""
 
     @property
     def storage(self) -> Storage: ...
     @property
     def sampler(self) -> object: ...
+
+
+class Watched(Scanned, Protocol):
+    """The part of a buffer that figures read."""
+
     def stats(self) -> dict[str, float]: ...
 
 
@@ -130,7 +135,7 @@ class Scan:
     Raises ``RuntimeError``: the buffer is empty, or a connection.
     """
 
-    def __init__(self, buffer: Watched, call: str, most: int = MOST) -> None:
+    def __init__(self, buffer: Scanned, call: str, most: int = MOST) -> None:
         self._storage, self._call = buffer.storage, call
         check_here(self._storage, call, ": engram plot DIR." if call.startswith("plot.") else ".")
         extent = self._storage.extent()

@@ -10,13 +10,11 @@ from typing import Any, ClassVar, Self, TypeAlias, cast
 
 import torch
 
-from engram._support import fork
+from engram._support import fork, overrides, words
 from engram._support.checks import as_numbers
 from engram._support.field_paths import FieldPath, as_paths, checked_path, public
-from engram._support.overrides import overrides
 from engram._support.state import prepare_load, saved
 from engram._support.tensordicts import is_tensor_collection
-from engram._support.words import warn
 from engram.errors import EMPTY, NoSampleable, RowError
 from engram.saved.parts import Component, adopt
 from engram.store.blocks import Key, Masses
@@ -269,7 +267,7 @@ class DeclaredSampler(Component):
         >>> print(said[0].message)
         RandomSampler has no priorities: update_priority has no effect.
         """
-        warn(f"{type(self).__name__} has no priorities: update_priority has no effect.")
+        words.warn(f"{type(self).__name__} has no priorities: update_priority has no effect.")
 
     def check_priority(self, priority: object, n: int) -> None:
         """Raise as :meth:`update_priority` would for priorities of ``n`` rows.
@@ -434,9 +432,9 @@ class NativeSampler(DeclaredSampler, metaclass=ABCMeta):
     def __init_subclass__(cls, **kwargs: object) -> None:
         """A ``sample`` of the user's own draws in place of ``draw``. One that calls ``super().sample()`` gets the draws of its parent."""
         super().__init_subclass__(**kwargs)
-        if overrides(cls, "update_priority"):
+        if overrides.overrides(cls, "update_priority"):
             cls.update_priority = _with_generation(cls.update_priority)  # type: ignore[method-assign]
-        if not overrides(cls, "sample") or overrides(cls, "draw") or cls.draw is _draw_by_sample:
+        if not overrides.overrides(cls, "sample") or overrides.overrides(cls, "draw") or cls.draw is _draw_by_sample:
             return
         cls._draw_apart, cls.draw, cls.samples = cls.draw, _draw_by_sample, True  # type: ignore[method-assign]
         cls.traits = cls.traits.without({"draw"})
@@ -754,7 +752,7 @@ def declared(sampler: Sampler) -> DeclaredSampler:
         return _Reading(sampler, reads)
     if isinstance(sampler, Declared):
         return cast("DeclaredSampler", sampler)
-    sampled = overrides(type(sampler), "sample") and not overrides(type(sampler), "draw")
+    sampled = overrides.overrides(type(sampler), "sample") and not overrides.overrides(type(sampler), "draw")
     return (_Sampled if sampled else _Adapted)(sampler)
 
 

@@ -14,9 +14,7 @@ from engram._support.field_paths import FieldPath, checked_path, plain, public
 from engram._support.state import Change, check_keys, integer, tensor_in
 from engram.errors import IncompatibleCheckpoint, NoSampleable
 from engram.samplers._base import DeclaredSampler, NativeSampler, check_drawable
-from engram.store import row_indexes
-from engram.store.blocks import Masses
-from engram.store.indexes import check_index_name
+from engram.store import blocks, indexes, row_indexes
 from engram.store.row_indexes import MAX_READY, MAX_USES, ConsumerVersionIndex, ConsumptionIndex, GroupRules, Groups
 from engram.types import Commit, Draw, Extent
 
@@ -181,7 +179,7 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
         ready: Sequence[str | FieldPath] = (),
     ) -> None:
         check_callable("StalenessAwareSampler: staleness_weight_fn", staleness_weight_fn, "a callable", optional=True)
-        check_index_name(index, "StalenessAwareSampler: index")
+        indexes.check_index_name(index, "StalenessAwareSampler: index")
         self.max_staleness = max_staleness
         self._weigh = staleness_weight_fn
         self._key = checked_path(version_key, "StalenessAwareSampler: version_key")
@@ -253,13 +251,13 @@ class StalenessAwareSampler(VersionedSampler, NativeSampler):
         rows, tickets, of_rows = drawn
         return Draw(rows, tickets, {"staleness": (consumer - of_rows).float()})
 
-    def masses(self, storage: SampledStorage) -> Masses:
+    def masses(self, storage: SampledStorage) -> blocks.Masses:
         size, total = len(storage), 0.0
         if size:
             self.bind(storage)
             versions, counts = self._rows(storage).versions()
             total = float((self._weights(self.consumer_version - versions) * counts).sum())
-        return Masses(total, 1.0, size)
+        return blocks.Masses(total, 1.0, size)
 
     def can_sample(self, storage: SampledStorage, batch_size: int) -> bool:
         """Whether a row is fresh enough, and has a weight. Raises as drawing, but not ``NoSampleable``.
@@ -383,7 +381,7 @@ class RuledSampler(VersionedSampler, IndexedSampler[_Index]):
         self, who: str, rules: GroupRules, ready: object, max_staleness: int, version: str | FieldPath, index: str
     ) -> None:
         """Draw by these rules, and only rows that are ready and fresh. Raises ``TypeError``, ``ValueError``: arguments say no rules."""
-        check_index_name(index, f"{who}: index")
+        indexes.check_index_name(index, f"{who}: index")
         path = checked_path(version, f"{who}: policy_version")
         staleness = check_count(f"{who}: max_staleness", max_staleness, least=-1, most=VERSION_LIMIT - 1)
         self._rules = rules._replace(ready=_ready_fields(ready, f"{who}: ready"))

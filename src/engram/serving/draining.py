@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from engram import samplers
-from engram.buffer.connecting import Reaching, access_to
+from engram.buffer.configuration import Reaching
+from engram.buffer.connecting import Way
 from engram.format import files, layout
 from engram.format.sizes import usual_row_bytes
 from engram.inspect.advice import drawing_by
@@ -83,7 +84,7 @@ def drained(address: str, to: str, *, evict: bool, **how: Unpack[Reaching]) -> I
 
     Raises as ``ReplayBuffer.connect``, and as :func:`drain`.
     """
-    server, others = Connection(access_to(address, "drain", 0.0, **how)), access_to(to, "drain", 0.0, **how)
+    server, others = Connection(Way(patience=0.0, **how).access(address, "drain")), Way(patience=0.0, **how).access(to, "drain")
     own = [at for at, answer in ask_servers(others, "skip").items() if answer.store == server.served.store]
     command, since = protocol.Drain([str(at) for at in others.addresses if at not in own], evict), time.monotonic()
     while (left := server.ask("drain", command, int)) or time.monotonic() < since + FORWARD_S:
@@ -167,7 +168,7 @@ class Draining:
     def _connect(self, to: list[str]) -> FleetStorage:
         """The other stores. Raises as ``ReplayBuffer.connect``; ``ValueError``: they cannot take the rows."""
         if to and to != self._to:
-            others = storage_at(access_to(",".join(to), "drain", SKIP_S, **(self._at.reaching or {})), "skip", 0)
+            others = storage_at(Way(patience=SKIP_S, **(self._at.reaching or {})).access(",".join(to), "drain"), "skip", 0)
             with contextlib.ExitStack() as refused:
                 refused.callback(others.close)
                 if not isinstance(others, FleetStorage):

@@ -22,7 +22,7 @@ import pyarrow as pa
 import torch
 from pyarrow import ArrowException, flight
 
-from engram.buffer.connecting import Reaching
+from engram.buffer.configuration import Reaching
 from engram.buffer.tensordict import ReplayBuffer
 from engram.remote import protocol, wire
 from engram.serving.awaiting import Awaiting, away

@@ -13,38 +13,12 @@ from engram.store.store import Store
 from engram.types import Extent, Traits
 
 
-class SampledStorage(Protocol):
-    """What samplers and expanders ask of a storage."""
-
-    @property
-    def traits(self) -> Traits:
-        """What it can do."""
+class StoredRows(Protocol):
+    """What those who choose among the rows of a storage ask of it."""
 
     @property
     def memory(self) -> Store | None:
         """The store that holds its fields; None: of a list, or before the first write."""
-
-    @property
-    def device(self) -> torch.device | None:
-        """Where rows lie; None: not known before the first write."""
-
-    @property
-    def max_size(self) -> int:
-        """Rows at most."""
-
-    @property
-    def ndim(self) -> int:
-        """Dimensions of the data that make one row each."""
-
-    @property
-    def initialized(self) -> bool:
-        """Whether anything was ever written."""
-
-    @property
-    def closed(self) -> bool:
-        """Whether its memory was given back."""
-
-    def __len__(self) -> int: ...
 
     def extent(self) -> Extent:
         """What is live now.
@@ -74,6 +48,65 @@ class SampledStorage(Protocol):
         >>> (rb.storage.tickets_of(torch.tensor([0, 1])) != before).tolist()
         [True, False]
         """
+
+    def field(self, key: tuple[str, ...], rows: torch.Tensor, expected: torch.Tensor) -> tuple[Any, list[int]]:
+        """One field of rows that must have these tickets: a tensor ``[B, ...]`` or a list of ``B``; positions that moved.
+
+        Raises:
+            KeyError: no such field.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(4))
+        >>> _ = rb.extend({"obs": torch.arange(3), "reward": torch.ones(3)})
+        >>> rows = torch.tensor([0, 2])
+        >>> values, moved = rb.storage.field(("obs",), rows, rb.storage.tickets_of(rows))
+        >>> values.tolist(), moved
+        ([0, 2], [])
+        """
+
+    def settled(self) -> int | None:
+        """Ticket number of the next write: rows are what they were as long as it stays. None while a write is under way.
+
+        >>> import torch
+        >>> from engram import LazyTensorStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100))
+        >>> _ = rb.extend(torch.arange(3))
+        >>> seen = rb.storage.settled()
+        >>> _ = rb.extend(torch.arange(2))
+        >>> rb.storage.settled() - seen
+        2
+        """
+
+
+class SampledStorage(StoredRows, Protocol):
+    """What samplers and expanders ask of a storage."""
+
+    @property
+    def traits(self) -> Traits:
+        """What it can do."""
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where rows lie; None: not known before the first write."""
+
+    @property
+    def max_size(self) -> int:
+        """Rows at most."""
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions of the data that make one row each."""
+
+    @property
+    def initialized(self) -> bool:
+        """Whether anything was ever written."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether its memory was given back."""
+
+    def __len__(self) -> int: ...
 
     def writes_of(self, rows: torch.Tensor, tickets: torch.Tensor) -> torch.Tensor:
         """The numbers of the writes that rows held when they had these tickets: what users get as ``"index_generation"``.
@@ -106,35 +139,6 @@ class SampledStorage(Protocol):
         >>> _ = rb.extend(torch.arange(3))
         >>> rb.storage.hold_nothing(torch.tensor([2, 3])).tolist()
         [False, True]
-        """
-
-    def field(self, key: tuple[str, ...], rows: torch.Tensor, expected: torch.Tensor) -> tuple[Any, list[int]]:
-        """One field of rows that must have these tickets: a tensor ``[B, ...]`` or a list of ``B``; positions that moved.
-
-        Raises:
-            KeyError: no such field.
-
-        >>> import torch
-        >>> from engram import LazyTensorStorage, ReplayBuffer
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(4))
-        >>> _ = rb.extend({"obs": torch.arange(3), "reward": torch.ones(3)})
-        >>> rows = torch.tensor([0, 2])
-        >>> values, moved = rb.storage.field(("obs",), rows, rb.storage.tickets_of(rows))
-        >>> values.tolist(), moved
-        ([0, 2], [])
-        """
-
-    def settled(self) -> int | None:
-        """Ticket number of the next write: rows are what they were as long as it stays. None while a write is under way.
-
-        >>> import torch
-        >>> from engram import LazyTensorStorage, ReplayBuffer
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100))
-        >>> _ = rb.extend(torch.arange(3))
-        >>> seen = rb.storage.settled()
-        >>> _ = rb.extend(torch.arange(2))
-        >>> rb.storage.settled() - seen
-        2
         """
 
     def next_number(self) -> int:

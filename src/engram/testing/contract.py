@@ -39,6 +39,10 @@ class Contract:
                 error.add_note(f"in {type(self).__name__}.{name}")
                 raise
 
+    def rows(self, first: int, n: int) -> object:
+        """``n`` rows to write, each of which differs from all others."""
+        return steps(first, n)
+
     def _copies(self, it: T) -> list[T]:
         return [how(it) for how in self.copies]  # type: ignore[misc]
 
@@ -48,10 +52,6 @@ class BufferContract(Contract):
 
     #: What :meth:`_go_on` returns, for messages.
     goes_on = "rows"
-
-    def rows(self, first: int, n: int) -> object:
-        """``n`` rows to write, each of which differs from all others."""
-        return steps(first, n)
 
     def _buffer(self) -> ReplayBuffer:
         """An empty buffer with a new component."""

@@ -10,7 +10,7 @@ from engram._support.nested import map_tensors
 from engram.buffer.replay_buffer import ReplayBuffer
 from engram.samplers import PrioritizedSampler
 from engram.storages import LazyTensorStorage, Storage, _structure, own
-from engram.testing.contract import BufferContract, Contract, check, refuses, same, steps
+from engram.testing.contract import BufferContract, Contract, check, refuses, same
 from engram.types import RowStorage
 
 _CAPACITY = 12
@@ -27,10 +27,6 @@ class RowStorageContract(Contract):
         """Another object of the same rows, as a new process makes it; None: rows end with the object. ``storage`` is not used again."""
         del storage
         return None
-
-    def rows(self, first: int, n: int) -> object:
-        """``n`` rows to write, each of which differs from all others."""
-        return steps(first, n)
 
     def _columns_of(self, storage: RowStorage) -> own.OwnColumns:
         """A storage, field by field."""

@@ -6,8 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from engram._support import nested, tensordicts
-from engram._support.devices import existing_device
+from engram._support import devices, nested, tensordicts
 from engram.transforms import _base
 from engram.transforms._base import Key, Keys
 
@@ -131,8 +130,8 @@ class DeviceCastTransform(_base.KeyedTransform):
     ) -> None:
         super().__init__(in_keys, out_keys, in_keys_inv, out_keys_inv)
         who = "DeviceCastTransform"
-        self.device = existing_device(device, f"{who}: device")
-        self.orig_device = None if orig_device is None else existing_device(orig_device, f"{who}: orig_device")
+        self.device = devices.existing_device(device, f"{who}: device")
+        self.orig_device = None if orig_device is None else devices.existing_device(orig_device, f"{who}: orig_device")
         self._all = not self.in_keys and not self.in_keys_inv
         self.reads = self._all or bool(self.in_keys)
         self.writes = self.orig_device is not None and (self._all or bool(self.in_keys_inv))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NoReturn, Unpack, cast
+from typing import Any, Literal, Never, NoReturn, cast
 
 import numpy as np
 import torch
 
-from engram._support import nested, unsupported
+from engram._support import nested, overrides, unsupported
 from engram._support.checks import as_numbers
-from engram._support.overrides import meanwhile, overrides
 from engram.saved.parts import Component, adopt
 from engram.types import Declared, Extent, Ranking, Traits, Write, WritePlan, Writer
 
@@ -22,9 +21,7 @@ class NativeWriter(Component):
     #: Whether rows lie in the order in which they came.
     keeps_order = True
 
-    def __init__(
-        self, compilable: bool = False, *, track_generations: bool = False, **unknown: Unpack[unsupported.NoArguments]
-    ) -> None:
+    def __init__(self, compilable: bool = False, *, track_generations: bool = False, **unknown: Never) -> None:
         given = {"compilable": compilable, **unknown}
         unsupported.reject_unsupported(type(self).__name__, given, unsupported.NOT_TRACED, type(self))
         unsupported.take_compilable(self, given)
@@ -50,7 +47,7 @@ class NativeWriter(Component):
         >>> writer.extend(torch.arange(3)).tolist()
         [0, 1, 2]
         """
-        if overrides(type(self), "get_insert_index") and storage.ndim * storage.lanes > 1:
+        if overrides.overrides(type(self), "get_insert_index") and storage.ndim * storage.lanes > 1:
             raise ValueError(
                 f"{type(self).__name__}.get_insert_index: expected a storage with ndim=1 and one lane, got {storage!r}: it names rows."
             )
@@ -127,7 +124,7 @@ class NativeWriter(Component):
         return self._storage
 
     def _write(self, call: str, data: object, plan: WritePlan | None, *, batched: bool) -> Write:
-        if plan is None and (instead := meanwhile(self)) is not None:
+        if plan is None and (instead := overrides.meanwhile(self)) is not None:
             return instead(data, call, batched)  # type: ignore[no-any-return]
         storage = self._registered()
         lane, count = (0, None) if plan is not None else storage.unnamed_lanes(call, batched=batched)
@@ -373,7 +370,7 @@ class ImmutableDatasetWriter(NativeWriter):
 
     traits = Traits(read_only=True)
 
-    def __init__(self, compilable: bool = False, **unknown: Unpack[unsupported.NoArguments]) -> None:
+    def __init__(self, compilable: bool = False, **unknown: Never) -> None:
         super().__init__(compilable, **unknown)
 
     write_count = 0

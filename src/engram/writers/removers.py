@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from engram._support import field_paths, native, words
 from engram.store import indexes, priorities
 from engram.store.row_indexes import ChangesIndex, UsageIndex
+from engram.store.sampled import StoredRows
 from engram.store.store import Store
-from engram.types import Extent
 
 
 def _written(storage: Removable, remover: object) -> Store:
@@ -346,7 +346,7 @@ class _Ages:
         self._ranking.set(self._places[live], -self._times[live].astype(np.float64))
 
 
-class Removable(Protocol):
+class Removable(StoredRows, Protocol):
     """The storage that is full, as a remover sees it.
 
     >>> import torch
@@ -361,59 +361,6 @@ class Removable(Protocol):
     >>> rb.add({"score": torch.tensor(5.0)})
     1
     """
-
-    @property
-    def memory(self) -> Store | None:
-        """The store that holds the rows."""
-
-    def extent(self) -> Extent:
-        """What is live now.
-
-        >>> import torch
-        >>> from engram import LazyTensorStorage, ReplayBuffer
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(3))
-        >>> _ = rb.extend({"a": torch.tensor([7, 8, 9])})
-        >>> rb.storage.extent().capacity
-        3
-        """
-
-    def tickets_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """Ticket numbers of rows, -1 for those that hold nothing: a larger one is a newer write.
-
-        >>> import torch
-        >>> from engram import LazyTensorStorage, ReplayBuffer
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(3))
-        >>> _ = rb.extend({"a": torch.tensor([7, 8, 9])})
-        >>> tickets = rb.storage.tickets_of(torch.arange(3))
-        >>> bool(tickets[2] > tickets[0])
-        True
-        """
-
-    def field(self, key: tuple[str, ...], rows: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-        """A field of rows with these tickets, and the places of rows that have others by now.
-
-        >>> import torch
-        >>> from engram import LazyTensorStorage, ReplayBuffer
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(3))
-        >>> _ = rb.extend({"a": torch.tensor([7, 8, 9])})
-        >>> rows = torch.tensor([0, 2])
-        >>> values, moved = rb.storage.field(("a",), rows, rb.storage.tickets_of(rows))
-        >>> values.tolist(), moved
-        ([7, 9], [])
-        """
-
-    def settled(self) -> int | None:
-        """The next ticket number; None: a write is under way.
-
-        >>> import torch
-        >>> from engram import LazyTensorStorage, ReplayBuffer
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(3))
-        >>> _ = rb.extend({"a": torch.tensor([7, 8, 9])})
-        >>> before = rb.storage.settled()
-        >>> _ = rb.add({"a": torch.tensor(1)})
-        >>> rb.storage.settled() - before
-        1
-        """
 
 
 @runtime_checkable
