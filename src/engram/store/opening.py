@@ -254,6 +254,7 @@ def open_readonly(directory: Path, *, unclean: str = "refuse") -> Store:
             in_use = lifetime.opened(directory) is not None or anyone_has_open(directory, control, tickets)
             kind = RaggedReaderStore if schema.ragged else ReaderStore
             store = kind(schema, directory, control, tickets, abandoned=not in_use)
+        adding.adopt_what_follows(store)
     try:
         _check_description(store, folder, fingerprints)
         if store.has_files:
@@ -498,6 +499,7 @@ def _attach(schema: schemas.Schema, directory: Path, fingerprints: Sequence[int]
         with _naming(folder):
             rings = rings_in(directory, schema, memory.file_block)
             store = ragged.store_class(schema)(schema, tensors, control, tickets, attachment, rings=rings)
+            adding.adopt_what_follows(store)
             attachment.begin(store, store.core)  # from here on closing it releases all that was taken
         _check_description(store, folder, fingerprints)
         if segments is None:

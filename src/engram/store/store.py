@@ -24,7 +24,7 @@ from engram._support import native as _native
 from engram.errors import ForkedHandle, RowError, StoreInUse
 from engram.format import files, layout
 from engram.format.schema import Schema
-from engram.store import adding, memory
+from engram.store import memory
 from engram.store.blocks import Key
 from engram.store.indexes import Host, Indexes
 from engram.store.lifetime import Attachment, erase, exclusive, forget, opened, others_have_open, remove_store
@@ -181,9 +181,6 @@ class Store:
         if schema.added and self.is_native:
             for number in range(schema.first_fields, len(schema.fields)):
                 self.core.set_fill(number, schema.fill(number) or b"")
-        if self.folder is not None:
-            adopt = weakref.WeakMethod(self._adopt_fields)
-            self.core.on_new_fields(lambda: (found := adopt()) and found())
         #: What samplers need besides the rows, by name and kind. Every write keeps them up to date.
         self.indexes = Indexes(Host(self.core, control.tensor, tickets.tensor, self.directory), schema.capacity)
 
@@ -503,9 +500,6 @@ class Store:
         assert self.directory is not None  # only those in a folder have some
         path = layout.column_path(self.directory, schema, number)
         return memory.column_field(path, schema.fields[number], schema.capacity)
-
-    def _adopt_fields(self) -> None:
-        adding.adopt_fields(self)
 
     def _ticket_words(self) -> Tensor:
         """int64 ``[capacity]``: the tickets, without the laps that lie behind them. A view."""
