@@ -259,15 +259,12 @@ class ForeignDump(Protocol):
         """Check its rows, without some entries, for a storage. Raises ``CorruptCheckpoint``, ``IncompatibleCheckpoint``."""
 
 
-class ForeignEnsemble(Protocol):
+class ForeignEnsemble(NamedTuple):
     """A checked folder of another library, of several buffers."""
 
-    @property
-    def batch_size(self) -> int | None: ...
-    @property
-    def rng_state(self) -> torch.Tensor | None: ...
-    @property
-    def members(self) -> Sequence[ForeignDump]: ...
+    batch_size: int | None
+    rng_state: torch.Tensor | None
+    members: Sequence[ForeignDump]
 
 
 class ForeignFormat(Protocol):
