@@ -16,6 +16,7 @@ from engram._support.state import check_keys, integer, tensor_in, typed
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
 from engram.format.schema import Field, Schema
+from engram.saved.checkpointers import SavedStorage
 from engram.saved.ragged import RaggedRowsSource
 from engram.saved.snapshot import RowsSnapshot, StorageSnapshot, WholeSnapshot, bytes_of, named_writes
 from engram.store import adding, ragged, row_indexes
@@ -170,10 +171,8 @@ def _of_kind(indexes: Mapping[tuple[str, str], object], wanted: str) -> dict[str
     return {name: index for (name, kind), index in indexes.items() if kind == wanted}
 
 
-class RowsHolder(Protocol):
+class RowsHolder(SavedStorage, Protocol):
     """The storage that a snapshot is taken of, or that takes a state over."""
-
-    memory: Store | None
 
     @property
     def nbytes(self) -> int: ...
@@ -183,11 +182,6 @@ class RowsHolder(Protocol):
 
     @property
     def placing(self) -> AbstractContextManager[object]: ...
-
-    @property
-    def paused(self) -> AbstractContextManager[object]: ...
-
-    def state_without_rows(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, object]: ...
 
     def allocate_for(self, schema: Schema) -> None: ...
 
