@@ -576,7 +576,7 @@ class Store:
 
     def _write(self, plan: WritePlan, n: int, which: tuple[int, ...], addresses: tuple[int, ...]) -> Write:
         if plan.rows is not None:
-            return self._write_by_number(plan, plan.rows, n, which, addresses)
+            return self._write_by_number(plan, n, which, addresses)
         rows = _native.empty_rows(n)
         if isinstance(plan.lane, int):
             first = self.core.append(plan.lane, n, addresses, rows.data_ptr())
@@ -587,14 +587,10 @@ class Store:
         return Write(rows, first)
 
     def _write_by_number(
-        self,
-        plan: WritePlan,
-        at: Tensor,
-        n: int,
-        which: tuple[int, ...],
-        addresses: tuple[int, ...],
-        items: Sources = (),
+        self, plan: WritePlan, n: int, which: tuple[int, ...], addresses: tuple[int, ...], items: Sources = ()
     ) -> Write:
+        at = plan.rows
+        assert at is not None  # rows are named
         if plan.kept is None:
             rows, pick = _native.empty_rows(n).copy_(at), 0  # the plan's own tensor is not handed out
         else:
@@ -658,10 +654,6 @@ class Store:
 
     # ---- reading ---------------------------------------------------------------------------------------------------
 
-    def allocate(self, n: int) -> list[Tensor]:
-        """Uninitialised CPU tensors for ``n`` rows of every field."""
-        return self.layout.allocate(n)
-
     def read(
         self, rows: Tensor, *, expected: Tensor | None = None, which: Sequence[int] | None = None
     ) -> tuple[list[Tensor], list[int]]:
@@ -691,7 +683,7 @@ class Store:
             if which is None and self.is_native:
                 return self.core.take(self.layout, rows.data_ptr(), n, wanted)
             if which is None:
-                which, columns = self._which, self.allocate(n)
+                which, columns = self._which, self.layout.allocate(n)
             else:
                 fields = [self.schema.fields[f] for f in which]
                 columns = [torch.empty((n, *f.shape), dtype=memory.torch_dtype(f), device="cpu") for f in fields]
