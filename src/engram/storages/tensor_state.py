@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from engram._support import checks, native
+from engram._support import checks, native, words
 from engram._support.state import check_keys, integer, tensor_in, typed
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
@@ -314,11 +314,9 @@ class RowsState(NamedTuple):
         name = "writes" if "writes" in state else "numbers"
         writes = None if state[name] is None else _of_all_rows(state, name, schema, where)
         kept = numbers if writes is None else writes
-        try:
+        with words.raise_as(ValueError, f"{where}: lanes and numbers"):
             said = numbers.data_ptr(), kept.data_ptr()
             native.check_state(schema.capacity // schema.lanes, clock, lanes.data_ptr(), schema.lanes, *said)
-        except ValueError as error:
-            raise ValueError(f"{where}: lanes and numbers: {error}.") from error
         windows = typed(state, "windows", dict, where)
         windows = {key: integer(windows, key, 1, 1 << 62, f"{where}: windows") for key in check_names(windows, where)}
         walks = typed(state, "passes", dict, where)

@@ -565,7 +565,10 @@ def _attach_first(store: Store, directory: Path, unclean: str) -> None:
 
 def _closed_in_order(core: native.Store, directory: Path, unclean: str) -> bool:
     """Whether the last process closed a store that no process has open. Raises ``UncleanStore``."""
-    last = _last_boot_id(core)
+    try:
+        last = str(core.boot_id)
+    except UnicodeDecodeError:
+        last = "unreadable"
     clean = last == "" or (core.clean and core.in_flight == 0)  # "": it was just created
     if not clean and not core.clean and last != _boot_id() and unclean != "accept":
         raise UncleanStore(
@@ -586,11 +589,3 @@ def _boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return "unknown"
-
-
-def _last_boot_id(core: native.Store) -> str:
-    """The boot that a store was last opened in, "" for none yet."""
-    try:
-        return str(core.boot_id)
-    except UnicodeDecodeError:
-        return "unreadable"
