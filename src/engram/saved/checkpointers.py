@@ -26,7 +26,7 @@ from engram.saved import checkpoints, description, disk, part_writer
 from engram.saved.documents import Cut, ShardRows, Totals, corrupt
 from engram.saved.folder import ENTRY, OF_DUMP, OF_WRITER, Folder, damaged_files, listed_files, summed_files
 from engram.saved.part_reader import PartReader, is_part
-from engram.saved.parts import Dumpable, PartSnapshot, Preparation, Unprepared, described_state, read_state
+from engram.saved.parts import Dumpable, Preparation, Unprepared, described_state, read_state
 from engram.saved.snapshot import SavedRows
 from engram.store.memory import DTYPE_NAMES, refuse_ragged, write_rows
 
@@ -66,7 +66,6 @@ class SavedStorage(Protocol):
     def __len__(self) -> int: ...
     def notify(self, write: None, data: None) -> None: ...
     def state_without_rows(self, *, without: IndexNames = ()) -> dict[str, object]: ...
-    def prepare_snapshot(self, *, without: IndexNames = (), whole: bool = True) -> Preparation[PartSnapshot]: ...
     def prepare_part(
         self, reader: PartReader, *, close_open: bool = False, without: Sequence[str] = ()
     ) -> StorageLoad: ...
