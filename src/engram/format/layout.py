@@ -29,10 +29,10 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from engram._support.field_paths import nested
-from engram.format.schema import DTYPES, Column, Field, Schema
+from engram.format.schema import DTYPES, Column, Schema
 
 FOLDER = ".engram"
 #: Key of the only field of rows that are tensors.
@@ -106,25 +106,7 @@ class Group(NamedTuple):
     offsets: dict[int, int]
 
 
-class Grouping(Protocol):
-    """A schema, or the plan of one."""
-
-    @property
-    def capacity(self) -> int: ...
-
-    @property
-    def fields(self) -> tuple[Field, ...]: ...
-
-    @property
-    def grouped(self) -> int:
-        """Bytes of a row up to which a field is small."""
-
-    @property
-    def first_fields(self) -> int:
-        """How many fields the store had at first."""
-
-
-def group_of(schema: Grouping) -> Group | None:
+def group_of(schema: Schema) -> Group | None:
     """The fields that lie together, those of wide dtypes first; None: each has a file of its own."""
     if not schema.grouped:
         return None

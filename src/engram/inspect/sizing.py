@@ -56,10 +56,6 @@ class StoragePlan(NamedTuple):
     on_device: DevicePlan | None = None
     """What rows take on the ``device`` that was given, and what that device takes on the host."""
 
-    @property
-    def first_fields(self) -> int:
-        return len(self.fields)
-
     def from_disk(self, batch_size: int) -> float:
         """Bytes that a uniform batch reads from disk on average, in whole pages, while memory is full.
 
@@ -81,7 +77,8 @@ class StoragePlan(NamedTuple):
             )
         missing = missing_share(max(1, self.nbytes), self.memory, self.resident)
         # A row of r bytes begins anywhere in a page, in steps of what r and the page have in common.
-        group = layout.group_of(self)
+        rows = schema.Schema(self.capacity, 1, (), self.fields, schema.Node("leaf"), grouped=self.grouped)
+        group = layout.group_of(rows)
         together = group.offsets if group else {}
         alone = (f for n, f in enumerate(self.fields) if n not in together and f.ragged is None)
         sizes = [f.row_bytes for f in alone if f.row_bytes]

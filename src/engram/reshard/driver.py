@@ -43,13 +43,6 @@ class PlacedRows(NamedTuple):
     source: RowsSource
 
 
-class _NoRows:
-    """The rows of shards that were never written."""
-
-    def fill(self, tensors: Sequence[torch.Tensor]) -> None:
-        """There is nothing to fill."""
-
-
 class Reshard:
     """Shards, and where their trajectories go."""
 
@@ -78,8 +71,8 @@ class Reshard:
             IncompatibleCheckpoint: shards differ in alpha or eps, or a dtype cannot number the lanes.
         """
         first = self.shards[self.leader]
-        if first.reader.geometry is None:
-            return PlacedRows(read_rows_state(first.reader), _NoRows())
+        if first.reader.geometry is None:  # no shard was ever written: there is nothing to fill
+            return PlacedRows(read_rows_state(first.reader), SavedRowsSource(first.reader))
         scatter = Scatter(self.shards, self.plan, rank, self._schema(first.reader, rank), env_offset)
         state = scatter.state()
         scatter.check_ranges()

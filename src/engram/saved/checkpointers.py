@@ -26,7 +26,7 @@ from engram.saved import checkpoints, description, disk, part_writer
 from engram.saved.documents import Cut, ShardRows, Totals, corrupt
 from engram.saved.folder import ENTRY, OF_DUMP, OF_WRITER, Folder, damaged_files, listed_files, summed_files
 from engram.saved.part_reader import PartReader, is_part
-from engram.saved.parts import Dumpable, PartSnapshot, Preparation, Unprepared, described_state, read_state
+from engram.saved.parts import Dumpable, Preparation, Unprepared, described_state, read_state
 from engram.saved.snapshot import SavedRows
 from engram.store.memory import DTYPE_NAMES, refuse_ragged, write_rows
 
@@ -66,7 +66,6 @@ class SavedStorage(Protocol):
     def __len__(self) -> int: ...
     def notify(self, write: None, data: None) -> None: ...
     def state_without_rows(self, *, without: IndexNames = ()) -> dict[str, object]: ...
-    def prepare_snapshot(self, *, without: IndexNames = (), whole: bool = True) -> Preparation[PartSnapshot]: ...
     def prepare_part(
         self, reader: PartReader, *, close_open: bool = False, without: Sequence[str] = ()
     ) -> StorageLoad: ...
@@ -259,15 +258,12 @@ class ForeignDump(Protocol):
         """Check its rows, without some entries, for a storage. Raises ``CorruptCheckpoint``, ``IncompatibleCheckpoint``."""
 
 
-class ForeignEnsemble(Protocol):
+class ForeignEnsemble(NamedTuple):
     """A checked folder of another library, of several buffers."""
 
-    @property
-    def batch_size(self) -> int | None: ...
-    @property
-    def rng_state(self) -> torch.Tensor | None: ...
-    @property
-    def members(self) -> Sequence[ForeignDump]: ...
+    batch_size: int | None
+    rng_state: torch.Tensor | None
+    members: Sequence[ForeignDump]
 
 
 class ForeignFormat(Protocol):

@@ -347,14 +347,9 @@ def _name_again(path: str, name: str) -> bool:
 
 def replace(path: StrPath, raw: bytes) -> None:
     """Replace a small file: readers see the old bytes or the new ones."""
-    temporary = f"{os.fspath(path)}.{secrets.token_hex(4)}.tmp"
-    put(temporary, raw, now=True)
-    try:
+    with _temporary(path) as temporary:
+        put(temporary, raw, now=True)
         os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
     sync_folder(os.path.dirname(path) or ".")
 
 

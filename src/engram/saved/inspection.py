@@ -409,12 +409,8 @@ def _described_attempt(path: Path) -> Entries:
 
 
 def _in_short(shards: Sequence[documents.Totals]) -> dict[str, int]:
-    return {
-        "steps": sum(totals.steps for totals in shards),
-        "episodes": sum(totals.episodes for totals in shards),
-        "bytes": sum(totals.bytes_logical for totals in shards),
-        "bytes_linked": sum(totals.bytes_linked for totals in shards),
-    }
+    of = documents.added(shards)
+    return {"steps": of.steps, "episodes": of.episodes, "bytes": of.bytes_logical, "bytes_linked": of.bytes_linked}
 
 
 def _described_checkpoint(checkpoint: checkpoints.Checkpoint) -> Entries:

@@ -267,19 +267,13 @@ class RaggedStructure(Structure):
         return tensordicts.one_object(value) if within and field.kind else value
 
 
-class RowCounts(NamedTuple):
-    """How many rows there are in leaves of fields that are ragged, or that a first write says to be."""
-
-    known: Structure | None
-    options: RaggedOptions
-
-    def rows_at(self, value: object, path: Path) -> int | None:
-        """None: the leaf is a tensor as any other, or something else."""
-        if self.known is not None:
-            return self.known.rows_at(value, path) if isinstance(self.known, RaggedStructure) else None
-        declared = (path or (SINGLE,)) in self.options.fields
-        found = declared or (self.options.finds and found_in(value, batched=True) is not None)
-        return count_rows(value) if found else None
+def rows_at(known: Structure | None, options: RaggedOptions, value: object, path: Path) -> int | None:
+    """How many rows there are in a leaf of a field that is ragged, or that a first write says to be. None: it is another leaf."""
+    if known is not None:
+        return known.rows_at(value, path) if isinstance(known, RaggedStructure) else None
+    declared = (path or (SINGLE,)) in options.fields
+    found = declared or (options.finds and found_in(value, batched=True) is not None)
+    return count_rows(value) if found else None
 
 
 def is_uneven(data: object, known: Structure | None, options: RaggedOptions) -> bool:

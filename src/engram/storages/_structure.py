@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass as is_dataclass_type
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from engram.format.schema import DTYPES, Field, Kind, Node, Schema, key_differen
 from engram.storages import _types
 from engram.storages.ragged import ItemField
 from engram.store.memory import DTYPE_NAMES, DTYPE_OF, dlpack_specs
+
+#: How many rows there are in a leaf at a path that is no tensor. None: it is one, or something else.
+RowsAt: TypeAlias = Callable[[object, tuple[str, ...]], int | None]
 
 #: What makes a row of this kind of one of another.
 _REMEDIES = {"tensordict": " Write TensorDict(data, [n]); [] of one row.", "dict": " Write data.to_dict()."}
@@ -603,13 +606,7 @@ def _stacked(structure: Structure, items: Sequence[object], call: str, ignored: 
     return structure.stacked(rows)
 
 
-class CountsRows(Protocol):
-    """Knows how many rows there are in leaves that are no tensors."""
-
-    def rows_at(self, value: object, path: tuple[str, ...]) -> int | None: ...
-
-
-def leading_size(data: object, call: str, least: int = 1, ragged: CountsRows | None = None) -> int:
+def leading_size(data: object, call: str, least: int = 1, ragged: RowsAt | None = None) -> int:
     """Rows of a batch: the size that all leaves have first, and the number of rows in ``ragged`` ones.
 
     Raises:
@@ -633,10 +630,10 @@ def leading_size(data: object, call: str, least: int = 1, ragged: CountsRows | N
 
 
 def _note_sizes(
-    data: object, path: tuple[str, ...], sizes: dict[int, tuple[str, ...]], call: str, ragged: CountsRows | None
+    data: object, path: tuple[str, ...], sizes: dict[int, tuple[str, ...]], call: str, ragged: RowsAt | None
 ) -> None:
     """The leading sizes of all leaves, and where each was met first."""
-    n = None if ragged is None else ragged.rows_at(data, path)
+    n = None if ragged is None else ragged(data, path)
     if n is not None:
         sizes.setdefault(n, path)
     if n is not None or (data is None and ragged is not None):  # None: items that come later

@@ -13,14 +13,6 @@ import torch
 from engram._support import copies, native, nested, tensordicts, words
 from engram._support.field_paths import FieldPath, public
 from engram._support.state import check_keys, tensor_in, typed
-from engram._support.tensordicts import (
-    children,
-    is_non_tensor,
-    is_plain_tensordict,
-    is_tensor_collection,
-    tensordict_type,
-    wrap,
-)
 from engram.format.schema import DTYPES, Field, Node, Schema
 from engram.store import memory, row_indexes
 from engram.store.store import Store
@@ -207,7 +199,7 @@ def _numbers(value: object, expected: str) -> torch.Tensor:
 
 def _entry(item: object, path: FieldPath) -> object:
     found: object = nested.find(item, path)
-    return found.data if is_non_tensor(found) else found  # type: ignore[attr-defined] # tensordict's
+    return found.data if tensordicts.is_non_tensor(found) else found  # type: ignore[attr-defined] # tensordict's
 
 
 def _keys_of(item: object) -> list[FieldPath]:
@@ -270,7 +262,7 @@ def _tree(item: Any, parts: list[tuple[torch.Tensor | None, list[int]]], where: 
         value = item.detach().resolve_conj().resolve_neg().to("cpu")
         parts.append((copies.raw_bytes(value), list(item.shape)))
         return ["tensor", memory.DTYPE_NAMES[item.dtype], item.ndim, str(item.device)]
-    if is_plain_tensordict(item):
+    if tensordicts.is_plain_tensordict(item):
         parts.append((None, list(item.batch_size)))
         entries = [[key, _tree(value, parts, f"{where}[{key!r}]", depth + 1)] for key, value in item.items()]
         device = None if item.device is None else str(item.device)
@@ -347,7 +339,9 @@ class _Unpacking(NamedTuple):
                 own = saved if saved is None or self.device is None else self.device
                 columns = self._entries(entries, depth)
                 return [
-                    tensordict_type()({key: column[i] for key, column in columns.items()}, batch_size=size, device=own)
+                    tensordicts.tensordict_type()(
+                        {key: column[i] for key, column in columns.items()}, batch_size=size, device=own
+                    )
                     for i, size in enumerate(sizes)
                 ]
             case ["dict", list(entries)]:
@@ -429,14 +423,14 @@ def stack(items: list[Any], path: nested.Path = ()) -> object:
         _check_kind(items, lambda item: type(item) is type(first) and len(item) == len(first))
         columns: Any = [stack([*column], (*path, str(i))) for i, column in enumerate(zip(*items, strict=True))]
         return type(first)(*columns) if nested.is_named_tuple(first) else type(first)(columns)
-    if is_plain_tensordict(first):
+    if tensordicts.is_plain_tensordict(first):
         dense = _stack_flat(items)
         if dense is not None:
             return dense
-    if is_tensor_collection(first):
+    if tensordicts.is_tensor_collection(first):
         from tensordict import LazyStackedTensorDict
 
-        _check_kind(items, is_tensor_collection)
+        _check_kind(items, tensordicts.is_tensor_collection)
         try:
             return LazyStackedTensorDict.maybe_dense_stack(items, 0)
         except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
@@ -547,7 +541,7 @@ def _odd(one: object, other: Any, path: nested.Path) -> tuple[nested.Path, objec
     """Where two items differ in kind or in dimensions, and what lies there."""
     if not issubclass(type(other), type(one)) or (nested.is_tensordict(one) and one.ndim != other.ndim):
         return path, one, other
-    entries = children(one) if nested.is_tensordict(one) else {}
+    entries = tensordicts.children(one) if nested.is_tensordict(one) else {}
     pairs = ((key, value, other.get(key, None)) for key, value in entries.items())
     return next((odd for key, a, b in pairs if b is not None and (odd := _odd(a, b, (*path, key)))), None)
 
@@ -565,10 +559,10 @@ def _stack_dicts(items: list[dict[str, object]], path: nested.Path) -> dict[str,
 def _stack_flat(items: list[tensordicts.TensorDict]) -> tensordicts.TensorDict | None:
     """Flat TensorDicts of the same fields, shapes and dtypes; None if they are not."""
     native.prefetch(items)
-    batch, device, kind = items[0].batch_size, items[0].device, tensordict_type()
+    batch, device, kind = items[0].batch_size, items[0].device, tensordicts.tensordict_type()
     if any(type(item) is not kind or item.batch_size != batch for item in items) or (batch and any(items[0].names)):
         return None
-    sources = [children(item) for item in items]
+    sources = [tensordicts.children(item) for item in items]
     native.prefetch(sources)
     names = sources[0].keys()
     if any(source.keys() != names for source in sources):
@@ -582,4 +576,4 @@ def _stack_flat(items: list[tensordicts.TensorDict]) -> tensordicts.TensorDict |
         columns[name] = torch.empty((len(items), *first.shape), dtype=first.dtype, device="cpu")
         if not native.stack(column, columns[name]):
             return None
-    return wrap(columns, torch.Size((len(items), *batch)), device)
+    return tensordicts.wrap(columns, torch.Size((len(items), *batch)), device)

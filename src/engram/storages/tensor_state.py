@@ -11,11 +11,12 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from engram._support import checks, native
+from engram._support import checks, native, words
 from engram._support.state import check_keys, integer, tensor_in, typed
 from engram.errors import IncompatibleCheckpoint
 from engram.format import schema as schemas
 from engram.format.schema import Field, Schema
+from engram.saved.checkpointers import SavedStorage
 from engram.saved.ragged import RaggedRowsSource
 from engram.saved.snapshot import RowsSnapshot, StorageSnapshot, WholeSnapshot, bytes_of, named_writes
 from engram.store import adding, ragged, row_indexes
@@ -170,10 +171,8 @@ def _of_kind(indexes: Mapping[tuple[str, str], object], wanted: str) -> dict[str
     return {name: index for (name, kind), index in indexes.items() if kind == wanted}
 
 
-class RowsHolder(Protocol):
+class RowsHolder(SavedStorage, Protocol):
     """The storage that a snapshot is taken of, or that takes a state over."""
-
-    memory: Store | None
 
     @property
     def nbytes(self) -> int: ...
@@ -183,11 +182,6 @@ class RowsHolder(Protocol):
 
     @property
     def placing(self) -> AbstractContextManager[object]: ...
-
-    @property
-    def paused(self) -> AbstractContextManager[object]: ...
-
-    def state_without_rows(self, *, without: Collection[tuple[str, str]] = ()) -> dict[str, object]: ...
 
     def allocate_for(self, schema: Schema) -> None: ...
 
@@ -320,11 +314,9 @@ class RowsState(NamedTuple):
         name = "writes" if "writes" in state else "numbers"
         writes = None if state[name] is None else _of_all_rows(state, name, schema, where)
         kept = numbers if writes is None else writes
-        try:
+        with words.raise_as(ValueError, f"{where}: lanes and numbers"):
             said = numbers.data_ptr(), kept.data_ptr()
             native.check_state(schema.capacity // schema.lanes, clock, lanes.data_ptr(), schema.lanes, *said)
-        except ValueError as error:
-            raise ValueError(f"{where}: lanes and numbers: {error}.") from error
         windows = typed(state, "windows", dict, where)
         windows = {key: integer(windows, key, 1, 1 << 62, f"{where}: windows") for key in check_names(windows, where)}
         walks = typed(state, "passes", dict, where)

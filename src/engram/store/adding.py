@@ -10,45 +10,23 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Sequence
+import weakref
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
 
-from engram._support import native
 from engram.errors import CorruptStore, WriterStalled
 from engram.format import files, layout
 from engram.format import schema as schemas
 from engram.store import lifetime, memory
+from engram.store.store import Store
 
 #: How often a pause is tried: who holds one may be waiting for the lock of the folder.
 _TRIES = 3
 
 
-class Growing(Protocol):
-    """A store, as far as its fields are added to."""
-
-    schema: schemas.Schema
-    readonly: bool
-
-    @property
-    def folder(self) -> Path | None: ...
-    @property
-    def capacity(self) -> int: ...
-    @property
-    def closed(self) -> bool: ...
-    @property
-    def core(self) -> native.Store: ...
-    @property
-    def adding(self) -> contextlib.AbstractContextManager[object]: ...
-    def paused(self) -> contextlib.AbstractContextManager[object]: ...
-    def grow(self, schema: schemas.Schema, tensors: Sequence[torch.Tensor]) -> None: ...
-    def map_column(self, schema: schemas.Schema, number: int) -> torch.Tensor: ...
-
-
-def add_field(store: Growing, field: schemas.Field, fill: bytes) -> None:
+def add_field(store: Store, field: schemas.Field, fill: bytes) -> None:
     """One field more, which holds ``fill`` in every row. Nothing is done if there is one of the same key, dtype, shape and fill.
 
     If this raises, or the process dies, there is the field in all rows, or none.
@@ -77,7 +55,7 @@ def add_field(store: Growing, field: schemas.Field, fill: bytes) -> None:
             return
 
 
-def _add_in_memory(store: Growing, field: schemas.Field, fill: bytes) -> None:
+def _add_in_memory(store: Store, field: schemas.Field, fill: bytes) -> None:
     with store.adding:
         schema = _grown(store.schema, field, fill)
         if schema is None:
@@ -88,7 +66,7 @@ def _add_in_memory(store: Growing, field: schemas.Field, fill: bytes) -> None:
             store.grow(schema, [tensor])
 
 
-def _add_in(directory: Path, store: Growing, field: schemas.Field, fill: bytes) -> None:
+def _add_in(directory: Path, store: Store, field: schemas.Field, fill: bytes) -> None:
     with lifetime.exclusive(directory):
         adopt_fields(store)
         schema = _grown(store.schema, field, fill)
@@ -150,7 +128,7 @@ def fill_rows(tensor: torch.Tensor, fill: bytes, *, zeroed: bool = True) -> None
         rows[:] = np.frombuffer(fill, np.uint8)
 
 
-def adopt_fields(store: Growing) -> None:
+def adopt_fields(store: Store) -> None:
     """Take over what other processes have added since.
 
     Raises:
@@ -170,6 +148,17 @@ def adopt_fields(store: Growing) -> None:
                     name_columns(directory, schema)
             store.grow(schema, [store.map_column(schema, number) for number in range(known, len(schema.fields))])
         store.core.knows_fields(epoch)
+
+
+def adopt_what_follows(store: Store) -> None:
+    """From now on the store adopts, before a read or a write, what other processes have added since."""
+    known = weakref.ref(store)
+
+    def adopt() -> None:
+        if (there := known()) is not None:
+            adopt_fields(there)
+
+    store.core.on_new_fields(adopt)
 
 
 def name_columns(directory: Path, schema: schemas.Schema) -> None:

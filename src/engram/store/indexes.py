@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 #: Name and kind of an index.
 IndexKey: TypeAlias = tuple[str, str]
+AnyIndex: TypeAlias = "LockedIndex[Any]"
 
 
 class Host(NamedTuple):
@@ -36,31 +37,6 @@ class Host(NamedTuple):
     directory: Path | None
 
 
-class Index(Protocol):
-    """An index that lasts: it holds more than can be told from the rows."""
-
-    core: Any
-    block: Block
-
-    def put_in_order(self) -> None:
-        """After a recovery of the rows."""
-
-    def count(self, stats: dict[str, float]) -> None:
-        """Add what it has to say to the numbers of the store."""
-
-
-class IndexKind(Protocol):
-    """Makes an index around its memory, for a store."""
-
-    def __call__(self, block: Block, host: Host) -> Any: ...
-
-    def free_lock(self, block: Block) -> None:
-        """Free the lock in the memory, before an index is made around it."""
-
-    def copied(self, memory: Tensor) -> Block:
-        """The memory of an index that others may be changing, copied, its lock free."""
-
-
 class Ordered(fork.Forked, Protocol):
     """The core of an index that knows which rows hold something."""
 
@@ -68,7 +44,7 @@ class Ordered(fork.Forked, Protocol):
 
 
 #: All kinds, by name. Every process that writes to a directory maintains all of its indexes, so all kinds must be known.
-INDEX_KINDS: dict[str, IndexKind] = {}
+INDEX_KINDS: dict[str, type[AnyIndex]] = {}
 
 
 class LockedIndex(Generic[C]):
@@ -201,7 +177,7 @@ def _unscanned(index: Path) -> Path:
     return index.with_name(f".unscanned-{index.name}")
 
 
-def _scan(index: Index, rows: int) -> Iterator[int]:
+def _scan(index: AnyIndex, rows: int) -> Iterator[int]:
     """Let an index scan all rows in pieces, so that writers wait for one piece only. Yields how many rows are left."""
     for row in range(0, rows, progress.CHUNK):
         end = min(row + progress.CHUNK, rows)
@@ -350,7 +326,7 @@ class Indexes(Mapping[IndexKey, Any]):
         for (_, kind), index in self.items():
             self.scan(index, kind)
 
-    def scan(self, index: Index, kind: str) -> None:
+    def scan(self, index: AnyIndex, kind: str) -> None:
         """Let an index scan all rows."""
         try:
             progress.watch(_scan(index, self._capacity), f"giving rows {kind}")

@@ -226,9 +226,7 @@ def _field_among(raw: torch.Tensor, field: Field, capacity: int, stride: int, of
 def read_field(path: Path, field: Field, capacity: int, *, private: bool = False) -> torch.Tensor:
     """The rows of a field in its file, mapped as :func:`read_block` does."""
     nbytes = field.row_bytes * capacity
-    if not nbytes:
-        return _field_in(None, field, capacity)
-    return _field_in(read_block(path, nbytes, private=private).tensor, field, capacity)
+    return _field_in(read_block(path, nbytes, private=private).tensor if nbytes else None, field, capacity)
 
 
 def _field_in(memory: torch.Tensor | None, field: Field, capacity: int) -> torch.Tensor:

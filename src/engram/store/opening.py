@@ -254,6 +254,7 @@ def open_readonly(directory: Path, *, unclean: str = "refuse") -> Store:
             in_use = lifetime.opened(directory) is not None or anyone_has_open(directory, control, tickets)
             kind = RaggedReaderStore if schema.ragged else ReaderStore
             store = kind(schema, directory, control, tickets, abandoned=not in_use)
+        adding.adopt_what_follows(store)
     try:
         _check_description(store, folder, fingerprints)
         if store.has_files:
@@ -498,6 +499,7 @@ def _attach(schema: schemas.Schema, directory: Path, fingerprints: Sequence[int]
         with _naming(folder):
             rings = rings_in(directory, schema, memory.file_block)
             store = ragged.store_class(schema)(schema, tensors, control, tickets, attachment, rings=rings)
+            adding.adopt_what_follows(store)
             attachment.begin(store, store.core)  # from here on closing it releases all that was taken
         _check_description(store, folder, fingerprints)
         if segments is None:
@@ -563,7 +565,10 @@ def _attach_first(store: Store, directory: Path, unclean: str) -> None:
 
 def _closed_in_order(core: native.Store, directory: Path, unclean: str) -> bool:
     """Whether the last process closed a store that no process has open. Raises ``UncleanStore``."""
-    last = _last_boot_id(core)
+    try:
+        last = str(core.boot_id)
+    except UnicodeDecodeError:
+        last = "unreadable"
     clean = last == "" or (core.clean and core.in_flight == 0)  # "": it was just created
     if not clean and not core.clean and last != _boot_id() and unclean != "accept":
         raise UncleanStore(
@@ -584,11 +589,3 @@ def _boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return "unknown"
-
-
-def _last_boot_id(core: native.Store) -> str:
-    """The boot that a store was last opened in, "" for none yet."""
-    try:
-        return str(core.boot_id)
-    except UnicodeDecodeError:
-        return "unreadable"

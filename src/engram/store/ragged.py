@@ -100,7 +100,7 @@ class RaggedStore(store.Store):
             )
         if plan.rows is not None:
             at, given, _kept = addresses_of(groups, columns)
-            return self._write_by_number(plan, plan.rows, n, self._which[: len(at)], at, given)
+            return self._write_by_number(plan, n, self._which[: len(at)], at, given)
         assert plan.lane is not None  # a WritePlan has rows or a lane
         lanes = plan.lane if isinstance(plan.lane, int) else memory.as_rows(plan.lane, "extend")
         check_room(groups, columns, lanes, self.lane_length)
@@ -270,7 +270,7 @@ class RaggedStore(store.Store):
         """Draw ``n`` live rows uniformly, with replacement, and read the first of them, as many as ``fit`` says of the leaders' columns,
         int32 ``[n, 3]``: how many, their columns and the draw. None: it says 0, or a row has moved meanwhile.
         """
-        columns, rows, tickets = self.allocate(n), native.empty_rows(n), native.empty_rows(n)
+        columns, rows, tickets = self.layout.allocate(n), native.empty_rows(n), native.empty_rows(n)
         addresses = tuple(map(torch.Tensor.data_ptr, columns))
         self.core.sample_uniform(key, n, addresses, rows.data_ptr(), tickets.data_ptr())
         spans = [columns[group.leader] for group in self.schema.ragged_groups]

@@ -24,7 +24,7 @@ from engram._support import native as _native
 from engram.errors import ForkedHandle, RowError, StoreInUse
 from engram.format import files, layout
 from engram.format.schema import Schema
-from engram.store import adding, memory
+from engram.store import memory
 from engram.store.blocks import Key
 from engram.store.indexes import Host, Indexes
 from engram.store.lifetime import Attachment, erase, exclusive, forget, opened, others_have_open, remove_store
@@ -181,9 +181,6 @@ class Store:
         if schema.added and self.is_native:
             for number in range(schema.first_fields, len(schema.fields)):
                 self.core.set_fill(number, schema.fill(number) or b"")
-        if self.folder is not None:
-            adopt = weakref.WeakMethod(self._adopt_fields)
-            self.core.on_new_fields(lambda: (found := adopt()) and found())
         #: What samplers need besides the rows, by name and kind. Every write keeps them up to date.
         self.indexes = Indexes(Host(self.core, control.tensor, tickets.tensor, self.directory), schema.capacity)
 
@@ -504,9 +501,6 @@ class Store:
         path = layout.column_path(self.directory, schema, number)
         return memory.column_field(path, schema.fields[number], schema.capacity)
 
-    def _adopt_fields(self) -> None:
-        adding.adopt_fields(self)
-
     def _ticket_words(self) -> Tensor:
         """int64 ``[capacity]``: the tickets, without the laps that lie behind them. A view."""
         return self._tickets.tensor[: 8 * self.capacity].view(torch.int64)
@@ -582,7 +576,7 @@ class Store:
 
     def _write(self, plan: WritePlan, n: int, which: tuple[int, ...], addresses: tuple[int, ...]) -> Write:
         if plan.rows is not None:
-            return self._write_by_number(plan, plan.rows, n, which, addresses)
+            return self._write_by_number(plan, n, which, addresses)
         rows = _native.empty_rows(n)
         if isinstance(plan.lane, int):
             first = self.core.append(plan.lane, n, addresses, rows.data_ptr())
@@ -593,14 +587,10 @@ class Store:
         return Write(rows, first)
 
     def _write_by_number(
-        self,
-        plan: WritePlan,
-        at: Tensor,
-        n: int,
-        which: tuple[int, ...],
-        addresses: tuple[int, ...],
-        items: Sources = (),
+        self, plan: WritePlan, n: int, which: tuple[int, ...], addresses: tuple[int, ...], items: Sources = ()
     ) -> Write:
+        at = plan.rows
+        assert at is not None  # rows are named
         if plan.kept is None:
             rows, pick = _native.empty_rows(n).copy_(at), 0  # the plan's own tensor is not handed out
         else:
@@ -664,10 +654,6 @@ class Store:
 
     # ---- reading ---------------------------------------------------------------------------------------------------
 
-    def allocate(self, n: int) -> list[Tensor]:
-        """Uninitialised CPU tensors for ``n`` rows of every field."""
-        return self.layout.allocate(n)
-
     def read(
         self, rows: Tensor, *, expected: Tensor | None = None, which: Sequence[int] | None = None
     ) -> tuple[list[Tensor], list[int]]:
@@ -697,7 +683,7 @@ class Store:
             if which is None and self.is_native:
                 return self.core.take(self.layout, rows.data_ptr(), n, wanted)
             if which is None:
-                which, columns = self._which, self.allocate(n)
+                which, columns = self._which, self.layout.allocate(n)
             else:
                 fields = [self.schema.fields[f] for f in which]
                 columns = [torch.empty((n, *f.shape), dtype=memory.torch_dtype(f), device="cpu") for f in fields]

@@ -28,7 +28,7 @@ from engram._support.state import integer, real, typed
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format.layout import SINGLE
 from engram.format.schema import Field, Node, Schema
-from engram.saved.checkpointers import DumpedPriorities, SavedStorage, tensordicts_of
+from engram.saved.checkpointers import DumpedPriorities, ForeignEnsemble, SavedStorage, tensordicts_of
 from engram.saved.folder import Folder
 from engram.store.memory import DTYPE_NAMES
 from engram.torchrl import components, layouts
@@ -59,7 +59,6 @@ class _Members(msgspec.Struct):
 class EmptyMember(NamedTuple):
     """A buffer of an ensemble that held nothing: TorchRL saves its sampler and its writer."""
 
-    path: Path
     priorities: DumpedPriorities | None
     batch_size: int | None = None
     rng_state: Tensor | None = None
@@ -68,17 +67,6 @@ class EmptyMember(NamedTuple):
     def prepare(self, storage: SavedStorage, without: Collection[str]) -> StorageLoad:  # noqa: ARG002 - there are no rows
         """What empties a storage."""
         return storage.prepare_unwritten()
-
-
-class TorchRLEnsemble(NamedTuple):
-    """A checked dump of a ``ReplayBufferEnsemble``."""
-
-    path: Path
-    batch_size: int | None
-    rng_state: Tensor | None
-    members: tuple[TorchRLDump | TorchRLItems | EmptyMember, ...]
-    #: What is in the folder and not here, each with its reason.
-    left_out: tuple[str, ...]
 
 
 def recognises(path: StrPath) -> bool:
@@ -122,7 +110,7 @@ def read(path: StrPath, *, ndim: int = 1, max_bytes: int | None = None) -> Torch
     return dump
 
 
-def read_ensemble(path: StrPath, ndims: Sequence[int], *, max_bytes: int | None = None) -> TorchRLEnsemble:
+def read_ensemble(path: StrPath, ndims: Sequence[int], *, max_bytes: int | None = None) -> ForeignEnsemble:
     """As :func:`read`, of a ``ReplayBufferEnsemble``.
 
     Args:
@@ -147,7 +135,7 @@ def read_ensemble(path: StrPath, ndims: Sequence[int], *, max_bytes: int | None 
         places = components.Places.of_member(number)
         left_out += components.find_pickles(folder, places[1:])
         if number in empty:
-            members.append(EmptyMember(folder.path, components.read_sampler(folder, places.sampler, 0, left_out)))
+            members.append(EmptyMember(components.read_sampler(folder, places.sampler, 0, left_out)))
             continue
         if _is_ensemble(folder, places.storage):
             raise IncompatibleCheckpoint(
@@ -157,7 +145,7 @@ def read_ensemble(path: StrPath, ndims: Sequence[int], *, max_bytes: int | None 
         left = None if max_bytes is None else max(0, max_bytes - sum(one.nbytes for one in members))
         members.append(_read_buffer(folder, places, ndim, left, None, left_out))
     _tell(path, left_out)
-    return TorchRLEnsemble(folder.path, buffer.batch_size, components.read_rng(folder), tuple(members), tuple(left_out))
+    return ForeignEnsemble(buffer.batch_size, components.read_rng(folder), members)
 
 
 def _tell(path: StrPath, left_out: Sequence[str]) -> None:

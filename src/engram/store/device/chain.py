@@ -16,7 +16,7 @@ from engram.format import files, schema
 from engram.format.sizes import resident_sizes
 from engram.store.blocks import ALIGNMENT, GENERATION, INDEX, WEIGHT, BlockLayout, aligned, empty_block
 from engram.store.device.accelerator import Accelerator
-from engram.store.indexes import Index, Indexes
+from engram.store.indexes import AnyIndex, Indexes
 from engram.store.memory import row_stride, torch_dtype
 from engram.store.store import Store
 
@@ -68,7 +68,7 @@ class Columns(NamedTuple):
 
 
 def columns_of(
-    store: Store, translate: Callable[[int], int] = lambda address: address, priorities: Index | None = None
+    store: Store, translate: Callable[[int], int] = lambda address: address, priorities: AnyIndex | None = None
 ) -> Columns:
     """A store as a device reads it.
 
@@ -493,7 +493,7 @@ class UpdateRing:
         self._state = torch.zeros(72, dtype=torch.int64, device=self.device)
         #: On the device: at 5 the batches sent, at 7 the entries that were dropped because the ring was full.
         self.counters = self._state[64:]
-        self._attached: tuple[Index, Indexes] | None = None
+        self._attached: tuple[AnyIndex, Indexes] | None = None
         self._drain: native.UpdateDrain | None = None
         if not self._kernels.INTERPRETED:  # compiled and loaded now; the ring counts one empty batch
             self.send(*(torch.zeros(0, dtype=kind, device=self.device) for kind in (torch.int64, torch.int64, dtype)))
@@ -528,7 +528,7 @@ class UpdateRing:
         self._launcher(self._kernels.update[(1,)], *given, SLOTS=self.slots, BLOCK=_ENTRIES_AT_ONCE)
         self._launcher(self._kernels.publish[(1,)], *where, SLOTS=self.slots)
 
-    def attach(self, priorities: Index, indexes: Indexes) -> None:
+    def attach(self, priorities: AnyIndex, indexes: Indexes) -> None:
         """Let updates reach an index of priorities, from the next :meth:`send` or :meth:`flush` on, in place of what was attached.
 
         Args:
