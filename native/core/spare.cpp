@@ -20,7 +20,7 @@ struct Piece {
 // Pieces that are free, the last one that was freed at the end.
 std::array<Piece, 16> pieces;
 std::size_t count = 0, held = 0;
-// Whoever holds it when a process forks leaves the child without spare memory, and does not stop it.
+// A thread that holds it when its process forks leaves the child without spare memory, and does not stop it.
 std::atomic_flag busy = ATOMIC_FLAG_INIT;
 
 class TryLock {

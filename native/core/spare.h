@@ -10,7 +10,7 @@ namespace engram {
 void* spare_or_new(std::size_t bytes) noexcept;
 
 /// As std::free of what spare_or_new or std::malloc returned. Of large pieces the last ones that were freed are kept, up to 64 MiB in a
-/// process. No thread waits for another one: whoever would have to takes memory of the C library, and gives it back there.
+/// process. No thread waits for another one: where it would have to, it asks the C library.
 void keep_or_free(void* memory) noexcept;
 
 }  // namespace engram
