@@ -89,7 +89,7 @@ class Prefetching(prefetch.Prefetcher):
     def read(self, key: blocks.Key) -> tuple[object, dict[str, object] | None]:
         wiring, reading, batch_size = self._wiring, self._reading, self._settings.batch_size
         assert batch_size is not None
-        before = place_of(self._wiring)
+        before = self.place()
         with wiring.gate.admitted(wiring.storage.memory, batch_size):
             if wiring.pinning is None or not reading.gathers_pinned():
                 return reading.read(key, batch_size), before
@@ -122,7 +122,15 @@ class Prefetching(prefetch.Prefetcher):
         """Forget prefetched batches. Their rows go back to their epoch, unless other processes draw from it, too."""
         before = self.drop(call, keys=keys)
         if before is not None:
-            go_back(self._wiring, before)
+            self.go_back(before)
+
+    def place(self) -> dict[str, object] | None:
+        """What :meth:`go_back` takes rows back to their epoch by, if they are drawn now; None: they cannot go back."""
+        return place_of(self._wiring)
+
+    def go_back(self, before: dict[str, object]) -> None:
+        """Take rows that were drawn since back to their epoch, unless other processes draw from it, too."""
+        go_back(self._wiring, before)
 
     # ---- copies and states -----------------------------------------------------------------------------------------------
 
