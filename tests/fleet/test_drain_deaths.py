@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engram import LazyMemmapStorage, Ragged, RandomSampler, ReplayBuffer, SamplerWithoutReplacement, WritePlan
+from engram.buffer.connecting import Way
 from engram.format import layout
 from engram.remote.connection import Connection
 from engram.remote.protocol import Drain, address_of
@@ -46,7 +47,7 @@ def stored_ids(folder):
 
 def asked(server, *given, **how):
     """One command of a drain."""
-    connection = Connection(draining.access_to(str(server.address), "test", 0.0))
+    connection = Connection(Way(patience=0.0).access(str(server.address), "test"))
     try:
         return connection.ask("drain", Drain(*given, **how), int)
     finally:

@@ -10,7 +10,7 @@ ROOMS = {
     "_support": 1_655,
     "adapters": 1_591,
     "around": 3_785,
-    "buffer": 6_367,
+    "buffer": 6_371,
     "checkpoint": 1_942,
     "cli": 1_738,
     "datasets": 1_266,
