@@ -320,6 +320,8 @@ class Drain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     evict: bool = False
     #: Whether the server ends, if no rows are left.
     ends: bool = False
+    #: The names in the certificates of these servers; none: their hosts.
+    names: list[str] = []
 
 
 class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

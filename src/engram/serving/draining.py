@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from engram import samplers
+from engram._support.words import raise_as
 from engram.buffer.configuration import Reaching
 from engram.buffer.connecting import Way
+from engram.errors import CorruptStore
 from engram.format import files, layout
 from engram.format.sizes import usual_row_bytes
 from engram.inspect.advice import drawing_by
@@ -32,6 +34,7 @@ from engram.samplers import PrioritizedSampler
 from engram.saved.rows import roles_of
 from engram.serving.service import DRAIN_LEASE_S, Service
 from engram.storages import Storage, TensorStorage
+from engram.store.ragged_rows import items_in
 
 #: Rows, and bytes, that are moved at a time; and for how many seconds one command moves some.
 BLOCK_ROWS, BLOCK_BYTES, TURN_S = 4096, 4 << 20, 1.0
@@ -84,9 +87,13 @@ def drained(address: str, to: str, *, evict: bool, **how: Unpack[Reaching]) -> I
 
     Raises as ``ReplayBuffer.connect``, and as :func:`drain`.
     """
-    server, others = Connection(Way(patience=0.0, **how).access(address, "drain")), Way(patience=0.0, **how).access(to, "drain")
+    server, others = (
+        Connection(Way(patience=0.0, **how).access(address, "drain")),
+        Way(patience=0.0, **how).access(to, "drain"),
+    )
     own = [at for at, answer in ask_servers(others, "skip").items() if answer.store == server.served.store]
-    command, since = protocol.Drain([str(at) for at in others.addresses if at not in own], evict), time.monotonic()
+    addresses, since = [at for at in others.addresses if at not in own], time.monotonic()
+    command = protocol.Drain([*map(str, addresses)], evict, names=[at.certified for at in addresses])
     while (left := server.ask("drain", command, int)) or time.monotonic() < since + FORWARD_S:
         if left:
             yield left
@@ -115,7 +122,7 @@ class Note(msgspec.Struct, frozen=True):
     #: As they were sent.
     priorities: bytes
     leaves: bool = False
-    #: Where rows are in the other store, and what they hold there, that changed here on their way: they go from there.
+    #: Rows to remove from the other store, since they changed here on their way, and their tickets there.
     there: tuple[bytes, bytes] = (b"", b"")
 
 
@@ -130,7 +137,11 @@ def _numbers(raw: bytes, dtype: torch.dtype = torch.int64) -> Tensor:
 def _noted(storage: Storage) -> tuple[Path, Note | None]:
     """The file in the folder of a store, and the block that is on its way, if there is one."""
     path = Path(str(cast("TensorStorage", storage).store.directory), layout.FOLDER, "draining")
-    return path, msgspec.msgpack.decode(files.read_small(path, 1 << 20), type=Note | None) if path.exists() else None
+    damaged = f"{path}: expected which rows a drain had on their way, got other bytes. Compare the stores, and remove the file"
+    with raise_as(CorruptStore, damaged, msgspec.MsgspecError):
+        return path, msgspec.msgpack.decode(
+            files.read_small(path, 1 << 20), type=Note | None
+        ) if path.exists() else None
 
 
 def finish(storage: Storage) -> None:
@@ -165,10 +176,13 @@ class Draining:
 
     # ---- where rows go -------------------------------------------------------------------------------------------------
 
-    def _connect(self, to: list[str]) -> FleetStorage:
+    def _connect(self, to: list[str], names: list[str]) -> FleetStorage:
         """The other stores. Raises as ``ReplayBuffer.connect``; ``ValueError``: they cannot take the rows."""
         if to and to != self._to:
-            others = storage_at(Way(patience=SKIP_S, **(self._at.reaching or {})).access(",".join(to), "drain"), "skip", 0)
+            # A list of addresses, and never the name of a file that has some: a client names it.
+            access = Way(patience=SKIP_S, **(self._at.reaching or {})).access(to, "drain")
+            at = [one._replace(certified=name) for one, name in zip(access.addresses, names, strict=False)]
+            others = storage_at(access._replace(addresses=tuple(at) or access.addresses), "skip", 0)
             with contextlib.ExitStack() as refused:
                 refused.callback(others.close)
                 if not isinstance(others, FleetStorage):
@@ -176,9 +190,9 @@ class Draining:
                 self._check(others)
                 refused.pop_all()
             self._to, self._fleets = to, [*self._fleets, others]
-            self._service.draining = self
             if not self._moved.numel():
                 self._moved = torch.full((4, self._storage.max_size), -1, device="cpu")
+            self._service.draining = self  # from now on it is asked where rows are
         if not self._to:
             raise ValueError("drain: expected servers of other stores, got none. Nothing is moved.")
         return self._fleets[-1]
@@ -204,16 +218,20 @@ class Draining:
 
     def move(self, command: protocol.Drain) -> None:
         """Move some rows. Raises ``ConnectionError``: no other store takes any, or one may have some and is gone."""
-        known, others = len(self._fleets), self._connect(command.to)
+        known, others = len(self._fleets), self._connect(command.to, command.names)
         storage, until, self._evict = self._storage, time.monotonic() + TURN_S, command.evict
         self._settle(others)
-        schema, room = storage.store.schema, others.max_size - len(others)
-        if len(self._fleets) > known and not command.evict and (schema.ragged or room < len(storage)):
+        schema, extent = storage.store.schema, storage.extent()
+        if not command.evict and len(storage) and schema.ragged:
+            raise ValueError(
+                "drain: expected room for rows of any length, which is known of no other store. Evict rows."
+            )
+        if not command.evict and len(self._fleets) > known and (room := others.max_size - len(others)) < len(storage):
             self._to = []  # it is checked again
             raise ValueError(f"drain: expected room for the rows, got {room} rows. Evict rows. Nothing is moved.")
         most = min(BLOCK_ROWS, max(1, BLOCK_BYTES // max(1, usual_row_bytes(schema))))
         for lane in range(schema.lanes):
-            rows, n, full, why = storage.extent().in_order(torch.tensor([lane], device="cpu")), most, set[int](), ""
+            rows, n, full, why = extent.in_order(torch.tensor([lane], device="cpu")), most, set[int](), ""
             while len(rows):
                 there = [it for it in others.members.present() if it.number not in full]
                 if not there:
@@ -244,6 +262,8 @@ class Draining:
             priorities = self._priorities(rows)
             columns, torn = storage.read(rows, tickets)
             rows = rows[[k for k in range(len(rows)) if k not in torn]] if torn else rows
+        if len(rows) > 1 and sum(it.nbytes for it in map(items_in, columns) if it is not None) > BLOCK_BYTES:
+            raise protocol.TakesNone("its rows are larger than a message.")
         if len(rows):
             store = shard.storage.served.store
             self._keep(Note(store, number, lane, _raw(rows), _raw(tickets), _raw(priorities)))
@@ -258,7 +278,9 @@ class Draining:
             return
         shard = next((it for it in others.members.shards if it.storage.served.store == note.store), None)
         if shard is None:
-            raise ConnectionError(f"drain: rows may be in {note.store}. Drain to it, or remove {self._path}.")
+            raise ConnectionError(
+                f"drain: rows may be in {note.store}. Drain to it, or remove the file .engram/draining here."
+            )
         if note.leaves:
             _remove(self._storage, note)
             self._end(note, shard)
@@ -274,18 +296,19 @@ class Draining:
             self._keep(None)
             return False
         rows, tickets, storage = _numbers(note.rows), _numbers(note.tickets), self._storage
-        with self._places, storage.paused:
-            now, same = self._priorities(rows), storage.tickets_of(rows) == tickets
-            held, number = storage.writes_of(rows, tickets), len(self._fleets) - 1
-            changed = _raw(there[~same]), _raw(theirs[~same])
-            kept = {"rows": _raw(rows[same]), "tickets": _raw(tickets[same]), "there": changed, "leaves": True}
-            before, note = note, msgspec.structs.replace(note, **kept)
-            self._keep(note)
-            at = torch.stack([torch.full_like(rows, number), plans.number(there, shard.number), theirs, held])
-            self._moved[:, rows[same]] = at.where(theirs >= 0, -1)[:, same]
-            _remove(storage, note)
-        fresh = same & (theirs >= 0) & (now != _numbers(before.priorities, torch.float64))
-        shard.storage.prioritize(there[fresh], now[fresh], theirs[fresh])
+        with self._places:
+            with storage.paused:
+                now, same = self._priorities(rows), storage.tickets_of(rows) == tickets
+                held, number = storage.writes_of(rows, tickets), len(self._fleets) - 1
+                changed = _raw(there[~same]), _raw(theirs[~same])
+                kept = {"rows": _raw(rows[same]), "tickets": _raw(tickets[same]), "there": changed, "leaves": True}
+                before, note = note, msgspec.structs.replace(note, **kept)
+                self._keep(note)
+                at = torch.stack([torch.full_like(rows, number), plans.number(there, shard.number), theirs, held])
+                self._moved[:, rows[same]] = at.where(theirs >= 0, -1)[:, same]
+                _remove(storage, note)
+            fresh = same & (theirs >= 0) & (now != _numbers(before.priorities, torch.float64))
+            shard.storage.prioritize(there[fresh], now[fresh], theirs[fresh])  # before newer ones are sent on
         self._end(note, shard)
         return True
 
