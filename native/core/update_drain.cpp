@@ -48,8 +48,9 @@ void UpdateDrain::check_thread() const {
 bool UpdateDrain::flush(std::uint64_t sent, std::chrono::milliseconds wait) const {
   const auto taken = [&] { return batches_.load(std::memory_order_acquire) >= sent; };
   for (const Deadline deadline(wait); !taken(); std::this_thread::sleep_for(100us)) {
-    check_thread();
-    if (deadline.passed() || ended_.load(std::memory_order_acquire)) return taken();
+    const bool over = deadline.passed() || ended_.load(std::memory_order_acquire);
+    check_thread();  // why it has ended, which it may just have done
+    if (over) return taken();
   }
   return true;
 }

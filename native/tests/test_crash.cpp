@@ -500,16 +500,19 @@ void check_pair(const Stage& stage, const Operation& other, const std::vector<st
 
   // The winner of each row: of two rounds of a ring the later one, else the larger number. Of an edit and another operation it is the
   // one that came to the row last: an edit gives way to newer writes, and to no other edit.
-  const std::uint64_t position_a = reserved ? cursor : position_b + outcomes[1].n;
+  const bool rings = stage.operation.ring && other.ring;
+  // On a busy machine the other one may not have come to its rows before the first went on, which took them then.
+  const bool overtook = rings && !reserved && outcomes[0].rows[0] == static_cast<std::int64_t>(position_b % control.lane_length());
+  const std::uint64_t position_a = reserved ? cursor : overtook ? position_b : position_b + outcomes[1].n;
+  const std::uint64_t from_b = overtook ? position_b + outcomes[0].n : position_b;
   struct Entry {
     std::uint64_t order = 0, number = 0, id = 0;
   };
-  const bool rings = stage.operation.ring && other.ring;
   std::map<std::int64_t, Entry> winners;
   for (const int o : {0, 1}) {
     const Outcome& outcome = outcomes[o];
     for (std::uint64_t i = 0; i < outcome.n; ++i) {
-      const std::uint64_t number = outcome.t0 + i, position = (o == 0 ? position_a : position_b) + i;
+      const std::uint64_t number = outcome.t0 + i, position = (o == 0 ? position_a : from_b) + i;
       Entry& winner = winners[outcome.rows[i]];
       const std::uint64_t order = rings ? position + 1 : number;
       if (order > winner.order) winner = {order, number, outcome.first_id + i};

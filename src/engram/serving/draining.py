@@ -224,7 +224,7 @@ class Draining:
         schema, extent = storage.store.schema, storage.extent()
         if not command.evict and len(storage) and schema.ragged:
             raise ValueError(
-                "drain: expected room for rows of any length, which is known of no other store. Evict rows."
+                "drain: expected room for the rows, got rows of any length, for which it is unknown. Evict rows. Nothing is moved."
             )
         if not command.evict and len(self._fleets) > known and (room := others.max_size - len(others)) < len(storage):
             self._to = []  # it is checked again
