@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from engram.buffer.connecting import Reaching
     from engram.cli.reshard import Resharding
     from engram.inspect.metrics import HasStats
+    from engram.serving.server import Answering
 
 __all__ = ["main"]
 
@@ -306,6 +307,18 @@ def plan(
 @click.option("--batch-size", type=click.IntRange(min=1), help="Rows of a batch.")
 @click.option("--priorities", type=(float, float), metavar="ALPHA BETA", help="Draw by priority.")
 @click.option("--tensordicts", is_flag=True, help="Rows are TensorDicts.")
+@click.option(
+    "--follow", metavar="ADDRESS", help="Keep a copy of the store at ADDRESS, and serve it after engram promote."
+)
+@click.option(
+    "--sync-follower", is_flag=True, help="Acknowledge a write when a server that follows this one has its rows."
+)
+@click.option(
+    "--tls-root",
+    multiple=True,
+    type=click.Path(dir_okay=False),
+    help="Certificate that signs that of the other server, PEM.",
+)
 def serve(
     directory: Path,
     listen: str,
@@ -318,6 +331,9 @@ def serve(
     batch_size: int | None,
     priorities: tuple[float, float] | None,
     tensordicts: bool,
+    follow: str | None,
+    sync_follower: bool,
+    tls_root: tuple[str, ...],
     **secrets: str | None,
 ) -> None:
     """Serve the store in DIRECTORY to other processes and machines, which use ReplayBuffer.connect(ADDRESS).
@@ -330,25 +346,40 @@ def serve(
     With --capacity there need not be a store yet: --schema or --like says what rows are, or else the first write of a client does. The
     same command serves it when it is there.
 
+    With --follow DIRECTORY is free or empty. A checkpoint of the other server's store is kept beside it, at most a second old, and nothing
+    is served until engram promote makes the store of it. Both servers have the same token. --tls-root says how either trusts the other.
+
     Exit code: 0, 1 if the store or the address cannot be used, 2 if DIRECTORY holds nothing of engram's.
     """
+    if follow is not None and (capacity is not None or metrics is not None):
+        raise Misuse(
+            "--follow: expected neither --capacity nor --metrics: the rows, and what is made of them, are the other server's."
+        )
     if capacity is None:
         if schema or like:
             raise Misuse("--schema and --like: expected --capacity, too, for a store that is made.")
-        _ours(directory)
+        if follow is None:
+            _ours(directory)
     with refusing("serve" if metrics is None else "serve,metrics", oserror=Refusal):
+        from engram.buffer.connecting import access_to
+        from engram.serving.following import Copying, Follower, is_promoted
         from engram.serving.server import listening, run
 
         at = listening(listen, **secrets, insecure=insecure)
         also = None if metrics is None else _showing(directory.resolve().name, metrics, insecure=insecure)
-        made = None
+        made: Callable[[], Answering] | None = None
         if capacity is not None:
             from engram.cli.plan import fields_of_row
             from engram.serving.awaiting import awaiting
 
             rows = fields_of_row(like, schema)
             made = partial(awaiting, directory, capacity, lanes, batch_size, priorities, rows, tensordicts=tensordicts)
-        run(directory, at, lambda address: click.echo(str(address)), also, made)
+        own = {name: secrets[name] for name in ("tls_cert", "tls_key") if secrets["tls_clients"]}
+        how: Reaching = {"token": secrets["token"], "tls_root": tls_root, **own}  # type: ignore[typeddict-item] # their names
+        copying = Copying(partial(access_to, call="serve", patience=0.0, **how), sync_follower)
+        if follow is not None and not is_promoted(directory):
+            made = partial(Follower, directory, follow, copying)
+        run(directory, at, lambda address: click.echo(str(address)), also, made, copying)
 
 
 def _reaching(command: Callable[..., None]) -> Callable[..., None]:
@@ -439,12 +470,48 @@ def health(address: str, as_json: bool, **how: Unpack[Reaching]) -> None:
     with refusing("serve", oserror=Refusal), _by_options():
         from engram.buffer.connecting import access_to
         from engram.remote.connection import Connection
+        from engram.remote.protocol import Health
 
-        Connection(access_to(address, "health", patience=0.0, **how)).close()
+        with contextlib.closing(Connection(access_to(address, "health", patience=0.0, **how), standby=True)) as server:
+            found = server.ask("health", Health(), dict)
     if as_json:
-        print_json({"address": address, "good": True, "problems": []})
+        print_json({"address": address, "good": True, "problems": [], **found})
     else:
-        click.echo("ok")
+        click.echo("ok" if "of" not in found else f"ok: a copy of {found['of']}, {found['age_s']:.1f} s old")
+
+
+@main.command()
+@click.argument("address")
+@_reaching
+@_JSON
+def promote(address: str, as_json: bool, **how: Unpack[Reaching]) -> None:
+    """Let the server at ADDRESS, which has --follow, serve its copy from now on, in place of the server that it follows.
+
+    If that one answers, it hands over: it takes no more rows, and nothing is lost. If not, the newest copy is served, and rows that it
+    lacks are counted. Make sure that clients reach the other server no more: rows that it takes afterwards are lost. When it answers
+    again, it ends, and its store is served no more.
+
+    Exit code: 0, 1 if there is no copy, it is served already, or it cannot be loaded.
+    """
+    with refusing("serve", oserror=Refusal), _by_options():
+        import msgspec
+
+        from engram.buffer.connecting import access_to
+        from engram.remote.connection import Connection
+        from engram.remote.protocol import Promote, Promoted
+
+        with contextlib.closing(Connection(access_to(address, "promote", patience=0.0, **how), standby=True)) as server:
+            found = server.ask("promote", Promote(), Promoted)
+    if as_json:
+        print_json({"address": address, "good": True, "problems": [], **msgspec.to_builtins(found)})
+        return
+    lost = (
+        f"at least {found.lost:,} rows that the other server had are lost"
+        if found.lost
+        else "no row is known to be lost"
+    )
+    lost = "the other server has handed over, nothing is lost" if found.handed_over else lost
+    click.echo(f"{address} serves generation {found.generation}, {found.rows:,} rows: {lost}")
 
 
 @main.command()

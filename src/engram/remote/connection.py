@@ -142,10 +142,13 @@ class Connection:
         access: where they are.
         known: what they serve; None: the first one says it.
         opens: at once; else at the first use, for which ``known`` must be given.
+        standby: take a server, too, that has a copy and does not serve it yet.
     """
 
-    def __init__(self, access: Servers, known: protocol.Served | None = None, *, opens: bool = True) -> None:
-        self.access = access
+    def __init__(
+        self, access: Servers, known: protocol.Served | None = None, *, opens: bool = True, standby: bool = False
+    ) -> None:
+        self.access, self._standby = access, standby
         self._lock = fork.rlock()
         fork.registered(self)
         self._client: flight.FlightClient | None = None
@@ -226,6 +229,14 @@ class Connection:
             served = msgspec.json.decode(raw, type=protocol.Served)
             if known is not None and served.store != known.store and not self.access.replaces_lost:
                 raise _AnotherStore(f"connect: {address} serves another store than the servers before. Connect again.")
+            if served.standby and not self._standby:
+                raise ConnectionError(
+                    f"{address} has a copy of the store. It serves it after engram promote {address}."
+                )
+            if known is not None and served.store == known.store and served.generation < known.generation:
+                raise ConnectionError(
+                    f"{address} serves generation {served.generation} of the store, which generation {known.generation} has replaced."
+                )
             if access.compression not in served.compressions:
                 raise Final(
                     f"connect: {address}: its engram sends no rows by {access.compression}. Connect without compression=."
@@ -233,6 +244,11 @@ class Connection:
         except BaseException:
             client.close()
             raise
+        if known is not None and known.store == served.store and served.generation > known.generation and served.lost:
+            words.warn(
+                f"connect: {address} took over as generation {served.generation}. Its copy lacks at least "
+                f"{words.count(served.lost, 'row')} that the server before had."
+            )
         if served.schema and not self.access.replaces_lost:
             # A channel connects again by itself, to what listens at its address then.
             headers = [*headers, (protocol.MEANT_STORE.encode(), served.store.encode())]
@@ -240,6 +256,7 @@ class Connection:
             if self._client is not None:
                 self._client.close()
             self._client, self.options = client, flight.FlightCallOptions(headers=headers)
+            self._headers = headers
         return served
 
     def again(self, broken: flight.FlightClient | None, *, hurried: bool = False) -> None:
@@ -364,15 +381,20 @@ class Connection:
         Raises ``ValueError``: a name leads out of the folder. ``ConnectionError``: the server is lost before all files came, or has as
         many dumps under way as it makes.
         """
-        client = self.client()
         try:
-            reader = client.do_get(flight.Ticket(b"dump"), self.options)
-            for chunk in reader:
-                for name, data in zip(*(chunk.data.column(k).to_pylist() for k in range(2)), strict=True):
-                    _append(folder, name, data)
-                    progress(len(data))
+            for name, data in self.fetched(b"dump"):
+                append_to(folder, name, data or b"")
+                progress(len(data or b""))
         except (flight.FlightError, pa.ArrowException) as error:
             raise ConnectionError(f"dumps: the server sent no whole dump: {_short(error)} Call it again.") from error
+
+    def fetched(self, ticket: bytes, timeout_s: float | None = None) -> Iterator[tuple[str, bytes | None]]:
+        """Names and parts of files that the server has for a ticket; None for a file that is there already. Raises what
+        Flight does; as :meth:`client`.
+        """
+        client, options = self.client(), flight.FlightCallOptions(headers=self._headers, timeout=timeout_s)
+        for chunk in client.do_get(flight.Ticket(ticket), options):
+            yield from zip(*(chunk.data.column(k).to_pylist() for k in range(2)), strict=True)
 
     def close(self) -> None:
         """End what looks for a server, too. Repeatable."""
@@ -434,8 +456,8 @@ def _answer(client: flight.FlightClient, options: flight.FlightCallOptions, name
         ) from None
 
 
-def _append(folder: Path, name: str, data: bytes) -> None:
-    """To a file of a dump."""
+def append_to(folder: Path, name: str, data: bytes) -> None:
+    """To a file of a dump or a checkpoint."""
     path = folder / name
     if not _NAME.fullmatch(name) or ".." in name.split("/"):
         raise ValueError(f"dumps: the server sent a file {name!r:.80}, which is no place in the folder.")

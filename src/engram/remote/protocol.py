@@ -289,6 +289,19 @@ class Limit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     level: float
 
 
+class Promote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Command to a server that keeps a copy, to serve it from now on: :class:`Promoted`."""
+
+
+class Outdate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Command to a server whose store a copy has taken over: ``{}``. It ends, and its store is served no more."""
+
+    store: str
+    generation: Number
+    #: Of the server that has the copy.
+    address: str
+
+
 class Version(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Command to say up to which policy version the consumer has come, behind this: a number. Raises where the sampler has none."""
 
@@ -329,6 +342,8 @@ ACTIONS: Mapping[str, type[msgspec.Struct]] = {
     "limit": Limit,
     "version": Version,
     "call": Call,
+    "promote": Promote,
+    "outdate": Outdate,
 }
 #: What the messages of streams may be.
 STREAMS: Mapping[Stream, object] = {"learn": Sample | Prioritize, "write": Append, "edit": Tickets | Remove}
@@ -387,6 +402,45 @@ class Served(msgspec.Struct, frozen=True):
     participant: int = 0
     #: 1: it knows :class:`Call`, and batches by tokens. 0: it is of an older engram.
     level: int = 0
+    #: How often a copy of the store took over: a server that says less than another one is out of date.
+    generation: int = 0
+    #: Rows that the copy lacked then, at least.
+    lost: int = 0
+    #: Whether it has a copy, which it does not serve yet.
+    standby: bool = False
+
+
+class Promoted(msgspec.Struct, frozen=True):
+    """A copy that is served now."""
+
+    generation: int
+    rows: int
+    #: Rows that the server before had, and that the copy lacks, at least.
+    lost: int
+    #: Whether the server before answered, and handed over.
+    handed_over: bool
+
+
+class Tick(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The ticket of ``do_get`` for a checkpoint of the store, of which files come that the copy before lacks."""
+
+    #: Name of the newest whole checkpoint that the follower has; empty: none.
+    have: str
+    #: Of the follower.
+    address: str
+    #: The follower is to take over: from now on the server does nothing else.
+    last: bool = False
+
+
+class Ticked(msgspec.Struct, frozen=True):
+    """What comes behind the files of a checkpoint: then it is whole."""
+
+    #: Of the checkpoint.
+    name: str
+    #: Rows that were ever written to the store, by now.
+    writes: int
+    #: How old the checkpoint is, in seconds.
+    age_s: float
 
 
 class State(msgspec.Struct, frozen=True):

@@ -72,6 +72,8 @@ def awaiting(
 class Awaiting:
     """Answers until there is a store, of a buffer over a directory: then :meth:`found` is asked."""
 
+    absent = "there is no store: nothing was ever written"
+
     def __init__(self, rb: ReplayBuffer, directory: Path) -> None:
         #: The open one.
         self.buffer = rb
@@ -109,7 +111,7 @@ class Awaiting:
             case protocol.Health():
                 pass
             case _:
-                raise away("there is no store: nothing was ever written")
+                raise away(self.absent)
         return {}
 
     def make(self, schema: Schema) -> None:

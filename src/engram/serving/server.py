@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 from urllib.parse import unquote
 
 import msgspec
@@ -24,9 +24,15 @@ import torch
 from pyarrow import ArrowException, flight
 
 from engram.buffer.tensordict import ReplayBuffer
+from engram.format.layout import is_store
 from engram.remote import protocol, wire
+from engram.serving import following
 from engram.serving.awaiting import Awaiting, away
 from engram.serving.service import Service, TooMany
+from engram.serving.ticks import Ticks
+
+#: What answers, also where there is no store yet.
+Answering: TypeAlias = Service | Awaiting | following.Follower
 
 _FILES = pa.schema([("name", pa.string()), ("data", pa.binary())])
 #: Streams at a time: each holds a thread.
@@ -44,7 +50,7 @@ refusal, broken = flight.FlightUnauthenticatedError, flight.FlightServerError
 class _Admission(flight.ServerMiddlewareFactory):  # type: ignore[misc]
     """Middleware that refuses calls without the token, and calls that are for another store: their client looks for that one."""
 
-    def __init__(self, token: bytes, service: Service | Awaiting) -> None:
+    def __init__(self, token: bytes, service: Answering) -> None:
         super().__init__()
         self._expected, self._service = b"Bearer " + token if token else b"", service
 
@@ -63,15 +69,21 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
 
     def __init__(
         self,
-        service: Service | Awaiting,
+        service: Answering,
         address: protocol.Address,
         *,
         token: bytes = b"",
         tls: tuple[bytes, bytes] | None = None,
         clients: bytes = b"",
+        sync: bool = False,
     ) -> None:
-        """``clients``: certificates that sign those of clients; empty: clients need none."""
-        self._given = service
+        """``clients``: certificates that sign those of clients; empty: clients need none. ``sync``: writes wait for the follower."""
+        self._given, self._sync = service, sync
+        #: Of the follower, once there is one; held while this is made; and whether it takes over.
+        self._ticks: Ticks | None = None
+        self._ticking, self._hands_over = threading.Lock(), False
+        #: Is called when a copy of the store has taken over.
+        self.outdated: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         #: Actions under way, of which the last one to end tells.
         self._actions, self._idle = 0, threading.Condition(self._lock)
@@ -87,25 +99,37 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
         self._doors = Doors(-1 if address.scheme == "unix" else self.port)
 
     @property
-    def _service(self) -> Service | Awaiting:
+    def _service(self) -> Answering:
         """Of the store, as soon as there is one."""
         given = self._given  # read once: another thread may find the store meanwhile
-        if isinstance(given, Awaiting):
+        if not isinstance(given, Service):
             self._given = given = given.found() or given
         return given
 
     def _of_store(self) -> Service:
         """Raises Flight's error: there is no store yet."""
         service = self._service
-        if isinstance(service, Awaiting):
-            raise away("there is no store: nothing was ever written")
+        if not isinstance(service, Service):
+            raise away(service.absent)
         return service
+
+    def _for_follower(self) -> Ticks:
+        """Raises as :meth:`_of_store`; ``OSError``: there can be no checkpoints."""
+        with self._ticking:
+            if self._ticks is None:
+                self._ticks = Ticks(self._of_store(), sync=self._sync)
+            return self._ticks
+
+    def await_copy(self) -> None:
+        """Return when the follower has what was written before, if writes wait for it. Raises as :meth:`_for_follower`."""
+        if self._sync:
+            self._for_follower().await_copy()
 
     # ---- actions -------------------------------------------------------------------------------------------------------
 
     def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> Iterator[bytes]:
         """One of :data:`ACTIONS`: JSON in, JSON out."""
-        with self._calling(context), self._at_work():
+        with self._calling(context), self._at_work(action.type):
             done = self._done(action)
             return iter([done if isinstance(done, bytes) else msgspec.json.encode(done)])
 
@@ -120,7 +144,19 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
             body, data = action.body.to_pybytes(), b""
             if kind is protocol.Call:
                 body, _, data = body.partition(b"\n")
-            return self._service.do(protocol.decoded(kind, body or b"{}", action.type), data)
+            command = protocol.decoded(kind, body or b"{}", action.type)
+            service = self._service
+            if isinstance(service, Service) and isinstance(command, protocol.Promote | protocol.Outdate):
+                service.end(command)
+                self._draining = True
+                self.outdated()
+                return {}
+            answer = service.do(command, data)
+            if isinstance(command, protocol.Empty | protocol.EndTrajectory | protocol.Call):
+                self.await_copy()
+            if self._hands_over and isinstance(answer, protocol.Served):
+                return msgspec.structs.replace(answer, standby=True)
+            return answer
         except flight.FlightError:
             raise
         except Exception as error:  # noqa: BLE001 - the client raises it
@@ -139,10 +175,10 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
             raise broken(text or type(error).__name__) from None
 
     @contextlib.contextmanager
-    def _at_work(self) -> Iterator[None]:
+    def _at_work(self, name: str) -> Iterator[None]:
         """Do an action, unless the server leaves: then clients ask the next one."""
         with self._lock:
-            if self._draining:
+            if self._draining or (self._hands_over and name not in ("describe", "outdate")):
                 raise away("the server leaves")
             self._actions += 1
         try:
@@ -170,7 +206,7 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
         if asked is None:
             raise broken(f"expected one of the streams {[*_STREAMS]}, got {descriptor.command!r:.40}.")
         with self._calling(context):
-            stream = _Stream(self._of_store(), *asked, reader, writer)
+            stream = _Stream(self._of_store(), self.await_copy, *asked, reader, writer)
             with self._stream(stream):
                 stream.run()
 
@@ -178,7 +214,7 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
     def _stream(self, stream: _Stream) -> Iterator[None]:
         """One of the streams that there are. Raises Flight's error: the server leaves, or all are taken."""
         with self._lock:
-            if self._draining:
+            if self._draining or self._hands_over:
                 raise away("the server leaves")
             if len(self._streams) >= MAX_STREAMS:
                 raise away(f"{protocol.STREAMS_TAKEN}: {MAX_STREAMS}")
@@ -192,7 +228,9 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
                 stream.service.open_streams = len(self._streams)
 
     def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.FlightDataStream:
-        """The files of a dump."""
+        """The files of a dump, or of a checkpoint for the follower."""
+        if ticket.ticket.startswith(b"{"):
+            return flight.GeneratorStream(_FILES, self._checkpoint(context, ticket.ticket))
         if ticket.ticket != b"dump":
             raise broken(f"expected the ticket dump, got {ticket.ticket!r:.40}.")
         return flight.GeneratorStream(_FILES, self._files(context))
@@ -204,14 +242,26 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
             except TooMany as error:
                 raise away(str(error)) from error
 
+    def _checkpoint(self, context: flight.ServerCallContext, ticket: bytes) -> Iterator[pa.RecordBatch]:
+        with self._calling(context):
+            command, ticks = msgspec.json.decode(ticket, type=protocol.Tick), self._for_follower()
+            self._hands_over = command.last
+            ticks.hand_over(begins=command.last)
+            if command.last and not self._finish():
+                raise RuntimeError("promote: calls of clients are under way. Try again.")
+            yield from ticks.files(command, _FILES)
+
     def drain(self) -> bool:
         """Finish the commands under way, take no others, and tell every client that the server leaves: whether that is done.
 
         A client that does not read what it asked for is waited for no longer than a few seconds.
         """
         self._doors.close()
+        self._draining = True
+        return self._finish()
+
+    def _finish(self) -> bool:
         with self._lock:
-            self._draining = True
             streams = list(self._streams.values())
         telling = [threading.Thread(target=leave, daemon=True) for leave in streams]
         for thread in telling:
@@ -230,12 +280,14 @@ class _Stream:
     def __init__(
         self,
         service: Service,
+        await_copy: Callable[[], None],
         name: protocol.Stream,
         compression: str | None,
         reader: flight.MetadataRecordBatchReader,
         writer: flight.MetadataRecordBatchWriter,
     ) -> None:
         self.service, self._name, self._compression = service, name, compression
+        self._await_copy = await_copy
         self._reader, self._writer = reader, writer
         self._schema: tuple[pa.Schema, list[wire.Column]] | None = None
         #: Of batches: those of this moment, as a stream has one schema; and the columns of rows that come, which the first ones decide.
@@ -252,6 +304,8 @@ class _Stream:
         try:
             self._run()
         finally:
+            with self._working:  # gRPC aborts the process where something is written to a stream that has ended
+                self._left = True
             self.service.count_stream(self._name, -1)
 
     def _run(self) -> None:
@@ -273,9 +327,9 @@ class _Stream:
 
     def leave(self) -> None:
         """Say so, behind what is being worked on."""
-        with self._working:
-            self._left = True
-            with contextlib.suppress(flight.FlightError, OSError):  # the client has left already
+        with self._working, contextlib.suppress(flight.FlightError, OSError):  # the client has left already
+            if not self._left:
+                self._left = True
                 self._writer.write_metadata(protocol.LEAVING)
 
     def _answer(self, command: msgspec.Struct, chunk: flight.FlightStreamChunk) -> None:
@@ -296,6 +350,7 @@ class _Stream:
                 expected = self._expected or service.written(0 if chunk.data is None else chunk.data.num_columns)
                 rows = service.append(command, self._rows_of(chunk, expected, "append"), chunk.data.num_rows)
                 self._expected = expected
+                self._await_copy()
                 metadata = msgspec.json.encode(protocol.Written(1, service.limits_number()))
                 self._put(metadata, wire.ROW, [rows], len(rows))
             case protocol.Tickets():
@@ -303,6 +358,7 @@ class _Stream:
                 self._put(b'{"ok":1}', wire.TICKET, [held], len(held))
             case protocol.Remove():
                 removed = service.remove(*self._rows_of(chunk, wire.EDITS, "edit"))
+                self._await_copy()
                 self._writer.write_metadata(msgspec.json.encode(protocol.Removed(removed)))
 
     def _put(self, metadata: bytes, columns: list[wire.Column], tensors: list[torch.Tensor], rows: int) -> None:
@@ -350,12 +406,13 @@ def run(
     at: Listening,
     ready: Callable[[protocol.Address], None],
     also: Callable[[ReplayBuffer], object] | None = None,
-    made: Callable[[], Service | Awaiting] | None = None,
+    made: Callable[[], Answering] | None = None,
+    copying: following.Copying | None = None,
 ) -> None:
     """Serve the store in a directory until SIGTERM or SIGINT, then finish what is under way. Does not return.
 
     ``ready`` is told the address when clients may come, and ``also`` the open buffer before. ``made`` makes what answers where there may
-    be no store yet. Raises what these, opening the store and
+    be no store yet. ``copying`` says how to reach the other server, where one of both has a copy. Raises what these, opening the store and
     listening raise: then the buffer is closed, and signals and files are treated as before.
     """
     # where this fails, the process may go on and start programs, which inherit what is blocked
@@ -363,15 +420,20 @@ def run(
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # before there are threads, which inherit it, too
         otherwise.callback(signal.pthread_sigmask, signal.SIG_SETMASK, blocked)
         make_room()
+        if is_store(directory):
+            following.check_newest(directory, copying)
         service = Service(ReplayBuffer.open(directory)) if made is None else made()
         rb = otherwise.enter_context(service.buffer)
         if also is not None:
             also(rb)
-        server = _server(service, at)
+        server = _server(service, at, sync=copying is not None and copying.sync)
+        server.outdated = lambda: os.kill(os.getpid(), signal.SIGTERM)
         otherwise.callback(server.drain)
         address = at.address
         if address.scheme != "unix":
             address = address._replace(port=server.port)
+        if copying is not None:
+            following.begin(service, address, copying)
         ready(address)
         signal.sigwait(_SIGNALS)
         if server.drain():  # else a command is under way
@@ -381,11 +443,11 @@ def run(
         os._exit(0)  # gRPC would wait for clients to leave
 
 
-def _server(service: Service | Awaiting, at: Listening) -> Server:
+def _server(service: Answering, at: Listening, *, sync: bool) -> Server:
     """Listens already. A socket is the user's alone as soon as it is there. Raises ``OSError``: it cannot listen there."""
     before = os.umask(0o177)
     try:
-        return Server(service, at.address, token=at.token, tls=at.tls, clients=at.clients)
+        return Server(service, at.address, token=at.token, tls=at.tls, clients=at.clients, sync=sync)
     except ArrowException as error:  # which gRPC's log explains, in its own words
         raise OSError(
             f"serve: {at.address}: cannot listen there: {error}. Expected an address that is free, and of this machine; see the log "

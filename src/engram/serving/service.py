@@ -35,6 +35,7 @@ from engram.inspect.advice import drawing_by, is_over_batch
 from engram.remote import protocol, wire
 from engram.samplers import PrioritizedSampler
 from engram.samplers.staleness import RuledSampler, VersionedSampler
+from engram.serving import notes
 from engram.serving.calls import Calls
 from engram.store.adding import adopt_fields
 from engram.store.blocks import DrawingPart, Masses, ThreadKey
@@ -94,6 +95,15 @@ class TooMany(Exception):
     """Raised where as many dumps as a server makes are under way, and are read."""
 
 
+def parts_of(path: Path) -> Iterator[bytes]:
+    """A file in parts: one at least, so that an empty file is sent, too."""
+    with path.open("rb") as file:
+        while True:
+            yield (part := file.read(_PART_BYTES))
+            if len(part) < _PART_BYTES:
+                return
+
+
 class _Dump:
     """A folder of files, which its client reads."""
 
@@ -136,17 +146,12 @@ class Dumps:
             dump.folder.cleanup()
 
     def _parts(self, dump: _Dump, path: Path, name: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-        """A file in parts: one at least, so that an empty file is sent, too."""
-        with path.open("rb") as file:
-            while True:
-                part = file.read(_PART_BYTES)
-                dump.unread_since = time.monotonic()
-                yield pa.record_batch([[name], [part]], schema=schema)
-                dump.unread_since = float("inf")
-                if dump not in self._dumps:
-                    raise RuntimeError(f"dumps: the client read nothing for {_MAX_UNREAD_S:g} s, and others wait.")
-                if len(part) < _PART_BYTES:
-                    return
+        for part in parts_of(path):
+            dump.unread_since = time.monotonic()
+            yield pa.record_batch([[name], [part]], schema=schema)
+            dump.unread_since = float("inf")
+            if dump not in self._dumps:
+                raise RuntimeError(f"dumps: the client read nothing for {_MAX_UNREAD_S:g} s, and others wait.")
 
 
 #: For so many seconds a client that has connected counts as one that draws, before it draws.
@@ -209,8 +214,10 @@ class Service:
         self._fields_epoch = store.core.fields_epoch
         #: Of batches, by their fields and entries.
         self._columns: dict[tuple[object, ...], list[wire.Column]] = {}
-        #: Of the store, for its clients.
-        self.name = _name_of(self._folder, readonly=store.readonly)
+        folder = name_of(self._folder, readonly=store.readonly)
+        #: What is noted of copies, and the name of the store for its clients.
+        self.note = notes.read(self._folder)
+        self.name = self.note.name(folder)
 
     # ---- actions -------------------------------------------------------------------------------------------------------
 
@@ -243,13 +250,24 @@ class Service:
                 return self._calls.do(command, data)
         return {}
 
+    def end(self, command: protocol.Promote | protocol.Outdate) -> None:
+        """Note that a copy took over. Raises ``ValueError``: it is of another store, or older. ``RuntimeError``: this is no copy."""
+        if isinstance(command, protocol.Promote):
+            raise RuntimeError(f"promote: {self._folder} is served already, as generation {self.note.generation}.")
+        if (command.store, command.generation) <= (self.name, self.note.generation) or command.store != self.name:
+            raise ValueError(
+                f"outdate: expected a copy of {self.name} behind generation {self.note.generation}, got generation {command.generation} "
+                f"of {command.store:.80}."
+            )
+        self.note = notes.change(self._folder, successor=command.address)
+
     def _describe(self, command: protocol.Describe) -> protocol.Served:
         check_protocol(command)
         self.look_for_fields()
         recipe = json.loads((self._folder / layout.FOLDER / layout.BUFFER).read_bytes())
         served = served_by(self._rb, self.name, encode(self._schema).decode(), recipe, why_alone(self._rb))
-        limited = self.limits_number() < 0
-        return msgspec.structs.replace(served, limited=limited, participant=self._number_of_client())
+        of = {"generation": self.note.generation, "lost": self.note.lost, "limited": self.limits_number() < 0}
+        return msgspec.structs.replace(served, participant=self._number_of_client(), **of)
 
     def limits_number(self) -> int:
         """As :class:`protocol.Written` has it."""
@@ -554,7 +572,7 @@ def check_protocol(command: protocol.Describe) -> None:
         )
 
 
-def _name_of(folder: Path, *, readonly: bool) -> str:
+def name_of(folder: Path, *, readonly: bool) -> str:
     """What names the store in a folder to its clients. A copy of the folder is another store: it has another control block."""
     control = folder / layout.FOLDER / layout.CONTROL
     with exclusive(folder):  # of two servers that begin at once, one gives the name

@@ -385,6 +385,8 @@ def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedS
     stores: dict[str, list[protocol.Address]] = {}
     for address, answer in served.items():
         stores.setdefault(answer.store, []).append(address)
+    for addresses in stores.values():  # first those that serve, of the newest generation
+        addresses.sort(key=lambda it: (served[it].standby, -served[it].generation))
     check_stratum(stratum, len(stores))
     silent = [address for address in access.addresses if address not in served]
     new = next((one for one in served.values() if not one.schema), None)
@@ -406,7 +408,7 @@ def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedS
         others = "are taken for further servers of the one that does" if alone else "join when they answer"
         words.warn(f"connect: no server answers at {', '.join(map(str, silent))}: these addresses {others}.")
     if len(stores) == 1 and stratum is None and access.members is None:
-        return RemoteStorage(Connection(access._replace(addresses=(*served, *silent))))
+        return RemoteStorage(Connection(access._replace(addresses=(*next(iter(stores.values())), *silent))))
     check_stores(list(served.values()), access.full)
     access = access._replace(patience_s=_patience(access, missing), hurried=missing == "skip")
     with ExitStack() as opened:  # where one cannot belong to the fleet, all are closed
@@ -533,7 +535,7 @@ def _ask_servers(access: Access, missing: Missing) -> dict[protocol.Address, pro
 
 def _served_at(access: Access, address: protocol.Address) -> protocol.Served:
     """What the server at an address says, if it answers at once. Raises ``ConnectionError``."""
-    connection = Connection(access._replace(addresses=(address,), patience_s=0.0))
+    connection = Connection(access._replace(addresses=(address,), patience_s=0.0), standby=True)
     connection.close()
     return connection.served
 
