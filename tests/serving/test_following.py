@@ -2,17 +2,22 @@
 
 import contextlib
 import json
+import os
+import signal
 import threading
 from contextlib import closing
 from functools import partial
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from engram import LazyMemmapStorage, MinSize, PrioritizedSampler, ReplayBuffer
 from engram.buffer.connecting import access_to
+from engram.cli import main
 from engram.remote import protocol
 from engram.remote.connection import Connection
+from engram.serving import following
 from engram.serving.following import Copying, Follower
 from tests import fresh
 from tests.serving.servers import Served
@@ -22,6 +27,7 @@ SERVER = """
 from functools import partial
 from pathlib import Path
 from engram.buffer.connecting import access_to
+from engram.serving import following
 from engram.serving.following import Copying, Follower, is_promoted
 from engram.serving.server import listening, run
 copying = Copying(partial(access_to, call="serve", patience=0.0, token=token), sync)
@@ -211,6 +217,25 @@ def test_a_copy_has_priorities_and_limits(pair):
             assert copy.write_count == 10
 
 
+def test_the_commands_say_how_old_a_copy_is_and_what_became_of_it(pair):
+    store(pair.root / "a")
+    a, _ = pair.start("a"), pair.start("b", "a")
+    pair.copied(10)
+
+    def said(*command):
+        done = CliRunner().invoke(main, command)
+        return done.exit_code, done.output
+
+    assert said("health", pair.at["b"])[1].startswith(f"ok: a copy of {pair.at['a']}, ")
+    a.kill()
+    code, text = said("promote", pair.at["b"])
+    assert (code, text) == (0, f"{pair.at['b']} serves generation 1, 10 rows: no row is known to be lost\n")
+    code, text = said("promote", pair.at["b"])
+    assert code == 1
+    assert "is served already" in text
+    assert said("health", pair.at["b"]) == (0, "ok\n")
+
+
 def test_what_is_lost_is_counted_and_told(pair):
     store(pair.root / "a")
     a = pair.start("a")
@@ -223,6 +248,20 @@ def test_what_is_lost_is_counted_and_told(pair):
         promoted = follower._promote()
         assert (promoted.handed_over, promoted.lost, promoted.rows) == (False, 7, 10)
         assert follower.found().do(protocol.Describe(protocol.PROTOCOL, "")).lost == 7
+
+
+def test_a_leader_that_hangs_is_replaced(pair, monkeypatch):
+    monkeypatch.setattr(following, "_LAST_S", 1.0)
+    store(pair.root / "a")
+    a = pair.start("a")
+    copying = Copying(partial(access_to, call="serve", patience=0.0, token=None))
+    with closing(Follower(pair.root / "b", pair.at["a"], copying)) as follower:
+        follower.begin(pair.at["b"])
+        until(lambda: follower.do(protocol.Health())["copy"])
+        os.kill(a.program.pid, signal.SIGSTOP)
+        assert not follower._promote().handed_over
+        os.kill(a.program.pid, signal.SIGCONT)
+        assert a.program.wait() == 0, "it is told that it is out of date"
 
 
 def test_a_follower_trails_by_less_than_a_second(pair):

@@ -1,5 +1,5 @@
 """The command line: ``engram doctor``, ``inspect``, ``plot``, ``report``, ``verify``, ``reshard``, ``plan``, ``serve``,
-``health``, ``stats``, ``top``, ``import``, ``export``.
+``health``, ``promote``, ``stats``, ``top``, ``import``, ``export``.
 
 It starts without torch; each command imports what it needs. ``ending`` says how commands end.
 """

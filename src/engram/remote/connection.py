@@ -153,6 +153,8 @@ class Connection:
         fork.registered(self)
         self._client: flight.FlightClient | None = None
         self.options: flight.FlightCallOptions | None = None
+        #: Ends :meth:`fetched`, which raises then.
+        self.cancel: Callable[[], None] = lambda: None
         self._next = 0
         self.forked = self._closed = False
         #: Set when it is closed: nothing is looked for then.
@@ -392,8 +394,10 @@ class Connection:
         """Names and parts of files that the server has for a ticket; None for a file that is there already. Raises what
         Flight does; as :meth:`client`.
         """
-        client, options = self.client(), flight.FlightCallOptions(headers=self._headers, timeout=timeout_s)
-        for chunk in client.do_get(flight.Ticket(ticket), options):
+        options = flight.FlightCallOptions(headers=self._headers, timeout=timeout_s)
+        reader = self.client().do_get(flight.Ticket(ticket), options)
+        self.cancel = reader.cancel
+        for chunk in reader:
             yield from zip(*(chunk.data.column(k).to_pylist() for k in range(2)), strict=True)
 
     def close(self) -> None:

@@ -217,6 +217,8 @@ class Follower:
         if not served.schema:
             self._connection.describe()
             raise ConnectionError("it has no store yet")
+        if b'"finals":{' in msgspec.json.encode(served.recipe):
+            raise ValueError("its sampler keeps final observations in a folder of their own, which is not copied")
         if served is not self._served:
             disk.replace(self._root / _SERVED, msgspec.json.encode(served))
             self._served = served
@@ -265,23 +267,31 @@ class Follower:
         """
         self._takes_over = True  # else the thread that follows would take the lock again and again
         try:
-            with self._lock:
+            if not self._lock.acquire(timeout=_LAST_S):  # the leader hangs
+                if self._connection is not None:
+                    self._connection.cancel()
+                self._lock.acquire()
+            try:
                 return self._taken_over()
+            finally:
+                self._lock.release()
         finally:
             self._takes_over = False
 
     def _taken_over(self) -> protocol.Promoted:
         if self._service is not None:
             raise RuntimeError(f"promote: it is served already, as generation {self._service.note.generation}.")
-        handed_over = True
-        try:
-            self._fetch(last=True)
-        except (flight.FlightError, ArrowException, ConnectionError) as error:
-            _log.warning("promote: %s does not hand over: %s", self._leader, error)
-            handed_over = False
-        if not self._have or self._served is None:
-            raise RuntimeError(f"promote: expected a whole copy of the store at {self._leader}, got none yet.")
-        lost = self._make(self._served)
+        lost, handed_over = 0, True
+        if not is_promoted(self._directory):
+            try:
+                self._fetch(last=True)
+            except (flight.FlightError, ArrowException, ConnectionError) as error:
+                _log.warning("promote: %s does not hand over: %s", self._leader, error)
+                handed_over = False
+            if not self._have or self._served is None:
+                raise RuntimeError(f"promote: expected a whole copy of the store at {self._leader}, got none yet.")
+            lost = self._make(self._served)
+        self._ends.set()  # from here on the leader's store is out of date, whatever fails
         self._service = service = Service(ReplayBuffer.open(self._directory))
         tell_before(service, self._address, self._copying)
         return protocol.Promoted(service.note.generation, len(service.buffer), lost, handed_over)

@@ -121,9 +121,12 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
             return self._ticks
 
     def await_copy(self) -> None:
-        """Return when the follower has what was written before, if writes wait for it. Raises as :meth:`_for_follower`."""
-        if self._sync:
-            self._for_follower().await_copy()
+        """Return when the follower has what was written before, if writes wait for it.
+
+        Raises as :meth:`_for_follower`; Flight's error: the follower takes over.
+        """
+        if self._sync and not self._for_follower().await_copy():
+            raise away("the server hands over to its copy")
 
     # ---- actions -------------------------------------------------------------------------------------------------------
 

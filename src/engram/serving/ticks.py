@@ -12,7 +12,6 @@ from uuid import uuid4
 
 import msgspec
 import pyarrow as pa
-from pyarrow import flight
 
 from engram._support import words
 from engram.checkpoint.ranks import Ranks
@@ -82,10 +81,10 @@ class Ticks:
         #: Whether the follower takes over.
         self.hands_over = False
 
-    def await_copy(self) -> None:
-        """Wait until the follower has what was written before, if writes are to. Raises Flight's error: it takes over."""
+    def await_copy(self) -> bool:
+        """Wait until the follower has what was written before, if writes are to. False: it takes over instead."""
         if not self._sync:
-            return
+            return True
         with self._changed:
             wanted = self._begun + 1
             self._waiting += 1
@@ -98,8 +97,7 @@ class Ticks:
                     self._changed.wait_for(lambda: self._arrived >= wanted or self.hands_over)
             finally:
                 self._waiting -= 1
-            if self._arrived < wanted:
-                raise flight.FlightUnavailableError("the server hands over to its copy")
+            return self._arrived >= wanted
 
     def hand_over(self, *, begins: bool) -> None:
         """From now on no write is acknowledged that waits; or the follower goes on as before."""
