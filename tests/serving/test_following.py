@@ -41,7 +41,7 @@ class Pair:
     """A store that is served at one socket, and its copy at another one."""
 
     def __init__(self, root):
-        self.root, self.at = root, {name: f"unix:{root}/{name}.sock" for name in "ab"}
+        self.root, self.at = root, {name: f"unix:{root}/{name}.sock" for name in "abc"}
         self.running = []
 
     def start(self, name, follow="", *, sync=False, token=None):
@@ -180,6 +180,24 @@ def test_the_old_server_comes_back_and_serves_nothing(pair):
     with pytest.raises(AssertionError, match="a copy of this store took over"):
         pair.start("a")
     assert pair.rows("b")[-1] == 77
+
+
+def test_a_client_takes_no_server_of_an_older_generation(pair):
+    store(pair.root / "a")
+    a, b = pair.start("a"), pair.start("b", "a")
+    pair.copied(10)
+    a.kill()
+    pair.promote()
+    (pair.root / "a" / ".engram" / "copy.json").write_text("{}")
+    (pair.root / "c").symlink_to(pair.root / "a")  # the old server, where nobody tells it
+    pair.start("c")
+    with ReplayBuffer.connect([pair.at["c"], pair.at["b"]], patience=0.5) as remote:
+        remote.extend({"a": torch.tensor([77])})
+        assert pair.rows("b")[-1] == 77
+        b.kill()
+        with pytest.raises(ConnectionError, match="no server answered"):
+            remote.extend({"a": torch.tensor([78])})
+    assert pair.rows("a") == [*range(10)]
 
 
 @pytest.mark.parametrize("killed", ["ab", "a", "b"])
