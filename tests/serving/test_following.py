@@ -268,6 +268,25 @@ def test_what_is_lost_is_counted_and_told(pair):
         assert follower.found().do(protocol.Describe(protocol.PROTOCOL, "")).lost == 7
 
 
+def test_a_leader_that_answers_and_cannot_hand_over_goes_on(pair):
+    store(pair.root / "a")
+    pair.start("a")
+    copying = Copying(partial(access_to, call="serve", patience=0.0, token=None))
+    with closing(Follower(pair.root / "b", pair.at["a"], copying)) as follower:
+        follower._fetch()
+        series = pair.root / "a-copy"
+        series.rename(pair.root / "aside")
+        series.write_text("no folder")
+        with pytest.raises(RuntimeError, match="answers, and does not hand over"):
+            follower._promote()
+        series.unlink()
+        (pair.root / "aside").rename(series)
+        follower._fetch()
+        with ReplayBuffer.connect(pair.at["a"]) as remote:
+            assert remote.extend({"a": torch.tensor([3])}).tolist() == [10]
+        assert follower._promote().rows == 11
+
+
 def test_a_leader_that_hangs_is_replaced(pair, monkeypatch):
     monkeypatch.setattr(following, "_LAST_S", 1.0)
     store(pair.root / "a")

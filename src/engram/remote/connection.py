@@ -460,13 +460,18 @@ def _answer(client: flight.FlightClient, options: flight.FlightCallOptions, name
         ) from None
 
 
-def append_to(folder: Path, name: str, data: bytes) -> None:
-    """To a file of a dump or a checkpoint."""
+def place_in(folder: Path, name: str) -> Path:
+    """Of a file of a dump or a checkpoint, whose folder is made. Raises ``ValueError``: it would lie elsewhere."""
     path = folder / name
     if not _NAME.fullmatch(name) or ".." in name.split("/"):
         raise ValueError(f"dumps: the server sent a file {name!r:.80}, which is no place in the folder.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
+    return path
+
+
+def append_to(folder: Path, name: str, data: bytes) -> None:
+    """To a file of a dump or a checkpoint. Raises as :func:`place_in`."""
+    with place_in(folder, name).open("ab") as file:
         file.write(data)
 
 

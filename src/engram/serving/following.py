@@ -23,7 +23,7 @@ from engram.checkpoint.checkpointer import Checkpointer
 from engram.format import files, layout
 from engram.format.schema import decode
 from engram.remote import protocol
-from engram.remote.connection import Access, Connection, append_to
+from engram.remote.connection import Access, Connection, append_to, place_in
 from engram.saved import attempts, disk
 from engram.serving import notes, ticks
 from engram.serving.awaiting import away
@@ -212,14 +212,15 @@ class Follower:
     def _leading(self) -> Connection:
         """The connection to the leader. Raises ``ValueError``: it serves another store; ``ConnectionError``: it does not answer."""
         if self._connection is None:
-            self._connection = Connection(self._copying.reach(self._leader), self._served)
-        served = self._connection.served
+            # One that was to hand over counts as a standby, until it is asked as before.
+            self._connection = Connection(self._copying.reach(self._leader), self._served, standby=True)
+        served = msgspec.structs.replace(self._connection.served, standby=False, participant=0)
         if not served.schema:
             self._connection.describe()
             raise ConnectionError("it has no store yet")
         if b'"finals":{' in msgspec.json.encode(served.recipe):
             raise ValueError("its sampler keeps final observations in a folder of their own, which is not copied")
-        if served is not self._served:
+        if served != self._served:
             disk.replace(self._root / _SERVED, msgspec.json.encode(served))
             self._served = served
         return self._connection
@@ -235,8 +236,8 @@ class Follower:
                 if not name and data is not None:
                     done = msgspec.json.decode(data, type=protocol.Ticked)
                 elif data is None:
-                    (coming / name).parent.mkdir(parents=True, exist_ok=True)
-                    os.link(self._root / self._have / name, coming / name)
+                    target = place_in(coming, name)
+                    os.link(self._root / self._have / name, target)
                 else:
                     append_to(coming, name, data)
             if done is None or attempts.Name.parse(done.name) is None:
@@ -285,6 +286,10 @@ class Follower:
         if not is_promoted(self._directory):
             try:
                 self._fetch(last=True)
+            except flight.FlightServerError as error:
+                raise RuntimeError(
+                    f"promote: {self._leader} answers, and does not hand over: {error}. Try again, or end it before."
+                ) from error
             except (flight.FlightError, ArrowException, ConnectionError) as error:
                 _log.warning("promote: %s does not hand over: %s", self._leader, error)
                 handed_over = False
