@@ -10,7 +10,7 @@ from engram.format import layout
 from engram.remote.protocol import Drain
 from engram.serving import draining
 from engram.serving.service import Service
-from tests.fleet.test_drain import drain, stored
+from tests.fleet.test_drain import by_priority, drain, stored
 from tests.fleet.test_drain_deaths import asked
 from tests.fleet.test_fleets import made, rows_of
 from tests.serving.servers import serving, token_file
@@ -105,6 +105,26 @@ def test_a_block_of_long_rows_is_cut(tmp_path, monkeypatch):
         service.draining._fleets[-1].close()
         assert max(sent) == 1
     assert numbers(tmp_path / "0") == [*range(5), *range(100, 105)]
+
+
+def test_priorities_that_come_while_a_drain_begins(tmp_path):
+    """Who asks where a row is finds a place for each of them, from the first moment on."""
+    for k in range(2):
+        made(tmp_path / str(k), rows_of(5, 100 * k), by_priority()).close()
+    places = []
+
+    class Watched(Service):
+        def __setattr__(self, name, value):
+            if name == "draining" and value is not None:
+                places.append(value._moved.shape[1])
+            super().__setattr__(name, value)
+
+    with serving(tmp_path / "0") as target, ReplayBuffer.open(tmp_path / "1") as rb:
+        service, at = Watched(rb), draining.Listening(target.address, b"", None, reaching={})
+        while draining.drain(service, Drain([str(target.address)]), at):
+            pass
+        service.draining._fleets[-1].close()
+        assert places == [rb.storage.max_size]
 
 
 def _counting(sent):
