@@ -24,7 +24,7 @@ ROOMS = {
     "reshard": 1_036,
     "samplers": 1_936,
     "saved": 5_080,
-    "serving": 1_978,
+    "serving": 1_982,
     "storages": 4_857,
     "store": 6_619,
     "testing": 577,

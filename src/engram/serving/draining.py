@@ -244,10 +244,14 @@ class Draining:
                 n = min(n, len(rows))
                 try:
                     taken = self._ask(shard, lane, number, rows[:n])[1]
-                    rows = rows[n * (self._note is None or self._arrived(self._note, shard, taken)) :]
+                    if self._note is None or self._arrived(self._note, shard, taken):
+                        rows = rows[n:]
                 except protocol.TakesNone as error:
                     self._keep(None)
-                    full, n, why = (full, n // 2, why) if n > 1 else ({*full, shard.number}, most, str(error))
+                    if n > 1:
+                        n //= 2
+                    else:
+                        full, n, why = {*full, shard.number}, most, str(error)
                 if time.monotonic() >= until:
                     return
 
