@@ -34,15 +34,22 @@ struct Register {
 
 inline std::atomic<int> failures{0};
 
-inline void fail(const char* file, int line, const std::string& what) {
+// What tests call in many places is not inlined: sanitizers would instrument each, and compilers take most of the time of the tests.
+#define EXPECT_OUT_OF_LINE [[gnu::noinline, gnu::cold]]
+
+EXPECT_OUT_OF_LINE inline void fail(const char* file, int line, const std::string& what) {
   constexpr int kPrinted = 20;
   const int before = failures.fetch_add(1);
   if (before < kPrinted) std::fprintf(stderr, "%s:%d: %s\n", file, line, what.c_str());
   if (before == kPrinted) std::fprintf(stderr, "... and more\n");
 }
 
+EXPECT_OUT_OF_LINE inline void not_true(const char* file, int line, const char* what) {
+  fail(file, line, std::string("not true: ") + what);
+}
+
 template <class T>
-std::string show(const T& value) {
+EXPECT_OUT_OF_LINE std::string show(const T& value) {
   if constexpr (std::is_enum_v<T>) {
     return std::to_string(static_cast<long long>(value));
   } else if constexpr (requires(std::ostream& out) { out << value; }) {
@@ -78,7 +85,7 @@ bool equal(const A& a, const B& b) {
 }
 
 template <class A, class B>
-void expect_eq(const char* file, int line, const char* text_a, const A& a, const char* text_b, const B& b) {
+EXPECT_OUT_OF_LINE void expect_eq(const char* file, int line, const char* text_a, const A& a, const char* text_b, const B& b) {
   if (!equal(a, b)) {
     fail(file, line, std::string(text_a) + " is " + show(a) + ", but " + text_b + " is " + show(b));
   }
@@ -108,7 +115,7 @@ inline void expect_uniform(const char* file, int line, const char* text, const s
   static void name()
 
 #define EXPECT(condition) \
-  ((condition) ? void() : expect::fail(__FILE__, __LINE__, std::string("not true: ") + #condition))
+  ((condition) ? void() : expect::not_true(__FILE__, __LINE__, #condition))
 
 #define EXPECT_EQ(a, b) expect::expect_eq(__FILE__, __LINE__, #a, a, #b, b)
 
