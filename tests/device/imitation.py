@@ -16,6 +16,7 @@ from engram._support import fork
 from engram._support.mappings import shared_pieces
 from engram.device import direct, loader
 from engram.store.device.accelerator import ALREADY_REGISTERED, Accelerator, DriverError, HostMemory
+from tests.device import interpreted
 
 #: By storage: the storage, which is kept so that no other gets its number, and the device that it is on, or "pinned".
 _PLACES = {}
@@ -441,6 +442,7 @@ class Interpreter(Imitation):
 
     def launch(self, kernel, *arguments, **constants):
         self.counts["launch"] += 1
+        interpreted.patch_once()
         self.queue(lambda: kernel(*arguments, **constants))
 
 

@@ -25,6 +25,7 @@ from engram import (
     SamplerWithoutReplacement,
 )
 from engram.format.schema import DTYPES
+from tests import interpreter
 from tests.device import places, torn
 
 ROOT = Path(__file__).parents[2]
@@ -333,7 +334,7 @@ def test_a_slow_host_while_a_graph_runs(place):
             lambda: rb.extend({**torn.rows_of(torch.arange(1, 9)), "more": torch.zeros(8)}),
             lambda: None,
         ):
-            for _ in range(2 if place.is_imitated else 1_000):
+            for _ in range(1 if place.is_imitated else 1_000):
                 again()
                 counts.add_(torn.wrong(kept[-1]).sum())
             change()
@@ -380,7 +381,7 @@ def killed(place, folder, seconds):
     """Let a process write to a folder, and kill it so many seconds after its first flush. The rows at its last flush."""
     given = {"root": str(ROOT), "folder": str(folder), "imitated": place.is_imitated}
     code = "\n".join([*(f"{name} = {value!r}" for name, value in given.items()), _WRITES])
-    command = [sys.executable, "-u", "-c", code]
+    command = [interpreter.executable() if place.is_imitated else sys.executable, "-u", "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writes:
         first = writes.stdout.readline()
         assert first.startswith("flushed")

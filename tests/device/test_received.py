@@ -1,11 +1,14 @@
 """Batches of a connection on their way to a device."""
 
+import sys
+
 import pytest
 import torch
 
 import engram
 from engram import DeviceLoader, LazyTensorStorage, TensorDictReplayBuffer
 from engram.device.pinning import Block
+from tests import interpreter
 from tests.device import test_block
 
 streams = test_block.streams
@@ -27,6 +30,7 @@ def test_batches_of_a_connection_are_copied_once(streams, monkeypatch):
         return pack(block, leaves)
 
     monkeypatch.setattr(Block, "pack", packed)
+    monkeypatch.setattr(sys, "executable", interpreter.executable())
     for batch_size in (2, 35):  # of 18 and of 308 kB: several in a message, and one
         with (
             engram.serve(rb) as address,

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import tempfile
 import time
 
 import pytest
@@ -95,6 +96,7 @@ def writes(rank, n, folder, root, first):
 def follows(rank, n, folder, root, name):
     """Batches are of one checkpoint each, and those become newer."""
     torch.set_num_threads(1)
+    tempfile.tempdir = str(folder)  # what a killed follower leaves
     seen = 0
     with ReplayBuffer.follow(root, every=0.02, timeout=100.0) as rb:
         while True:

@@ -148,7 +148,7 @@ def test_a_server_whose_computer_is_gone_without_a_word(nodes):
     """The client's connection is half open: it looks for a server, and finds the next one at the same address."""
     server = nodes.serve()
     client = nodes.connect(rows=1 << 13)
-    for _ in range(stress.size(2, 50)):
+    for _ in range(stress.size(1, 50)):
         goes_on(client)
         nodes.wire.unplug(1)
         server.kill()

@@ -13,7 +13,8 @@ from engram import ReplayBuffer
 from tests import forkserver
 from tests.waiting import ended
 
-METHODS = ["fork", "forkserver", "spawn"]
+#: The first and the last, which a sample takes, begin at once. A spawned process takes seconds.
+METHODS = ["fork", "spawn", "forkserver"]
 
 
 def steps(start: int, n: int, episode: int = 0) -> TensorDict:

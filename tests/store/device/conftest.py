@@ -2,4 +2,7 @@
 
 import pytest
 
+from tests.device import interpreted
+
 pytest.importorskip("triton", reason="the kernels are Triton's")
+interpreted.patch_once()
