@@ -106,7 +106,6 @@ def test_the_store_of_the_demo_opens(finished):
     rb.close()
 
 
-@pytest.mark.stress(sample=0)  # no other test of an ordinary run takes the whole demo, which takes long
 def test_the_checkpoints_of_the_demo_are_whole(finished):
     folder, _ = finished
     command = [sys.executable, "-m", "engram", "verify", folder / "checkpoints"]
