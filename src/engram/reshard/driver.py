@@ -290,8 +290,7 @@ def _load(made: Reshard, rank: int) -> dict[str, int]:
     steps = counted(made.plan.lane[mine], made.plan.steps[mine], target.lanes)[:, 1]
     return {
         "rank": rank,
-        "lanes": target.lanes,
-        "lane_length": target.lane_length,
+        **target._asdict(),
         "episodes": int(mine.sum()),
         "steps": int(steps.sum()),
         "smallest_lane": int(steps.min()),

@@ -354,19 +354,9 @@ def plan_by_trajectory(
         gap[kept[_last_of_lanes(rank, lane)]] = True
     drops = dropped_by(reason, shard, steps, len(sources))
     drops[:, DROPPED.index("overflow"), 1] += counted(shard[kept], skipped[kept], len(sources))[:, 1]
-    return ReshardPlan(
-        rank,
-        lane,
-        position,
-        shard[kept],
-        number[kept],
-        skipped[kept],
-        (steps - skipped)[kept],
-        ~tail[kept] & (incomplete.open == "truncate"),
-        gap[kept],
-        len(targets),
-        drops,
-    )
+    runs = shard[kept], number[kept], skipped[kept], (steps - skipped)[kept]
+    truncated = ~tail[kept] & (incomplete.open == "truncate")
+    return ReshardPlan(rank, lane, position, *runs, truncated, gap[kept], len(targets), drops)
 
 
 def _joined(parts: Iterable[Ints]) -> Ints:
@@ -458,19 +448,9 @@ def plan_by_rank(
     kept, rank = kept[by_age], rank[by_age]
     position = within(np.bincount(rank, minlength=len(targets)))
     none, left = np.zeros(len(rank), bool), shard[best_first[len(rank) :]]
-    return ReshardPlan(
-        rank,
-        np.zeros_like(rank),
-        position,
-        shard[kept],
-        number[kept],
-        np.zeros_like(rank),
-        np.ones_like(rank),
-        none,
-        none,
-        len(targets),
-        dropped_by(np.full(len(left), DROPPED.index("overflow")), left, np.ones(len(left), np.int64), len(sources)),
-    )
+    drops = dropped_by(np.full_like(left, DROPPED.index("overflow")), left, np.ones_like(left), len(sources))
+    lane, runs = np.zeros_like(rank), (shard[kept], number[kept], np.zeros_like(rank), np.ones_like(rank))
+    return ReshardPlan(rank, lane, position, *runs, none, none, len(targets), drops)
 
 
 def _round_robin(room: Sequence[int], n: int) -> Ints:

@@ -95,18 +95,9 @@ def put(source: Tensor, begin: int, extents: Extents, tensor: Tensor) -> None:
     near = extents.near(begin, end)
     if tensor.is_cpu:
         size = source.nbytes // max(1, len(source))
-        native.place_runs(
-            source.data_ptr(),
-            begin,
-            len(source),
-            torch.from_numpy(near.first),
-            torch.from_numpy(near.target),
-            torch.from_numpy(near.rows),
-            tensor.data_ptr(),
-            len(tensor),
-            size,
-            size if tensor.is_contiguous() else tensor.stride(0) * tensor.element_size(),
-        )
+        stride = size if tensor.is_contiguous() else tensor.stride(0) * tensor.element_size()
+        runs = torch.from_numpy(near.first), torch.from_numpy(near.target), torch.from_numpy(near.rows)
+        native.place_runs(source.data_ptr(), begin, len(source), *runs, tensor.data_ptr(), len(tensor), size, stride)
         return
     at, to = (torch.from_numpy(column) for column in _pairs(near, begin, end))
     flat = tensor.reshape(len(tensor), -1).view(torch.uint8)
