@@ -104,11 +104,6 @@ class Shard:
         """Servers in the cluster have no certificates of their own. An actor that is started again is waited for."""
         return Access((), None, (), self.patience_s)
 
-    @property
-    def servers(self) -> Shard:
-        """As ``Awaited``: it finds them."""
-        return self
-
     def turn(self) -> int:
         """A number that no other client gets, as long as the actor lives; any number where it does not answer."""
         try:

@@ -616,7 +616,7 @@ class AwaitedFleet(NamedTuple):
     def make(self, schema: str) -> FleetStorage:
         """The same; stores are made of a schema, of that of the first shard if it has one. All shards must be there."""
         self.makers[0].serve(schema)  # the first one decides where several clients do this
-        first = Connection(self.makers[0].servers)
+        first = Connection(self.makers[0])
         first.close()
         schema = first.served.schema
         for one in at_once(lambda shard: shard.serve(schema), self.makers[1:]):
@@ -639,16 +639,16 @@ class AwaitedFleet(NamedTuple):
                 try:
                     if served is not None:  # one without a store makes one like that of the others
                         self.shards[k].serve(served.schema)
-                    storages[k] = opened.enter_context(closing(RemoteStorage(Connection(self.shards[k].servers))))
+                    storages[k] = opened.enter_context(closing(RemoteStorage(Connection(self.shards[k]))))
                     served = storages[k].served
                 except ConnectionError as error:
                     silent[k] = error
-            certain = all(self.shards[k].servers.replaces_lost for k in silent)  # else they may serve anything by then
+            certain = all(self.shards[k].replaces_lost for k in silent)  # else they may serve anything by then
             if served is None or (silent and (self.missing == "wait" or not certain)):
                 raise silent[min(silent)]
             check_stores([storage.served for storage in storages.values()], None)
             for k in silent:
-                away = RemoteStorage(Connection(self.shards[k].servers, served, opens=False))
+                away = RemoteStorage(Connection(self.shards[k], served, opens=False))
                 storages[k] = opened.enter_context(closing(away))
             each = [storages[k] for k in sorted(storages)]
             fleet = FleetStorage(each, self.missing, self.stratum, self.joining, self.turn)
