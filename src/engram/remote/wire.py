@@ -15,7 +15,7 @@ import torch
 
 from engram._support.native import Layout, received
 from engram.format.schema import DTYPES, Field, Schema
-from engram.store.memory import DTYPE_NAMES, DTYPE_OF, DlpackSpec, dlpack_specs
+from engram.store.memory import DTYPE_NAMES, DTYPE_OF, dlpack_specs
 from engram.store.ragged_rows import Items, items_in, offsets_of
 
 Received: TypeAlias = Callable[[], list[torch.Tensor]]
@@ -306,7 +306,7 @@ class _ItemsOf(NamedTuple):
             raise ValueError(
                 f"column {column.name!r:.80}: expected offsets of whole items within those that came, which rise, without nulls."
             )
-        return cls(raw if raw is not None else _NOTHING, _layout_of_items(column), items)
+        return cls(_NOTHING if raw is None else raw, _layout((column._replace(ragged=False),))[0], items)
 
     def rows(self, begin: int, size: int) -> Items:
         """Those of a batch."""
@@ -326,13 +326,5 @@ def _with_items(plain: Received, ragged: Mapping[int, _ItemsOf], begin: int, siz
 @lru_cache
 def _layout(columns: tuple[Column, ...]) -> tuple[Layout, list[int]]:
     """What makes tensors of columns that are not ragged, and the bytes of a row of each column."""
-    return Layout(_specs([it for it in columns if not it.ragged])), [it.nbytes for it in columns]
-
-
-@lru_cache
-def _layout_of_items(column: Column) -> Layout:
-    return Layout(_specs([column]))
-
-
-def _specs(columns: Sequence[Column]) -> list[DlpackSpec]:
-    return dlpack_specs([Field((it.name,), it.dtype, it.shape) for it in columns])
+    fields = [Field((it.name,), it.dtype, it.shape) for it in columns if not it.ragged]
+    return Layout(dlpack_specs(fields)), [it.nbytes for it in columns]
