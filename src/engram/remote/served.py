@@ -349,15 +349,9 @@ class ServedStorage(Storage, ServedRows):
     ) -> tuple[list[torch.Tensor], int]:
         self.adopt_fields()
         structure = self.structure
+        known = structure if self.ndim == 1 else None
         data, n, _ = _columns.rows_of_written(
-            data,
-            self,
-            call,
-            structure.dtypes,
-            batched=batched,
-            count=count,
-            known=structure if self.ndim == 1 else None,
-            ignored=ignored,
+            data, self, call, structure.dtypes, batched=batched, count=count, known=known, ignored=ignored
         )
         return structure.flatten(data, n, call, ignored), n or 1
 

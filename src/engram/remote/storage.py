@@ -320,9 +320,8 @@ class RemoteStorage(ServedStorage):
                     if self._writing.resumed != resumed:  # the first one may have been written
                         raise ConnectionError(DOUBTFUL) from error
                 except RateLimited as error:  # nothing was written now, and the number stays the next one
-                    if (
-                        lanes > 1 and self._writing.resumed != resumed
-                    ):  # some of its lanes may have been, by another server
+                    # some of its lanes may have been, by another server
+                    if lanes > 1 and self._writing.resumed != resumed:
                         self._rename()
                         raise ConnectionError(DOUBTFUL) from error
                     raise native.NotAdmitted(batch.num_rows) from None

@@ -159,13 +159,8 @@ class Draws:
                 at = int(plans.chosen(shares, plans.fractions([key], [1], attempt))[0])
                 shard, asked = shards[at], _Message([key], 0)
                 protocol.check_level(shard.storage.served, str(shard.storage.connection.access), "sample: max_tokens")
-                part = msgspec.structs.replace(
-                    command,
-                    keys=[plans.key_of(key, shard.number, attempt)],
-                    parts=[1],
-                    epoch=shard.epoch,
-                    ended=shard.ended or 0,
-                )
+                keys = [plans.key_of(key, shard.number, attempt)]
+                part = msgspec.structs.replace(command, keys=keys, parts=[1], epoch=shard.epoch, ended=shard.ended or 0)
                 found = self._received(asked, shard, shard.losses, partial(shard.storage.redraw, part))
                 if asked.error is not None:
                     raise asked.error
@@ -368,9 +363,8 @@ class Draws:
     def can_sample(self) -> bool:
         """Whether a store has rows to draw."""
         with self._lock:
-            if any(shard.mass.total > 0 for shard in self._members.known()):
-                return True
-            return any(shard.mass.total > 0 for shard in self._members.refreshed())
+            asked = (ask() for ask in (self._members.known, self._members.refreshed))
+            return any(shard.mass.total > 0 for shards in asked for shard in shards)
 
     def settle(self) -> None:
         """Wait until all that was asked for is drawn."""
