@@ -88,20 +88,10 @@ def planned(
             there = DevicePlan.of(*foreseen(device), capacity, [it.row_bytes for it in fields], overhead, batch_size)
         except (RuntimeError, ValueError) as error:
             raise Misuse(f"--{str(error).removeprefix('plan: ')}") from error
-    return Plan(
-        capacity=capacity,
-        fields=each,
-        row_bytes=row_bytes,
-        bytes=nbytes,
-        overhead=overhead,
-        priorities=priorities,
-        available=available,
-        disk_free=shutil.disk_usage(tempfile.gettempdir()).free,
-        memory=have,
-        from_disk=missing,
-        advice=[*_advice(fields, nbytes, have, missing), *(there.problems if there else ())],
-        device=there,
-    )
+    free = shutil.disk_usage(tempfile.gettempdir()).free
+    advice = [*_advice(fields, nbytes, have, missing), *(there.problems if there else ())]
+    sizes = row_bytes, nbytes, overhead, priorities, available, free, have
+    return Plan(capacity, each, *sizes, from_disk=missing, advice=advice, device=there)
 
 
 def show_plan(plan: Plan) -> None:
