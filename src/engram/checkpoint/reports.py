@@ -369,12 +369,10 @@ class Wanted(NamedTuple):
 
     def _means(self, name: attempts.Name) -> bool:
         """Whether that one will do, as far as its name says."""
-        return (
-            self.step in (None, name.step)
-            and self.name in (None, str(name))
-            and (self.at_most is None or name.step <= self.at_most)
-            and all(str(name) != problem.path.name for problem in self.damaged)
-        )
+        if self.step not in (None, name.step) or self.name not in (None, str(name)):
+            return False
+        early = self.at_most is None or name.step <= self.at_most
+        return early and all(str(name) != problem.path.name for problem in self.damaged)
 
     def _steps(self) -> list[int]:
         return sorted({name.step for name in attempts.names(self.root)})

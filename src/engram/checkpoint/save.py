@@ -475,15 +475,10 @@ class SaveAttempt(SaveHandle):
         if self._request is None:
             assert self._failure is not None
             raise self._failure
-        job = self._job
+        job, (step, user) = self._job, self._request
+        parent, epoch = None if self._parent is None else self._parent.path.name, job.protocol.epoch
         return attempts.begin(
-            job.root,
-            step=self._request.step,
-            epoch=job.protocol.epoch,
-            world=job.ranks.world,
-            trigger="save",
-            parent=None if self._parent is None else self._parent.path.name,
-            user=self._request.user,
+            job.root, step=step, epoch=epoch, world=job.ranks.world, trigger="save", parent=parent, user=user
         )
 
     def _vote(self, attempt: Path) -> BaseException | None:
@@ -531,19 +526,10 @@ class SaveAttempt(SaveHandle):
             )
         totals = added(shard.totals for shard in shards)
         episodes = episodes_of(totals)
-        return SaveReport(
-            attempt.name,
-            step,
-            attempt,
-            totals.steps,
-            episodes,
-            sum(shard.cut.lost_rows for shard in shards),
-            totals.bytes_written,
-            totals.bytes_linked,
-            snapshot.paused_s,
-            time.perf_counter() - self._started,
-            {kind: one for kind, one in episodes.items() if drops and kind != "complete"},
-        )
+        lost, nbytes = sum(shard.cut.lost_rows for shard in shards), (totals.bytes_written, totals.bytes_linked)
+        waited = snapshot.paused_s, time.perf_counter() - self._started
+        would_drop = {kind: one for kind, one in episodes.items() if drops and kind != "complete"}
+        return SaveReport(attempt.name, step, attempt, totals.steps, episodes, lost, *nbytes, *waited, would_drop)
 
     def _tidy(self, name: str) -> None:
         """Note the new checkpoint, and remove old ones. The new one is there, whatever fails here."""
