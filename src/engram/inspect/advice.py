@@ -102,11 +102,8 @@ def _stored_priorities(index: priorities.Priorities, rows: torch.Tensor, size: i
     leaves = index.leaves_of(rows).numpy()
     values = values_of(leaves, index.config)
     largest = float(values.max(initial=0.0))
-    return {
-        "priority_max": float(index.core.default_priority),
-        "priority_mean": largest * float((values / largest).mean()) if largest else 0.0,
-        "priority_ess": effective(leaves) * size / len(rows),
-    }
+    mean, diverse = largest * float((values / largest).mean()) if largest else 0.0, effective(leaves) * size / len(rows)
+    return {"priority_max": float(index.core.default_priority), "priority_mean": mean, "priority_ess": diverse}
 
 
 def _bytes(storage: Storage, store: Store | None) -> dict[str, float]:
@@ -227,17 +224,9 @@ def explain(self: Watched, row: int | tuple[int, ...]) -> Explanation:
         probability = float(leaf[0]) / total if total else None
     elif isinstance(self.sampler, DeclaredSampler) and self.sampler.traits.draws_uniformly:
         probability = 1 / extent.size
-    return Explanation(
-        number,
-        ticket,
-        max(storage.next_number() - 1 - ticket, 0),
-        lane,
-        ago,
-        _place(storage, extent, number, lane, width),
-        priority,
-        probability,
-        None if usage is None else int(usage.counts(rows)[0]),
-    )
+    age, place = max(storage.next_number() - 1 - ticket, 0), _place(storage, extent, number, lane, width)
+    sampled = None if usage is None else int(usage.counts(rows)[0])
+    return Explanation(number, ticket, age, lane, ago, place, priority, probability, sampled)
 
 
 def _place(storage: Storage, extent: Extent, row: int, lane: int, width: int) -> Place | None:
@@ -403,12 +392,8 @@ def _priorities(scan: Scan, buffer: Watched) -> Iterator[Finding]:
     leaves = np.sort(found.leaves)[::-1]
     total, size = float(leaves.sum()), scan.extent.size
     if not total:
-        yield Finding(
-            "priorities",
-            False,
-            "all are 0, so that nothing can be drawn: call update_priority with eps above 0.",
-            {"alpha": found.alpha},
-        )
+        text = "all are 0, so that nothing can be drawn: call update_priority with eps above 0."
+        yield Finding("priorities", False, text, {"alpha": found.alpha})
         return
     few = int(np.searchsorted(np.cumsum(leaves), _MOST_DRAWS * total)) + 1
     share, diverse = few / len(leaves), effective(leaves) * scan.scale
