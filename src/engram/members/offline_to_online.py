@@ -183,10 +183,8 @@ class OfflineToOnlineReplayBuffer(Generic[Batch]):
         if size is None:
             raise ValueError("sample: batch_size: expected a number of rows, here or in the constructor, got none.")
         offline = size if not len(self.online_buffer) else round(self._offline_fraction * size)
-        if offline == size:
-            batch = _anonymous(self.offline_buffer.sample(size))
-        elif offline == 0:
-            batch = _anonymous(self.online_buffer.sample(size))
+        if offline in (0, size):
+            batch = _anonymous((self.offline_buffer if offline else self.online_buffer).sample(size))
         elif self.online_buffer.storage.is_ragged:
             dataset = self.offline_buffer
             if not isinstance(dataset, ReplayBuffer) or not dataset.storage.is_ragged:

@@ -180,13 +180,10 @@ class Member:
             return [drawn]
         n = drawn.rows.shape[0] // parts
         storage = self.wiring.storage
+        each = (slice(begin, begin + n) for begin in range(0, parts * n, n))
         return [
-            Drawn(
-                storage.some(drawn.columns, slice(begin, begin + n)),
-                drawn.rows[begin : begin + n],
-                {key: value[begin : begin + n] for key, value in drawn.info.items()},
-            )
-            for begin in range(0, parts * n, n)
+            Drawn(storage.some(drawn.columns, of), drawn.rows[of], {key: it[of] for key, it in drawn.info.items()})
+            for of in each
         ]
 
     def finished(self, drawn: Drawn) -> object:

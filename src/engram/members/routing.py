@@ -184,11 +184,8 @@ class RoutedWrites:
             updated[share.at], numbers[share.at] = made.updated.cpu(), made.generation.cpu()
             if rejected is not None and made.version_rejected is not None:
                 rejected[share.at] = made.version_rejected.cpu()
-        return ConditionalUpdateResult(
-            updated=updated.reshape(shape),
-            version_rejected=None if rejected is None else rejected.reshape(shape),
-            generation=numbers.reshape(shape),
-        )
+        rejected = None if rejected is None else rejected.reshape(shape)
+        return ConditionalUpdateResult(updated.reshape(shape), rejected, numbers.reshape(shape))
 
     def update_priority(self, index: object, priority: object, generation: torch.Tensor | None) -> None:
         """What ``ReplayBufferEnsemble.update_priority`` does."""
