@@ -39,11 +39,9 @@ class SamplerContract(BufferContract):
         return steps(first, n)
 
     def _buffer(self) -> TensorDictReplayBuffer:
+        storage, generator = LazyTensorStorage(_CAPACITY), torch.Generator().manual_seed(7)
         return TensorDictReplayBuffer(
-            storage=LazyTensorStorage(_CAPACITY),
-            sampler=self.make(_CAPACITY),
-            batch_size=self.batch_size,
-            generator=torch.Generator().manual_seed(7),
+            storage=storage, sampler=self.make(_CAPACITY), batch_size=self.batch_size, generator=generator
         )
 
     def _filled(self, n: int = 40) -> TensorDictReplayBuffer:
@@ -86,10 +84,8 @@ class SamplerContract(BufferContract):
         source.bind(rb.storage)
         rows = source.draw(extent, self.batch_size, 12345).rows
         dead = rows[~extent.contains(rows)].tolist()
-        check(
-            not dead,
-            f"expected draw() to choose live rows, of lanes that are filled up to {extent.filled}, got {dead} too",
-        )
+        said = f"expected draw() to choose live rows, of lanes that are filled up to {extent.filled}, got {dead} too"
+        check(not dead, said)
 
     # ---- what every sampler must do ------------------------------------------------------------------------------------
 
