@@ -286,10 +286,8 @@ def open_shards(checkpoint: checkpoints.Checkpoint, stack: contextlib.ExitStack)
         CorruptCheckpoint: a shard is missing, or a table is damaged.
         IncompatibleCheckpoint: rows that are in no trajectory, as those of lists.
     """
-    return [
-        open_shard(stack.enter_context(parts.open_storage(checkpoint, rank)))
-        for rank in range(checkpoint.manifest.world)
-    ]
+    readers = (parts.open_storage(checkpoint, rank) for rank in range(checkpoint.manifest.world))
+    return [open_shard(stack.enter_context(reader)) for reader in readers]
 
 
 def saved_fields(checkpoint: checkpoints.Checkpoint) -> tuple[schema.PartField, ...]:

@@ -226,11 +226,9 @@ class Numbering:
             newer, runs = behind[its], shard.source.runs
             covered = np.append(0, (runs[:, 2] - runs[:, 1]).cumsum())
             one, other = self._run[newer - 1], self._run[newer]
-            goes_on[its] = (
-                (_next_alike(shard, self._keys[0])[one] == other)
-                & (covered[other] - covered[one + 1] == between[its])
-                & (self._plan.skipped[self._mine[newer]] == 0)
-            )
+            alike = _next_alike(shard, self._keys[0])[one] == other
+            whole = self._plan.skipped[self._mine[newer]] == 0
+            goes_on[its] = alike & (covered[other] - covered[one + 1] == between[its]) & whole
         return goes_on
 
 
@@ -391,11 +389,8 @@ class Scatter:
             offset = begin % ring
             before = np.minimum(steps, ring - offset)  # up to the end of the ring
             wraps = steps > before
-            found = Extents(
-                np.concatenate([start + offset, start[wraps]]),
-                np.concatenate([target, (target + before)[wraps]]),
-                np.concatenate([before, (steps - before)[wraps]]),
-            )
+            both = (start + offset, start[wraps]), (target, (target + before)[wraps]), (before, (steps - before)[wraps])
+            found = Extents(*map(np.concatenate, both))
         order = found.first.argsort(kind="stable")
         return Extents(found.first[order], found.target[order], found.rows[order])
 
@@ -460,11 +455,8 @@ class Scatter:
 
     def _rewrite(self, tensors: Sequence[Tensor]) -> None:
         plan = self._plan
-        rewritten = [
-            (field.role, tensor)
-            for field, tensor in zip(self._fields, tensors, strict=True)
-            if field.role in ("env_id", "traj_id", "position")
-        ]
+        roles = zip((field.role for field in self._fields), tensors, strict=True)
+        rewritten = [(role, tensor) for role, tensor in roles if role in ("env_id", "traj_id", "position")]
         steps, lane, position = plan.steps[self._mine], plan.lane[self._mine], plan.position[self._mine]
         shift = np.zeros(len(self._mine), np.int64)
         if any(role == "position" for role, _ in rewritten):
