@@ -10,6 +10,7 @@ The module is a :class:`engram.saved.checkpointers.ForeignFormat`.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import stat
@@ -395,13 +396,9 @@ class ListedItems:
     @property
     def left_out(self) -> list[str]:
         """What the state does not say, each once."""
-        found = [
-            one
-            for item, said in zip(self._items, self._said, strict=True)
-            if said is not None
-            for one in lost(said, cast("dict[str, object]", item), objects=False)
-        ]
-        return list(dict.fromkeys(found))
+        both = zip(cast("Sequence[dict[str, object]]", self._items), self._said, strict=True)
+        found = (lost(said, item, objects=False) for item, said in both if said is not None)
+        return list(dict.fromkeys(itertools.chain.from_iterable(found)))
 
     def read(self, decompress: Decompress | None, *, whole: bool, without: Collection[str] = ()) -> Iterator[object]:  # noqa: ARG002 - as of items on disk
         """The items in the order of their rows, one by one. Raises ``IncompatibleCheckpoint``, ``ValueError``: no such items."""

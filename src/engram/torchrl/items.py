@@ -176,12 +176,8 @@ def _kinds_of_numbered(node: Node) -> Iterator[str]:
 def _fits(dumped: Node, like: Node) -> bool:
     """Whether rows of the structure ``like`` would have been dumped as this one."""
     kinds = {"list": ("list", "tuple", "dict")}.get(dumped.kind, (dumped.kind,))
-    return (
-        like.kind in kinds
-        and dumped.batch == like.batch
-        and dumped.children.keys() == like.children.keys()
-        and all(_fits(child, like.children[key]) for key, child in dumped.children.items())
-    )
+    alike = like.kind in kinds and dumped.batch == like.batch and dumped.children.keys() == like.children.keys()
+    return alike and all(_fits(child, like.children[key]) for key, child in dumped.children.items())
 
 
 _DESCRIPTIONS, _PLACES, _DATA = "metadata.json", "data_indices.json", "compressed_data"

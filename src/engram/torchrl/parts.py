@@ -311,11 +311,8 @@ class LayoutSnapshot(SlotsSnapshot):
     @property
     def cursor(self) -> dict[str, int]:
         """Where TorchRL's writer goes on, and how many slots were ever written."""
-        ring = self._ring
-        return {
-            "cursor": ring.shift % ring.slots,
-            "write_count": typed(self.state, "write_count", int, "storage") // ring.width,
-        }
+        ring, written = self._ring, typed(self.state, "write_count", int, "storage")
+        return {"cursor": ring.shift % ring.slots, "write_count": written // ring.width}
 
     def _now(self) -> tuple[int, int]:
         return int(self._store.core.next_ticket), int(self._store.core.write_count)
