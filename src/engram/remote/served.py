@@ -405,13 +405,10 @@ class RemoteSampler(OfServer, _base.DeclaredSampler):
     traits = Traits()
 
     def __init__(self, served: Served) -> None:
+        names = served.traits_of_sampler
+        # It consumes nothing: the server writes over rows that are used up.
         self.traits = _traits(
-            served.traits_of_sampler,
-            draws_uniformly=False,
-            reads_natively=True,
-            can_rewind=False,
-            listens=False,
-            consumes=False,  # the server writes over rows that are used up
+            names, draws_uniformly=False, reads_natively=True, can_rewind=False, listens=False, consumes=False
         )
         self.computed_keys = {key[0] if len(key) == 1 else tuple(key): flat for key, flat in served.computed_keys}
         self.draws_of_a_row = served.draws_of_a_row

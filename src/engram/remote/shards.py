@@ -198,10 +198,8 @@ class ShardSavers:
     ) -> dict[object, int]:
         """Call a method of the savers of some ranks, or of all: what the answers are of."""
         every = range(len(self._shards)) if ranks is None else ranks
-        return {
-            self._shards[rank].actor.saver.options(**(options or _SAVING)).remote(name, self._key, *arguments): rank
-            for rank in every
-        }
+        savers = {rank: self._shards[rank].actor.saver.options(**(options or _SAVING)) for rank in every}
+        return {saver.remote(name, self._key, *arguments): rank for rank, saver in savers.items()}
 
     def _answers(self, what: str, pending: dict[object, int], seconds: float, lost: Lost | None = None) -> list[Any]:
         """What actors answer.

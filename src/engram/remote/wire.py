@@ -65,10 +65,8 @@ def fields_of(schema: Schema) -> list[Column]:
     """The columns of a store's rows: field ``k`` is called ``k:`` and its key."""
     whats = [it.ragged or it for it in schema.fields]
     names = [f"{k}{MARK}{'/'.join(it.key)}" for k, it in enumerate(schema.fields)]
-    return [
-        Column(name, it.dtype, tuple(it.shape), it is not field)
-        for name, it, field in zip(names, whats, schema.fields, strict=True)
-    ]
+    each = zip(names, whats, schema.fields, strict=True)
+    return [Column(name, it.dtype, tuple(it.shape), it is not field) for name, it, field in each]
 
 
 def written_columns(schema: Schema) -> list[Column]:
@@ -294,15 +292,8 @@ class _ItemsOf(NamedTuple):
         count, size = len(array) + 1, 0 if raw is None else raw.size
         offsets = torch.frombuffer(bytearray(ends or bytes(8)), dtype=torch.int64)[:count]
         items = offsets // column.nbytes
-        if (
-            array.null_count
-            or array.offset
-            or len(offsets) < count
-            or int(offsets[0]) != 0
-            or int(offsets[-1]) > size
-            or bool((offsets.diff() < 0).any())
-            or not torch.equal(items * column.nbytes, offsets)
-        ):
+        lacks = array.null_count or array.offset or len(offsets) < count or int(offsets[0]) or int(offsets[-1]) > size
+        if lacks or bool((offsets.diff() < 0).any()) or not torch.equal(items * column.nbytes, offsets):
             raise ValueError(
                 f"column {column.name!r:.80}: expected offsets of whole items within those that came, which rise, without nulls."
             )

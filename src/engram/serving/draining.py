@@ -87,10 +87,8 @@ def drained(address: str, to: str, *, evict: bool, **how: Unpack[Reaching]) -> I
 
     Raises as ``ReplayBuffer.connect``, and as :func:`drain`.
     """
-    server, others = (
-        Connection(Way(patience=0.0, **how).access(address, "drain")),
-        Way(patience=0.0, **how).access(to, "drain"),
-    )
+    way = Way(patience=0.0, **how)
+    server, others = Connection(way.access(address, "drain")), way.access(to, "drain")
     own = [at for at, answer in ask_servers(others, "skip").items() if answer.store == server.served.store]
     addresses, since = [at for at in others.addresses if at not in own], time.monotonic()
     command = protocol.Drain([*map(str, addresses)], evict, names=[at.certified for at in addresses])

@@ -335,10 +335,8 @@ class FleetStorage(ServedStorage):
         return wholes[0], wholes[1] if given["version_key"] is not None else None, wholes[2]
 
     def stores(self, *, home: bool) -> list[OneStore]:
-        return [
-            OneStore(it.storage.connection.call, partial(self._writing, it), it.number << plans.SHIFT)
-            for it in ([self.home()] if home else self.members.present())
-        ]
+        each, shift = [self.home()] if home else self.members.present(), plans.SHIFT
+        return [OneStore(it.storage.connection.call, partial(self._writing, it), it.number << shift) for it in each]
 
     def _shares(self, rows: Tensor) -> list[plans.Share[Shard, Tensor]]:
         """The share of each store."""
