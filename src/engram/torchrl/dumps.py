@@ -105,10 +105,10 @@ def read(path: StrPath, *, ndim: int = 1, max_bytes: int | None = None) -> Torch
             f"{folder.name(('storage',))}: expected the rows of one buffer, got those of an ensemble. Load the dump into a "
             "ReplayBufferEnsemble of as many buffers."
         )
-    left_out = components.find_pickles(folder, ((), ("sampler",), ("writer",)))
-    dump = _read_buffer(folder, components.Places(), ndim, max_bytes, buffer, left_out)
+    left_out, rng_state = components.find_pickles(folder, ((), ("sampler",), ("writer",))), components.read_rng(folder)
+    dump = _read_buffer(folder, components.Places(), ndim, max_bytes, left_out)
     _tell(path, left_out)
-    return dump
+    return _of_buffer(dump, buffer.batch_size, rng_state, left_out)
 
 
 def read_ensemble(path: StrPath, ndims: Sequence[int], *, max_bytes: int | None = None) -> ForeignEnsemble:
@@ -144,7 +144,7 @@ def read_ensemble(path: StrPath, ndims: Sequence[int], *, max_bytes: int | None 
                 "TorchRL, and dump that by itself."
             )
         left = None if max_bytes is None else max(0, max_bytes - sum(one.nbytes for one in members))
-        members.append(_read_buffer(folder, places, ndim, left, None, left_out))
+        members.append(_read_buffer(folder, places, ndim, left, left_out))
     _tell(path, left_out)
     return ForeignEnsemble(buffer.batch_size, components.read_rng(folder), members)
 
@@ -157,19 +157,21 @@ def _tell(path: StrPath, left_out: Sequence[str]) -> None:
         )
 
 
-def _read_buffer(
-    folder: Folder,
-    places: components.Places,
-    ndim: int,
-    max_bytes: int | None,
-    buffer: components.Buffer | None,
-    left_out: list[str],
+def _of_buffer(
+    rows: TorchRLDump | TorchRLItems, batch_size: int | None, rng_state: Tensor | None, left_out: Sequence[str]
 ) -> TorchRLDump | TorchRLItems:
-    """One buffer, or one of an ensemble, without ``buffer``. Notes what is left out."""
-    batch_size = None if buffer is None else buffer.batch_size
-    rng_state = None if buffer is None else components.read_rng(folder)
+    """The rows of a buffer that is no member of an ensemble."""
+    if isinstance(rows, TorchRLItems):
+        return rows._replace(batch_size=batch_size, rng_state=rng_state, left_out=tuple(left_out))
+    return replace(rows, batch_size=batch_size, rng_state=rng_state, left_out=tuple(left_out))
+
+
+def _read_buffer(
+    folder: Folder, places: components.Places, ndim: int, max_bytes: int | None, left_out: list[str]
+) -> TorchRLDump | TorchRLItems:
+    """The rows of one buffer, or of one of an ensemble. Notes what is left out."""
     if is_compressed(folder, places.storage):
-        return _read_items(folder, places, max_bytes, left_out)._replace(batch_size=batch_size, rng_state=rng_state)
+        return _read_items(folder, places, max_bytes, left_out)
     if ndim > 2:
         raise IncompatibleCheckpoint(
             f"{folder.path}: expected a storage with ndim of 1 or 2, got {ndim}: a dump does not say in which order the dimensions "
@@ -187,23 +189,22 @@ def _read_buffer(
     position, count = components.read_writer(folder, places.writer, storage)
     priorities = components.read_sampler(folder, places.sampler, storage.length, storage.left_out)
     left_out += storage.left_out
-    found = {} if storage.layout is None else {"_layout": storage.layout}
-    return (TorchRLDump if storage.layout is None else TorchRLSteps)(
+    rows = TorchRLDump(
         path=folder.path,
         capacity=whole.capacity,
         columns=storage.columns,
         length=storage.length,
-        position=position if storage.layout is None else storage.layout.position,
+        position=position,
         write_count=count,
         fields=fields,
         structure=storage.structure,
-        batch_size=batch_size,
         priorities=priorities,
-        rng_state=rng_state,
         left_out=tuple(left_out),
         _files=storage.files,
-        **found,
     )
+    if storage.layout is None:
+        return rows
+    return TorchRLSteps(**{**vars(rows), "position": storage.layout.position, "_layout": storage.layout})
 
 
 def _read_items(folder: Folder, places: components.Places, max_bytes: int | None, left_out: list[str]) -> TorchRLItems:
@@ -442,7 +443,7 @@ def _holds_members(state: _State) -> bool:
     )
 
 
-def read_state(state: _State, ndim: int) -> TorchRLState | TorchRLItems | None:
+def read_state(state: _State, ndim: int) -> TorchRLDump | TorchRLItems | None:
     """Describe and check a state; None: no buffer of TorchRL's returned it. Warns once, naming what of it is left out.
 
     Args:
@@ -461,10 +462,7 @@ def read_state(state: _State, ndim: int) -> TorchRLState | TorchRLItems | None:
     found = _buffer_in(state, ndim, left_out)
     if left_out:
         words.warn(f"{_WHERE}: not read, and lost unless you set it up again: {'; '.join(dict.fromkeys(left_out))}.")
-    out = tuple(left_out)
-    if isinstance(found, TorchRLItems):
-        return found._replace(batch_size=batch_size, rng_state=rng_state, left_out=out)
-    return replace(found, batch_size=batch_size, rng_state=rng_state, left_out=out)
+    return _of_buffer(found, batch_size, rng_state, left_out)
 
 
 def _of_the_buffer(state: _State) -> tuple[int | None, Tensor | None, list[str]]:

@@ -505,9 +505,7 @@ def _tensors(item: _Tensor | _TensorDict | _Other) -> Iterator[tuple[str, _Tenso
     if isinstance(item, _Tensor):
         yield "", item
     elif isinstance(item, _TensorDict):
-        for key, field in item.fields.items():
-            if isinstance(field, _Tensor):
-                yield key, field
+        yield from ((key, field) for key, field in item.fields.items() if isinstance(field, _Tensor))
 
 
 def _values(item: _Tensor | _TensorDict | _Other) -> Iterator[object]:

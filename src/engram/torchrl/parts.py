@@ -192,9 +192,7 @@ class FolderLeaves:
         stem = layout.encode_key(key[-1])
         file = (*parts, stem + ".memmap")
         dtype = layouts.known_dtype(meta.dtype, f"{self.name}: field {key}")
-        shape = meta.shape
-        if meta.is_nested:
-            shape = self._nested_shape((*parts, stem + ".shape.memmap"), meta.shape)
+        shape = self._nested_shape((*parts, stem + ".shape.memmap"), meta.shape) if meta.is_nested else meta.shape
         if not shape:
             raise CorruptCheckpoint(f"{self.name}: field {key}: expected values of steps, got a single one.")
         row = math.prod(shape[1:]) * DTYPES[dtype]
