@@ -137,10 +137,7 @@ def fields_of_row(like: Path | None, described: Path | None) -> list[schema.Fiel
 
     Raises ``Misuse``: neither can be read; fields are ragged.
     """
-    if described is not None:
-        found = [*_of_json(described)]
-    else:
-        found = [] if like is None else [*_read(like, batch=False)]
+    found = [*_of_json(described)] if described is not None else [] if like is None else [*_read(like, batch=False)]
     for field in found:
         if field.ragged is not None:
             raise Misuse(
