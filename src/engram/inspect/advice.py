@@ -214,9 +214,8 @@ def explain(self: Watched, row: int | tuple[int, ...]) -> Explanation:
     lane = number // length
     width = math.prod(storage.columns)
     ago = (extent.seam[lane] - 1 - number) % length // width
-    index, usage = priorities_of(storage, self.sampler), None
-    if storage.memory is not None:
-        usage = row_indexes.UsageIndex.in_use(storage.memory)
+    index = priorities_of(storage, self.sampler)
+    usage = None if storage.memory is None else row_indexes.UsageIndex.in_use(storage.memory)
     priority = probability = None
     if index is not None:
         leaf, total = index.leaves_of(rows).numpy(), float(index.core.total)

@@ -279,10 +279,8 @@ class Ends(NamedTuple):
     @classmethod
     def of(cls, fields: Sequence[Field]) -> Ends:
         meant = boundary_fields(fields, roles_of(fields))
-        flags = [field.key for role in ("done", "terminated", "truncated") for field in meant[role]]
-        types = [field.key for field in meant["last"]]
-        ids = [field.key for field in meant["traj_id"]]
-        return cls(tuple(flags), tuple(types), tuple(ids))
+        roles = ("done", "terminated", "truncated"), ("last",), ("traj_id",)
+        return cls(*(tuple(field.key for role in some for field in meant[role]) for some in roles))
 
     @property
     def fields(self) -> tuple[FieldPath, ...]:
