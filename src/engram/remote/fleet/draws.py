@@ -20,6 +20,7 @@ from engram.remote import protocol
 from engram.remote.fleet import plans
 from engram.remote.fleet.members import Members, Shard
 from engram.remote.served import Drawn, Parts
+from engram.saved.rows import Ints
 from engram.store import ragged_rows
 from engram.types import Info
 
@@ -36,9 +37,9 @@ class _Round(NamedTuple):
     #: Masses that the stores were chosen by.
     used: NDArray[np.float64]
     #: Units of each batch and store.
-    counts: NDArray[np.int64]
+    counts: Ints
     #: Units of each store, batch by batch: places in the message.
-    places: list[NDArray[np.int64]]
+    places: list[Ints]
 
 
 class _Message:
@@ -60,12 +61,7 @@ class _Message:
         self.error: Exception | None = None
 
     def round_of(
-        self,
-        attempt: int,
-        shards: list[Shard],
-        used: NDArray[np.float64],
-        where: NDArray[np.int64],
-        owners: NDArray[np.int64],
+        self, attempt: int, shards: list[Shard], used: NDArray[np.float64], where: Ints, owners: Ints
     ) -> _Round:
         """A round of units at places ``where``. ``owners``: the place in ``shards`` of the store of each."""
         batches, units = self.at.shape
@@ -336,7 +332,7 @@ class Draws:
         last = self._epochs and not self._masses(self._members.present()).any()
         factor = None if self._stratum is None else self._loss_factor(self._members.shards[self._stratum])
 
-        def made(places: NDArray[np.int64]) -> Drawn:
+        def made(places: Ints) -> Drawn:
             units = places[places >= 0] if self._epochs else places
             picked = torch.from_numpy(units)
             found = native.units_of(plain, self._together, picked, flat)
