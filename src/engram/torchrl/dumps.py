@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import msgspec
 import torch
@@ -416,12 +416,6 @@ def _copied(leaf: object, _: object) -> object:
     return leaf.clone() if tensordicts.is_tensor_collection(leaf) else leaf
 
 
-class _Tree(Protocol):
-    """TorchRL's, of the priorities of rows."""
-
-    def __getitem__(self, rows: Tensor) -> Tensor: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class TorchRLState(TorchRLDump):
     """A checked state. Its tensors are the state's."""
@@ -565,7 +559,8 @@ def _priorities(state: _State, length: int) -> DumpedPriorities | None:
     if "_sum_tree" not in state:
         return None
     alpha, beta, eps = (real(state, name, _WHERE) for name in ("_alpha", "_beta", "_eps"))
-    leaves = torch.as_tensor(cast("_Tree", state["_sum_tree"])[torch.arange(length)], dtype=torch.float64).reshape(-1)
+    tree = cast("Mapping[Tensor, Tensor]", state["_sum_tree"])  # TorchRL's, which takes rows as an index
+    leaves = torch.as_tensor(tree[torch.arange(length)], dtype=torch.float64).reshape(-1)
     if leaves.numel() != length or not bool((leaves.isfinite() & (leaves >= 0)).all()):
         raise ValueError(f"{_WHERE}: _sum_tree: expected {length} priorities that are finite and at least 0.")
     value, _ = typed(state, "_max_priority", tuple, _WHERE)
