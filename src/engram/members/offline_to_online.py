@@ -194,10 +194,8 @@ class OfflineToOnlineReplayBuffer(Generic[Batch]):
             both = (Member(0, dataset), offline), (Member(1, self.online_buffer), size - offline)
             batch = cast("Batch", concatenated(both))
         else:
-            batches = (
-                _anonymous(self.offline_buffer.sample(offline)),
-                _anonymous(self.online_buffer.sample(size - offline)),
-            )
+            of_dataset, of_online = self.offline_buffer.sample(offline), self.online_buffer.sample(size - offline)
+            batches = _anonymous(of_dataset), _anonymous(of_online)
             batch = join(batches, ("of the dataset", "of the online buffer"), torch.cat)
         return batch if self._transform is None else self._transform(batch)
 

@@ -336,11 +336,9 @@ class EnsembleReadPath(read_path.ReadPath):
             found = [(part, part.drawn.info.get(key)) for part in parts]
             values = [value for _, value in found if value is not None]
             if len(values) < len(found) and key in MISSING:
-                like = values[0]
+                like, default = values[0], MISSING[str(key)]
                 values = [
-                    like.new_full((len(part.drawn.rows), *like.shape[1:]), MISSING[str(key)])
-                    if value is None
-                    else value
+                    like.new_full((len(part.drawn.rows), *like.shape[1:]), default) if value is None else value
                     for part, value in found
                 ]
             if len(values) == len(found):
