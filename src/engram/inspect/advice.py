@@ -403,9 +403,8 @@ def _priorities(scan: Scan, buffer: Watched) -> Iterator[Finding]:
     )
     if not good:
         text += " The exponent is too high for these priorities: lower alpha, or clip the TD errors."
-    yield Finding(
-        "priorities", good, text, {"alpha": found.alpha, "rows_of_most_draws": share, "priority_ess": diverse}
-    )
+    numbers = {"alpha": found.alpha, "rows_of_most_draws": share, "priority_ess": diverse}
+    yield Finding("priorities", good, text, numbers)
     below = np.cumsum(leaves[::-1])  # by which a row is drawn that has at most this leaf
     lowest = int(np.searchsorted(below, below[-1] * (1 - 0.5 ** (1 / _BATCH))))
     weight = 1.0 if is_over_batch(buffer.sampler) else float((leaves[::-1][lowest] / found.smallest) ** -found.beta)
@@ -462,18 +461,16 @@ def _counts(buffer: Watched) -> Iterator[Finding]:
     if "sample_count" not in stats:
         return
     ratio, inserted, capacity = stats["replay_ratio"], stats["write_count"], stats.get("capacity", math.inf)
-    around = inserted > capacity
     text = f"{ratio:.3g} rows are sampled for each row written ({stats['sample_count']:,.0f} samples)."
-    good = not (around and ratio < _LEAST_RATIO) and ratio <= _MOST_RATIO
+    good = not (inserted > capacity and ratio < _LEAST_RATIO) and ratio <= _MOST_RATIO
     if not good and ratio < _LEAST_RATIO:
         text += " Most rows are overwritten before they are sampled: sample more often, in larger batches, or from a larger buffer."
     elif not good:
         text += " Values may fit these rows too well: write more, sample less, or keep the ratio with rb.limit(SamplesPerInsert(…))."
     yield Finding("replay ratio", good, text, {"replay_ratio": ratio, "sample_count": stats["sample_count"]})
     if not stats["usage_counted"]:
-        yield Finding(
-            "never sampled", True, "not counted: rb.count_usage() counts samples of each row from then on.", {}
-        )
+        text = "not counted: rb.count_usage() counts samples of each row from then on."
+        yield Finding("never sampled", True, text, {})
         return
     never = stats["never_sampled_frac"]
     good = never <= _NEVER or ratio < _OFTEN or stats["size"] < _MANY

@@ -546,11 +546,8 @@ def curve_of(buffer: Watched) -> list[Moment]:
     stats, (inserted, sampled) = buffer.stats(), core.counted()
     points.append((max(time.time(), points[-1][0] + 1e-3) if points else time.time(), inserted, sampled))
     behind = inserted - stats["write_count"], sampled - stats["sample_count"]
-    rising = [at for at in range(len(points)) if at == 0 or points[at][0] > points[at - 1][0]]
-    return [
-        (points[at][0], {"write_count": points[at][1] - behind[0], "sample_count": points[at][2] - behind[1]})
-        for at in rising
-    ]
+    rising = [point for at, point in enumerate(points) if at == 0 or point[0] > points[at - 1][0]]
+    return [(at, {"write_count": wrote - behind[0], "sample_count": drew - behind[1]}) for at, wrote, drew in rising]
 
 
 def _axes(ax: Axes | None) -> Axes:
