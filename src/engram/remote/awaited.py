@@ -104,9 +104,8 @@ class OneStore:
 
 def awaited_at(stores: Stores, served: protocol.Served) -> AwaitedStorage:
     """The storage of stores that the first write makes, of which a server has said this."""
-    return AwaitedStorage(
-        stores, Described(object, served, _geometry.Geometry(served.requested_size, served.lanes), "", {})
-    )
+    geometry = _geometry.Geometry(served.requested_size, served.lanes)
+    return AwaitedStorage(stores, Described(object, served, geometry, "", {}))
 
 
 class _Awaited:

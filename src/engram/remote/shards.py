@@ -292,9 +292,8 @@ class ShardSavers:
         """The report of the restore: that of the first rank, with the sums of all."""
         self._ready()
         try:
-            reports = self._answers(
-                "restore", self._ask("restore", wanted, options), self._timeout, lost=self._break_off
-            )
+            asked = self._ask("restore", wanted, options)
+            reports = self._answers("restore", asked, self._timeout, lost=self._break_off)
         except BaseException:  # rows may be gone by now: batches drawn before are of none
             with contextlib.suppress(ConnectionError):
                 self._restored()

@@ -412,9 +412,8 @@ class RemoteStorage(ServedStorage):
         """What ``ReplayBuffer.end_trajectory`` does."""
         with self._arrived():
             named = [([key] if isinstance(key, str) else list(key), role) for key, role in (roles or {}).items()]
-            rows = self.connection.ask(
-                "end_trajectory", protocol.EndTrajectory(lanes.tolist(), terminated, named), list[int]
-            )
+            command = protocol.EndTrajectory(lanes.tolist(), terminated, named)
+            rows = self.connection.ask("end_trajectory", command, list[int])
             return torch.tensor(rows, dtype=torch.int64, device="cpu")
 
     def limit_part(self, limit: protocol.Limit) -> None:

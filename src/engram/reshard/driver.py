@@ -376,9 +376,8 @@ def disagreements(checkpoint: checkpoints.Checkpoint, made: Reshard) -> list[str
     for rank in written:
         if rank == taken:
             continue
-        theirs = _state(
-            made.shards[rank], saved_parts.read_parts(checkpoint, rank, without=(saved_parts.STORAGE, *_RESET))
-        )
+        parts = saved_parts.read_parts(checkpoint, rank, without=(saved_parts.STORAGE, *_RESET))
+        theirs = _state(made.shards[rank], parts)
         for where, here, there in _differences(ours, theirs, ""):
             if where not in found:
                 found[where] = [f"rank {names[taken]}{_said(here)}"]

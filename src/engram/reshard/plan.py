@@ -274,9 +274,8 @@ def _blocks(reader: part_reader.PartReader, runs: Ints, columns: int, block: int
     first = np.maximum(end - block * columns, runs[run, 1])
     length = reader.geometry.lane_length  # type: ignore[union-attr] # it has runs
     last = runs[run, 0] * length + (end - columns) % live[runs[run, 0]]
-    return np.stack(
-        [runs[run, 0], first, end, numbers[last], np.full(len(run), description.HAS_FIRST | description.HAS_LAST)], 1
-    )
+    flags = np.full(len(run), description.HAS_FIRST | description.HAS_LAST)
+    return np.stack([runs[run, 0], first, end, numbers[last], flags], 1)
 
 
 def open_shards(checkpoint: checkpoints.Checkpoint, stack: contextlib.ExitStack) -> list[SavedShard]:

@@ -401,9 +401,8 @@ class Scatter:
         plan, mine = self._plan, self._mine
         _check_range(self._fields, "env_id", self._env_offset + self._schema.lanes - 1, "lanes")
         _check_range(self._fields, "traj_id", len(mine) - 1, "trajectories")
-        _check_range(
-            self._fields, "position", int((plan.position + plan.steps)[mine].max(initial=0)) - 1, "rows in a lane"
-        )
+        rows = int((plan.position + plan.steps)[mine].max(initial=0))
+        _check_range(self._fields, "position", rows - 1, "rows in a lane")
 
     def take_items(self, state: Mapping[str, Tensor], here: schemas.Schema, where: str) -> None:
         """As for every :class:`~engram.saved.ragged.RaggedRowsSource`."""
@@ -517,9 +516,8 @@ def _place_leaves(shard: SavedShard, extents: Extents, name: str, leaves: Tensor
         raise corrupt(
             reader.folder, f"priorities {name!r}: expected a float64 one of [n], got {array.dtype} {array.shape}"
         )
-    for low, raw in windows(
-        reader, Stretch(reader.array_file(found["$array"]), 0, 0, 0, array.shape[0]), extents, 8, memory
-    ):
+    stretch = Stretch(reader.array_file(found["$array"]), 0, 0, 0, array.shape[0])
+    for low, raw in windows(reader, stretch, extents, 8, memory):
         put(raw.view(torch.float64), low, extents, leaves)
 
 

@@ -137,9 +137,8 @@ def _noted(storage: Storage) -> tuple[Path, Note | None]:
     path = Path(str(cast("TensorStorage", storage).store.directory), layout.FOLDER, "draining")
     damaged = f"{path}: expected which rows a drain had on their way, got other bytes. Compare the stores, and remove the file"
     with raise_as(CorruptStore, damaged, msgspec.MsgspecError):
-        return path, msgspec.msgpack.decode(
-            files.read_small(path, 1 << 20), type=Note | None
-        ) if path.exists() else None
+        raw = files.read_small(path, 1 << 20) if path.exists() else None
+        return path, None if raw is None else msgspec.msgpack.decode(raw, type=Note | None)
 
 
 def finish(storage: Storage) -> None:

@@ -235,9 +235,8 @@ class Draws:
     def _command(self, message: _Message, asked: _Round, at: int) -> protocol.Sample:
         """What asks a store for its parts."""
         shard, counts = asked.shards[at], asked.counts[:, at].tolist()
-        keys = [
-            plans.key_of(key, shard.number, asked.attempt) for key, n in zip(message.keys, counts, strict=True) if n
-        ]
+        keyed = zip(message.keys, counts, strict=True)
+        keys = [plans.key_of(key, shard.number, asked.attempt) for key, n in keyed if n]
         parts = [n * self._counted for n in counts if n]
         return protocol.Sample(max(parts), keys, parts, shard.epoch, shard.ended or 0)
 

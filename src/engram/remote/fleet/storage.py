@@ -315,9 +315,8 @@ class FleetStorage(ServedStorage):
         batch, n = expected.shape, rows.numel()
         if n != batch.numel():
             raise ValueError(f"update_if_present: expected one generation per row, got {batch.numel()} for {n} rows.")
-        patch = {
-            key: plans.flattened(key, it, batch) for key, it in cast("dict[object, object]", given["patch"]).items()
-        }
+        entries = cast("dict[object, object]", given["patch"])
+        patch = {key: plans.flattened(key, it, batch) for key, it in entries.items()}
         several = isinstance(version, list | tuple | np.ndarray | Tensor) and torch.as_tensor(version).numel() != 1
         versions = plans.flattened("version", version, batch) if several else None
         updated, rejected = expected.new_zeros((2, n), dtype=torch.bool)
