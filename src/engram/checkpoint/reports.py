@@ -345,13 +345,9 @@ class Wanted(NamedTuple):
         if found is not None:
             return found, passed_over
         if not passed_over:
-            named = (
-                f"called {self.name!r}, found none"
-                if self.name
-                else f"of one of the steps {steps}, got {self.step}"
-                if (steps := self._steps())
-                else f"of step {self.step}, found none at all. Call save(step) first"
-            )
+            none = f"of step {self.step}, found none at all. Call save(step) first"
+            of_step = f"of one of the steps {steps}, got {self.step}" if (steps := self._steps()) else none
+            named = f"called {self.name!r}, found none" if self.name else of_step
             raise FileNotFoundError(f"restore: {self.root}: expected a checkpoint {named}.")
         if self.name is not None:
             raise documents.corrupt(*passed_over[0])

@@ -463,9 +463,9 @@ class SaveAttempt(SaveHandle):
             self._tidy(attempt.name)
         _log.info("saved %s", report)
         if world > 1 and report.would_drop:
+            each = report.would_drop.items()
             drop = (
-                f"{count(it['episodes'], f'{kind} episode')} with {count(it['steps'], 'step')}"
-                for kind, it in report.would_drop.items()
+                f"{count(it['episodes'], f'{kind} episode')} with {count(it['steps'], 'step')}" for kind, it in each
             )
             _log.info("%s: redistributed to other ranks it would drop %s", attempt.name, ", ".join(drop))
         return report
@@ -493,13 +493,10 @@ class SaveAttempt(SaveHandle):
             if agreed.step != self._request.step:
                 raise ValueError(f"save: step: expected {agreed.step}, as on rank 0, got {self._request.step}.")
             if self._request.user and self._request.user != agreed.user:
-                _log.warning(
-                    "save: %s: user: expected the same on all ranks, got other keys or values on rank %d; those of rank 0 are "
-                    "saved: %s",
-                    attempt.name,
-                    job.ranks.rank,
-                    sorted(agreed.user),
+                expected = (
+                    "expected the same on all ranks, got other keys or values on rank %d; those of rank 0 are saved: %s"
                 )
+                _log.warning(f"save: %s: user: {expected}", attempt.name, job.ranks.rank, sorted(agreed.user))
             job.write_shard(attempt, self._request.step, self._snapshot, self._parent, self._progress)
             # The last rank to vote decides.
             attempts.decide(attempt, job.protocol.epoch, contents=job.series.contents(attempt))

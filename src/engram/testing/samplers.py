@@ -124,13 +124,11 @@ class SamplerContract(BufferContract):
             rb = self._filled()
             before = torch.get_rng_state(), random.getstate()
             found.append(self._go_on(rb))
-            check(
-                torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate(),
-                "expected draws to leave the random numbers of torch and of Python alone: derive them from the key",
-            )
-        check(
-            found[0] == found[1], "expected the same draws from the same generator: derive random numbers from the key"
-        )
+            alone = torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()
+            said = "expected draws to leave the random numbers of torch and of Python alone: derive them from the key"
+            check(alone, said)
+        said = "expected the same draws from the same generator: derive random numbers from the key"
+        check(found[0] == found[1], said)
 
     def test_written_data_stays_as_it_is(self) -> None:
         rb, data = self._buffer(), self.rows(_FIRST, 16)
