@@ -160,7 +160,7 @@ def test_offline_says_it_too(tmp_path, capsys):
 
     done(job(2, write, tmp_path / "old", change))
     reshard(tmp_path / "old", tmp_path / "new", 3, 2, capacity=64, open_ones="drop", headless="drop", overflow="cut",
-            max_drop_fraction=0.5, dry_run=True)  # fmt: skip
+            max_drop_fraction=0.5, dry_run=True, as_json=False)  # fmt: skip
     assert "priorities.main.beta: expected the same on all ranks" in capsys.readouterr().out
 
 

@@ -77,6 +77,7 @@ def test_offline(tmp_path, writers):
         overflow="cut",
         max_drop_fraction=0.5,
         dry_run=False,
+        as_json=False,
     )
     loaded = done(job(3, load, tmp_path / "new"))
     assert [report.dealt for report, _ in loaded] == [None] * 3

@@ -221,12 +221,8 @@ class ReplayBuffer(Scratch):
             raise NoSampleable("to_lerobot_dataset: expected steps, got none. Add some first.")
         steps = self.rb.read_all_in_order(lane=0)
         over = steps["done"] | steps["truncated"]
-        columns = {
-            **steps["state"],
-            "action": steps["action"],
-            "next.reward": steps["reward"],
-            "next.done": steps["done"],
-        }
+        columns = {**steps["state"], "action": steps["action"]}
+        columns |= {"next.reward": steps["reward"], "next.done": steps["done"]}
         columns |= {f"{_INFO}.{key}": value for key, value in steps.get(_INFO, {}).items()}
         found = {
             tuple(key.split(".")): _frames(value) if key.startswith(_IMAGE) else value for key, value in columns.items()

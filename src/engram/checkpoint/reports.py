@@ -345,13 +345,9 @@ class Wanted(NamedTuple):
         if found is not None:
             return found, passed_over
         if not passed_over:
-            named = (
-                f"called {self.name!r}, found none"
-                if self.name
-                else f"of one of the steps {steps}, got {self.step}"
-                if (steps := self._steps())
-                else f"of step {self.step}, found none at all. Call save(step) first"
-            )
+            none = f"of step {self.step}, found none at all. Call save(step) first"
+            of_step = f"of one of the steps {steps}, got {self.step}" if (steps := self._steps()) else none
+            named = f"called {self.name!r}, found none" if self.name else of_step
             raise FileNotFoundError(f"restore: {self.root}: expected a checkpoint {named}.")
         if self.name is not None:
             raise documents.corrupt(*passed_over[0])
@@ -369,12 +365,10 @@ class Wanted(NamedTuple):
 
     def _means(self, name: attempts.Name) -> bool:
         """Whether that one will do, as far as its name says."""
-        return (
-            self.step in (None, name.step)
-            and self.name in (None, str(name))
-            and (self.at_most is None or name.step <= self.at_most)
-            and all(str(name) != problem.path.name for problem in self.damaged)
-        )
+        if self.step not in (None, name.step) or self.name not in (None, str(name)):
+            return False
+        early = self.at_most is None or name.step <= self.at_most
+        return early and all(str(name) != problem.path.name for problem in self.damaged)
 
     def _steps(self) -> list[int]:
         return sorted({name.step for name in attempts.names(self.root)})

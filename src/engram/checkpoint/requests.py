@@ -245,12 +245,8 @@ class Endpoint:
 def _state(save: SaveHandle | None) -> dict[str, object]:
     """What became of a request that this save serves; None: no save does yet."""
     ranks: list[dict[str, object]] = []
-    said: dict[str, object] = {
-        "state": "saving" if save else "asked",
-        "checkpoint": None,
-        "error": None,
-        "ranks": ranks,
-    }
+    state = "saving" if save else "asked"
+    said: dict[str, object] = {"state": state, "checkpoint": None, "error": None, "ranks": ranks}
     if save and save.path is not None:
         said["checkpoint"] = save.path.name
         with contextlib.suppress(CorruptCheckpoint, OSError):  # it may be removed by now

@@ -133,22 +133,11 @@ class _Load:
             self._commit_on_all(made)
             dealt = reshard_report(made, checkpoint.ranks, lost_with(checkpoint, job.root))
             steps, given_up = dealt["targets"][rank]["steps"], 0
-        manifest = checkpoint.manifest
+        manifest, path = checkpoint.manifest, self._path
         job.latest = LatestStep(manifest.step, manifest.user, manifest.step)
-        job.parent = Parent(self._path, buffer.form.lineage) if dealt is None else None
-        return RestoreReport(
-            self._path.name,
-            manifest.step,
-            self._path,
-            steps,
-            manifest.user,
-            passed_over,
-            time.perf_counter() - started,
-            checkpoint.missing,
-            dealt,
-            given_up,
-            self._converted,
-        )
+        job.parent = Parent(path, buffer.form.lineage) if dealt is None else None
+        seconds, rows = time.perf_counter() - started, (checkpoint.missing, dealt, given_up, self._converted)
+        return RestoreReport(path.name, manifest.step, path, steps, manifest.user, passed_over, seconds, *rows)
 
     # ---- opening ---------------------------------------------------------------------------------------------------------
 
@@ -174,11 +163,8 @@ class _Load:
             self._work.total += checkpoint.nbytes
             for problem in checkpoint.problems("full"):
                 raise documents.corrupt(*problem)
-        same = (
-            not (options.incomplete is not None or checkpoint.missing)
-            and checkpoint.manifest.world == self._ranks.world
-            and self._fits(checkpoint)
-        )
+        planned = options.incomplete is not None or checkpoint.missing
+        same = not planned and checkpoint.manifest.world == self._ranks.world and self._fits(checkpoint)
         buffer = self._job.buffer
         said = [same, len(buffer.storage) > 0, buffer.form.lanes, buffer.form.lane_length]
         return checkpoint, json.dumps(said).encode()
@@ -241,20 +227,16 @@ class _Load:
 
     def _prepared(self, made: Reshard | None) -> BufferLoad:
         buffer, options, rank = self._job.buffer, self._options, self._ranks.rank
+        default_rng, convert = options.default_rng, options.convert
         if made is None:
             close_open = options.resume == "env_reset" and buffer.form.ranking is None
             load = buffer.prepare_load(
-                self._checkpoint, rank, default_rng=options.default_rng, close_open=close_open, convert=options.convert
+                self._checkpoint, rank, default_rng=default_rng, close_open=close_open, convert=convert
             )
         else:
             offset = sum(target.lanes for target in self._targets[:rank]) if options.env_id == "global" else 0
             load = buffer.prepare_placed(
-                self._checkpoint,
-                made,
-                rank,
-                env_offset=offset,
-                default_rng=options.default_rng,
-                convert=options.convert,
+                self._checkpoint, made, rank, env_offset=offset, default_rng=default_rng, convert=convert
             )
         if self._checks_blocks:  # the ranks share out the shards
             for shard in range(rank, self._checkpoint.manifest.world, self._ranks.world):

@@ -463,9 +463,9 @@ class SaveAttempt(SaveHandle):
             self._tidy(attempt.name)
         _log.info("saved %s", report)
         if world > 1 and report.would_drop:
+            each = report.would_drop.items()
             drop = (
-                f"{count(it['episodes'], f'{kind} episode')} with {count(it['steps'], 'step')}"
-                for kind, it in report.would_drop.items()
+                f"{count(it['episodes'], f'{kind} episode')} with {count(it['steps'], 'step')}" for kind, it in each
             )
             _log.info("%s: redistributed to other ranks it would drop %s", attempt.name, ", ".join(drop))
         return report
@@ -475,15 +475,10 @@ class SaveAttempt(SaveHandle):
         if self._request is None:
             assert self._failure is not None
             raise self._failure
-        job = self._job
+        job, (step, user) = self._job, self._request
+        parent, epoch = None if self._parent is None else self._parent.path.name, job.protocol.epoch
         return attempts.begin(
-            job.root,
-            step=self._request.step,
-            epoch=job.protocol.epoch,
-            world=job.ranks.world,
-            trigger="save",
-            parent=None if self._parent is None else self._parent.path.name,
-            user=self._request.user,
+            job.root, step=step, epoch=epoch, world=job.ranks.world, trigger="save", parent=parent, user=user
         )
 
     def _vote(self, attempt: Path) -> BaseException | None:
@@ -498,13 +493,10 @@ class SaveAttempt(SaveHandle):
             if agreed.step != self._request.step:
                 raise ValueError(f"save: step: expected {agreed.step}, as on rank 0, got {self._request.step}.")
             if self._request.user and self._request.user != agreed.user:
-                _log.warning(
-                    "save: %s: user: expected the same on all ranks, got other keys or values on rank %d; those of rank 0 are "
-                    "saved: %s",
-                    attempt.name,
-                    job.ranks.rank,
-                    sorted(agreed.user),
+                expected = (
+                    "expected the same on all ranks, got other keys or values on rank %d; those of rank 0 are saved: %s"
                 )
+                _log.warning(f"save: %s: user: {expected}", attempt.name, job.ranks.rank, sorted(agreed.user))
             job.write_shard(attempt, self._request.step, self._snapshot, self._parent, self._progress)
             # The last rank to vote decides.
             attempts.decide(attempt, job.protocol.epoch, contents=job.series.contents(attempt))
@@ -531,19 +523,10 @@ class SaveAttempt(SaveHandle):
             )
         totals = added(shard.totals for shard in shards)
         episodes = episodes_of(totals)
-        return SaveReport(
-            attempt.name,
-            step,
-            attempt,
-            totals.steps,
-            episodes,
-            sum(shard.cut.lost_rows for shard in shards),
-            totals.bytes_written,
-            totals.bytes_linked,
-            snapshot.paused_s,
-            time.perf_counter() - self._started,
-            {kind: one for kind, one in episodes.items() if drops and kind != "complete"},
-        )
+        lost, nbytes = sum(shard.cut.lost_rows for shard in shards), (totals.bytes_written, totals.bytes_linked)
+        waited = snapshot.paused_s, time.perf_counter() - self._started
+        would_drop = {kind: one for kind, one in episodes.items() if drops and kind != "complete"}
+        return SaveReport(attempt.name, step, attempt, totals.steps, episodes, lost, *nbytes, *waited, would_drop)
 
     def _tidy(self, name: str) -> None:
         """Note the new checkpoint, and remove old ones. The new one is there, whatever fails here."""

@@ -93,9 +93,9 @@ class Watchdog:
 
     def _leave(self) -> None:
         """Wait until all ranks have come to their end, or one of them has failed: they must not think that this one died."""
-        until = time.monotonic() + self._timeout
+        until, rank = time.monotonic() + self._timeout, self._ranks.rank
         with contextlib.suppress(RankFailed):  # the watch sees it, too
-            self._ranks.set(self._end_of(self._ranks.rank), b"")
+            self._ranks.set(self._end_of(rank), b"")
             while not self.begun:
                 said = self._ranks.wait([self._end_of(rank) for rank in range(self._ranks.world)], _LOOK_S)
                 missing = [rank for rank, one in enumerate(said) if one is None]
@@ -105,12 +105,8 @@ class Watchdog:
                     self._ranks.leave(f"{self._key}left", self._ranks.world - 1, max(0.0, until - time.monotonic()))
                     break
                 if time.monotonic() > until:
-                    _log.error(
-                        "rank %d left guard() without ranks %s, %g s after its end",
-                        self._ranks.rank,
-                        missing,
-                        self._timeout,
-                    )
+                    text = "rank %d left guard() without ranks %s, %g s after its end"
+                    _log.error(text, rank, missing, self._timeout)
                     break
         if self.begun:
             self._over.wait(self._grace)
@@ -156,15 +152,8 @@ class Watchdog:
             raise CorruptCheckpoint(f"{self._file}: expected the name of an attempt, got {said!r:.100}.")
         folder: Path = root / str(agreed)
         try:
-            attempts.begin(
-                root,
-                step=agreed.step,
-                epoch=epoch,
-                world=self._ranks.world,
-                trigger="crash",
-                user=user,
-                attempt=agreed.attempt,
-            )
+            step, attempt, world = agreed.step, agreed.attempt, self._ranks.world
+            attempts.begin(root, step=step, epoch=epoch, world=world, trigger="crash", user=user, attempt=attempt)
         except FileExistsError:
             for _ in looks(self._grace, at_files=True):
                 disk.look_again(root, folder)

@@ -83,15 +83,9 @@ def findings(directory: Path | None = None, *, load: bool = False) -> list[Findi
         directory: also say on which file system that folder lies.
         load: import torch, too, and say how it works; otherwise it is looked at as a package.
     """
-    is_new_enough = sys.version_info >= (3, 11)
     found = [
         Finding("engram", __version__),
-        Finding(
-            "Python",
-            f"{platform.python_version()} ({platform.machine()}, {platform.system()})",
-            "ok" if is_new_enough else "BAD",
-            "" if is_new_enough else "engram needs Python 3.11 or newer.",
-        ),
+        Finding("Python", f"{platform.python_version()} ({platform.machine()}, {platform.system()})"),
         Finding("GIL", "on" if getattr(sys, "_is_gil_enabled", lambda: True)() else "off"),
         _loaded_torch() if load else _torch(),
         _package("tensordict"),

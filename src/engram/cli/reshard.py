@@ -44,14 +44,7 @@ class Resharding(TypedDict):
 
 
 def reshard(
-    source: Path,
-    target: Path,
-    ranks: int,
-    lanes: int,
-    *,
-    dry_run: bool,
-    as_json: bool = False,
-    **how: Unpack[Resharding],
+    source: Path, target: Path, ranks: int, lanes: int, *, dry_run: bool, as_json: bool, **how: Unpack[Resharding]
 ) -> None:
     """Plan, print the plan, and write it unless it is a dry run.
 

@@ -262,10 +262,8 @@ def show_problems(found: Entries) -> None:
     if found["kind"] == "series":
         known |= {f"{found['path']}/{row['name']}: {row['status']}." for row in found["checkpoints"]}
     if "votes" in found:
-        no_checkpoint = (
-            f"{found['path']}: undecided",
-            f"{found['path']}/manifest.json: expected a complete checkpoint",
-        )
+        path = found["path"]
+        no_checkpoint = f"{path}: undecided", f"{path}/manifest.json: expected a complete checkpoint"
         known |= {str(problem) for problem in problems if str(problem).startswith(no_checkpoint)}
     _say(notes=[note for note in notes if str(note) not in known])
     _say(problems=[problem for problem in problems if str(problem) not in known])
@@ -407,12 +405,7 @@ _BAR = 30
 def show_short(found: Entries) -> None:
     """Print the main facts of what ``describe`` found."""
     kind = found["kind"]
-    if (
-        kind == "part"
-        or "votes" in found
-        or (kind == "store" and "rows" not in found)
-        or (kind in _SAVED and "shards" not in found)
-    ):
+    if kind == "part" or "votes" in found or _NEEDED.get(kind, "kind") not in found:
         # Of a part or an attempt there is no shorter form; of what is damaged, all that could be read.
         show_description(found)
         return
@@ -427,7 +420,8 @@ def show_short(found: Entries) -> None:
     show_problems(found)
 
 
-_SAVED = ("checkpoint", "dump")
+#: What is there by kind, unless it is damaged.
+_NEEDED = {"store": "rows", "checkpoint": "shards", "dump": "shards"}
 
 
 def _store(store: Entries) -> Iterator[str]:

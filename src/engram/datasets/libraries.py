@@ -47,11 +47,8 @@ class _Episodes(of.Source):
         self.names = of.new_names(call, [*first], arguments.get("rename"))
         steps = len(first.get(("rewards",), ()))
         #: Of which there is an entry after the last step: all observations, and infos that were recorded at resets, too.
-        self._after = {
-            path
-            for path, leaf in first.items()
-            if path[0] == "observations" or (path[0] == "infos" and len(leaf) > steps)
-        }
+        infos = (path for path, leaf in first.items() if path[0] == "infos" and len(leaf) > steps)
+        self._after = {*infos, *(path for path in first if path[0] == "observations")}
 
     def _read(self, first: int) -> Iterator[of.Columns]:
         found = iter(self._storage.get_episodes(range(first, self.finals)))

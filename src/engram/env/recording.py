@@ -305,14 +305,9 @@ class VectorRecording(Recording):
         """
         over = flags[-1]
         if some(acting):
-            values: tuple[Nested, ...] = (
-                self._before,
-                self.acted,
-                conformed(self._observation_spec, following, "next observation"),
-                of_each(reward, FLOAT32, len(acting), "step: reward"),
-                *flags,
-                *self._extras(told, len(acting)),
-            )
+            followed = conformed(self._observation_spec, following, "next observation")
+            numbers = of_each(reward, FLOAT32, len(acting), "step: reward"), *flags, *self._extras(told, len(acting))
+            values: tuple[Nested, ...] = (self._before, self.acted, followed, *numbers)
             rows = acting.nonzero()[0]
             if len(rows) < len(acting):
                 values = tuple(cast("Nested", pick(value, rows)) for value in values)

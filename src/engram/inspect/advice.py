@@ -102,11 +102,8 @@ def _stored_priorities(index: priorities.Priorities, rows: torch.Tensor, size: i
     leaves = index.leaves_of(rows).numpy()
     values = values_of(leaves, index.config)
     largest = float(values.max(initial=0.0))
-    return {
-        "priority_max": float(index.core.default_priority),
-        "priority_mean": largest * float((values / largest).mean()) if largest else 0.0,
-        "priority_ess": effective(leaves) * size / len(rows),
-    }
+    mean, diverse = largest * float((values / largest).mean()) if largest else 0.0, effective(leaves) * size / len(rows)
+    return {"priority_max": float(index.core.default_priority), "priority_mean": mean, "priority_ess": diverse}
 
 
 def _bytes(storage: Storage, store: Store | None) -> dict[str, float]:
@@ -217,9 +214,8 @@ def explain(self: Watched, row: int | tuple[int, ...]) -> Explanation:
     lane = number // length
     width = math.prod(storage.columns)
     ago = (extent.seam[lane] - 1 - number) % length // width
-    index, usage = priorities_of(storage, self.sampler), None
-    if storage.memory is not None:
-        usage = row_indexes.UsageIndex.in_use(storage.memory)
+    index = priorities_of(storage, self.sampler)
+    usage = None if storage.memory is None else row_indexes.UsageIndex.in_use(storage.memory)
     priority = probability = None
     if index is not None:
         leaf, total = index.leaves_of(rows).numpy(), float(index.core.total)
@@ -227,17 +223,9 @@ def explain(self: Watched, row: int | tuple[int, ...]) -> Explanation:
         probability = float(leaf[0]) / total if total else None
     elif isinstance(self.sampler, DeclaredSampler) and self.sampler.traits.draws_uniformly:
         probability = 1 / extent.size
-    return Explanation(
-        number,
-        ticket,
-        max(storage.next_number() - 1 - ticket, 0),
-        lane,
-        ago,
-        _place(storage, extent, number, lane, width),
-        priority,
-        probability,
-        None if usage is None else int(usage.counts(rows)[0]),
-    )
+    age, place = max(storage.next_number() - 1 - ticket, 0), _place(storage, extent, number, lane, width)
+    sampled = None if usage is None else int(usage.counts(rows)[0])
+    return Explanation(number, ticket, age, lane, ago, place, priority, probability, sampled)
 
 
 def _place(storage: Storage, extent: Extent, row: int, lane: int, width: int) -> Place | None:
@@ -403,12 +391,8 @@ def _priorities(scan: Scan, buffer: Watched) -> Iterator[Finding]:
     leaves = np.sort(found.leaves)[::-1]
     total, size = float(leaves.sum()), scan.extent.size
     if not total:
-        yield Finding(
-            "priorities",
-            False,
-            "all are 0, so that nothing can be drawn: call update_priority with eps above 0.",
-            {"alpha": found.alpha},
-        )
+        text = "all are 0, so that nothing can be drawn: call update_priority with eps above 0."
+        yield Finding("priorities", False, text, {"alpha": found.alpha})
         return
     few = int(np.searchsorted(np.cumsum(leaves), _MOST_DRAWS * total)) + 1
     share, diverse = few / len(leaves), effective(leaves) * scan.scale
@@ -419,9 +403,8 @@ def _priorities(scan: Scan, buffer: Watched) -> Iterator[Finding]:
     )
     if not good:
         text += " The exponent is too high for these priorities: lower alpha, or clip the TD errors."
-    yield Finding(
-        "priorities", good, text, {"alpha": found.alpha, "rows_of_most_draws": share, "priority_ess": diverse}
-    )
+    numbers = {"alpha": found.alpha, "rows_of_most_draws": share, "priority_ess": diverse}
+    yield Finding("priorities", good, text, numbers)
     below = np.cumsum(leaves[::-1])  # by which a row is drawn that has at most this leaf
     lowest = int(np.searchsorted(below, below[-1] * (1 - 0.5 ** (1 / _BATCH))))
     weight = 1.0 if is_over_batch(buffer.sampler) else float((leaves[::-1][lowest] / found.smallest) ** -found.beta)
@@ -478,18 +461,16 @@ def _counts(buffer: Watched) -> Iterator[Finding]:
     if "sample_count" not in stats:
         return
     ratio, inserted, capacity = stats["replay_ratio"], stats["write_count"], stats.get("capacity", math.inf)
-    around = inserted > capacity
     text = f"{ratio:.3g} rows are sampled for each row written ({stats['sample_count']:,.0f} samples)."
-    good = not (around and ratio < _LEAST_RATIO) and ratio <= _MOST_RATIO
+    good = not (inserted > capacity and ratio < _LEAST_RATIO) and ratio <= _MOST_RATIO
     if not good and ratio < _LEAST_RATIO:
         text += " Most rows are overwritten before they are sampled: sample more often, in larger batches, or from a larger buffer."
     elif not good:
         text += " Values may fit these rows too well: write more, sample less, or keep the ratio with rb.limit(SamplesPerInsert(…))."
     yield Finding("replay ratio", good, text, {"replay_ratio": ratio, "sample_count": stats["sample_count"]})
     if not stats["usage_counted"]:
-        yield Finding(
-            "never sampled", True, "not counted: rb.count_usage() counts samples of each row from then on.", {}
-        )
+        text = "not counted: rb.count_usage() counts samples of each row from then on."
+        yield Finding("never sampled", True, text, {})
         return
     never = stats["never_sampled_frac"]
     good = never <= _NEVER or ratio < _OFTEN or stats["size"] < _MANY

@@ -279,10 +279,8 @@ class Ends(NamedTuple):
     @classmethod
     def of(cls, fields: Sequence[Field]) -> Ends:
         meant = boundary_fields(fields, roles_of(fields))
-        flags = [field.key for role in ("done", "terminated", "truncated") for field in meant[role]]
-        types = [field.key for field in meant["last"]]
-        ids = [field.key for field in meant["traj_id"]]
-        return cls(tuple(flags), tuple(types), tuple(ids))
+        roles = ("done", "terminated", "truncated"), ("last",), ("traj_id",)
+        return cls(*(tuple(field.key for role in some for field in meant[role]) for some in roles))
 
     @property
     def fields(self) -> tuple[FieldPath, ...]:
@@ -385,11 +383,8 @@ class Plots:
         axes = _axes(ax)
         rows = np.bincount(counts, minlength=most + 1) * scan.scale
         axes.bar(np.arange(len(rows)), rows, color=_DRAWS)
-        axes.set(
-            xlabel="times drawn",
-            ylabel="rows",
-            title=f"{format_share(np.mean(counts == 0))} of the rows were never drawn",
-        )
+        never = format_share(np.mean(counts == 0))
+        axes.set(xlabel="times drawn", ylabel="rows", title=f"{never} of the rows were never drawn")
         _count_whole(axes.xaxis)
         return axes
 
@@ -417,11 +412,9 @@ class Plots:
         window = min(20, len(found.returns))
         means = np.convolve(found.returns, np.full(window, 1 / window), "valid")
         axes.plot(found.ends[window - 1 :], means, color=_DRAWS, label=f"mean of {window}")
-        axes.set(
-            xlabel="writes since its end",
-            ylabel="return",
-            title=f"{count(len(found.returns), 'trajectory')}: mean return {found.returns.mean():.4g}, {found.lengths.mean():.4g} steps",
-        )
+        mean, steps = found.returns.mean(), found.lengths.mean()
+        title = f"{count(len(found.returns), 'trajectory')}: mean return {mean:.4g}, {steps:.4g} steps"
+        axes.set(xlabel="writes since its end", ylabel="return", title=title)
         axes.set_xlim(axes.get_xlim()[::-1])
         axes.legend()
         return axes
@@ -479,19 +472,13 @@ class Plots:
             raise ValueError(
                 f"plot.throughput: history: expected two moments or more, oldest first, got times {times.tolist()!s:.80}."
             )
-        axes = _axes(ax)
+        axes, since = _axes(ax), times - times[0]
         for name, key, color in (("written", "write_count", _ROWS), ("sampled", "sample_count", _DRAWS)):
             if all(key in stats for _, stats in history):
                 counts = np.array([stats[key] for _, stats in history], dtype=np.float64)
                 rates = np.maximum(np.diff(counts), 0) / np.diff(times)  # empty() sets counts back
                 axes.stairs(
-                    rates,
-                    times - times[0],
-                    color=color,
-                    baseline=None,
-                    linewidth=1.5,
-                    clip_on=False,
-                    label=f"rows {name}",
+                    rates, since, color=color, baseline=None, linewidth=1.5, clip_on=False, label=f"rows {name}"
                 )
         axes.set(xlabel="seconds", ylabel="rows per second", title="Throughput", ylim=(0, None))
         axes.legend()
@@ -559,11 +546,8 @@ def curve_of(buffer: Watched) -> list[Moment]:
     stats, (inserted, sampled) = buffer.stats(), core.counted()
     points.append((max(time.time(), points[-1][0] + 1e-3) if points else time.time(), inserted, sampled))
     behind = inserted - stats["write_count"], sampled - stats["sample_count"]
-    rising = [at for at in range(len(points)) if at == 0 or points[at][0] > points[at - 1][0]]
-    return [
-        (points[at][0], {"write_count": points[at][1] - behind[0], "sample_count": points[at][2] - behind[1]})
-        for at in rising
-    ]
+    rising = [point for at, point in enumerate(points) if at == 0 or point[0] > points[at - 1][0]]
+    return [(at, {"write_count": wrote - behind[0], "sample_count": drew - behind[1]}) for at, wrote, drew in rising]
 
 
 def _axes(ax: Axes | None) -> Axes:

@@ -616,12 +616,8 @@ class SamplerEnsemble(_Samplers):
                 source.were_read(draw)
             draws.append(draw)
         index = {"index": torch.stack([draw.rows for draw in draws]), "buffer_ids": torch.tensor(ids, device="cpu")}
-        shared = set.intersection(*(set(draw.info) for draw in draws))
-        info = {
-            entry: torch.stack([torch.as_tensor(draw.info[entry]) for draw in draws])
-            for entry in draws[0].info
-            if entry in shared
-        }
+        shared = [entry for entry in draws[0].info if all(entry in draw.info for draw in draws)]
+        info = {entry: torch.stack([torch.as_tensor(draw.info[entry]) for draw in draws]) for entry in shared}
         kind, batch = tensordict_type(), [len(ids)]
         return kind(index, batch_size=batch), kind(info, batch_size=batch)
 

@@ -183,10 +183,8 @@ class OfflineToOnlineReplayBuffer(Generic[Batch]):
         if size is None:
             raise ValueError("sample: batch_size: expected a number of rows, here or in the constructor, got none.")
         offline = size if not len(self.online_buffer) else round(self._offline_fraction * size)
-        if offline == size:
-            batch = _anonymous(self.offline_buffer.sample(size))
-        elif offline == 0:
-            batch = _anonymous(self.online_buffer.sample(size))
+        if offline in (0, size):
+            batch = _anonymous((self.offline_buffer if offline else self.online_buffer).sample(size))
         elif self.online_buffer.storage.is_ragged:
             dataset = self.offline_buffer
             if not isinstance(dataset, ReplayBuffer) or not dataset.storage.is_ragged:
@@ -196,10 +194,8 @@ class OfflineToOnlineReplayBuffer(Generic[Batch]):
             both = (Member(0, dataset), offline), (Member(1, self.online_buffer), size - offline)
             batch = cast("Batch", concatenated(both))
         else:
-            batches = (
-                _anonymous(self.offline_buffer.sample(offline)),
-                _anonymous(self.online_buffer.sample(size - offline)),
-            )
+            of_dataset, of_online = self.offline_buffer.sample(offline), self.online_buffer.sample(size - offline)
+            batches = _anonymous(of_dataset), _anonymous(of_online)
             batch = join(batches, ("of the dataset", "of the online buffer"), torch.cat)
         return batch if self._transform is None else self._transform(batch)
 

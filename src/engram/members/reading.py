@@ -180,13 +180,10 @@ class Member:
             return [drawn]
         n = drawn.rows.shape[0] // parts
         storage = self.wiring.storage
+        each = (slice(begin, begin + n) for begin in range(0, parts * n, n))
         return [
-            Drawn(
-                storage.some(drawn.columns, slice(begin, begin + n)),
-                drawn.rows[begin : begin + n],
-                {key: value[begin : begin + n] for key, value in drawn.info.items()},
-            )
-            for begin in range(0, parts * n, n)
+            Drawn(storage.some(drawn.columns, of), drawn.rows[of], {key: it[of] for key, it in drawn.info.items()})
+            for of in each
         ]
 
     def finished(self, drawn: Drawn) -> object:
@@ -339,11 +336,9 @@ class EnsembleReadPath(read_path.ReadPath):
             found = [(part, part.drawn.info.get(key)) for part in parts]
             values = [value for _, value in found if value is not None]
             if len(values) < len(found) and key in MISSING:
-                like = values[0]
+                like, default = values[0], MISSING[str(key)]
                 values = [
-                    like.new_full((len(part.drawn.rows), *like.shape[1:]), MISSING[str(key)])
-                    if value is None
-                    else value
+                    like.new_full((len(part.drawn.rows), *like.shape[1:]), default) if value is None else value
                     for part, value in found
                 ]
             if len(values) == len(found):

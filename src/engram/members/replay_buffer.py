@@ -44,13 +44,8 @@ T = TypeVar("T")
 Components = TypeVar("Components", bound=Sized)
 
 #: Methods of components that an ensemble never calls, as each member has its own, and what to override in their place.
-_OF_MEMBERS = {
-    **dict.fromkeys(
-        ("sample", "get", "set", "add", "extend", "mark_update", "get_insert_index", "_empty"),
-        "that of the components of members",
-    ),
-    "generations_of": "",  # which is called
-}
+_UNCALLED = ("sample", "get", "set", "add", "extend", "mark_update", "get_insert_index", "_empty")
+_OF_MEMBERS = {**dict.fromkeys(_UNCALLED, "that of the components of members"), "generations_of": ""}  # it is called
 
 
 def check_components(call: str, given: object, kind: type[Components], members: int) -> Components:
@@ -190,13 +185,9 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
         self._rbs: tuple[ReplayBuffer[Batch], ...] = tuple(rbs)
         self._routing = Routing(routing_key, routing_dim)
         self._settings = Settings(who, batch_size, others.get("prefetch"), None, others.get("output", "torch"), None)
-        wiring = Wiring(
-            cast("StorageEnsemble", storages),
-            Compose.of(transform),
-            collate_fn=collate_fn,
-            pinning=pinning_for(others.get("pin_memory"), who),
-            generator=others.get("generator"),
-        )
+        both = cast("StorageEnsemble", storages), Compose.of(transform)
+        pinning, generator = pinning_for(others.get("pin_memory"), who), others.get("generator")
+        wiring = Wiring(*both, collate_fn=collate_fn, pinning=pinning, generator=generator)
         self._assemble(wiring, samplers, cast("WriterEnsemble", writers))
         if others.get("shared"):
             self.share()
@@ -847,15 +838,12 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
     def __getstate__(self) -> dict[str, object]:
         wiring, sampler = self._wiring, self._wiring.sampler
         generator = None if wiring.generator is None else wiring.generator.get_state().numpy()
+        choice = {"p": sampler.p, "sample_from_all": sampler.sample_from_all, "num_buffer_sampled": sampler.asked_parts}
         return {
             "_rbs": self._rbs,
             "_routing": self._routing,
             "_settings": self._settings,
-            "_choice": {
-                "p": sampler.p,
-                "sample_from_all": sampler.sample_from_all,
-                "num_buffer_sampled": sampler.asked_parts,
-            },
+            "_choice": choice,
             "_around": (wiring.transform, wiring.collate_fn, wiring.pinning, generator, wiring.gate),
             "_prefetched": None if self._prefetching is None or self.shared else self._prefetching.copy(),
         }
@@ -904,11 +892,9 @@ def _made(
         )
     rbs: list[ReplayBuffer[Batch]] = []
     parts = zip(storages.storages, samplers.samplers, writers.writers, transforms, collates, strict=True)
-    for storage, sampler, writer, transform, collate_fn in parts:
+    for storage, sampler, writer, transform, how in parts:
         with naming(len(rbs)):
             rbs.append(
-                ReplayBuffer(
-                    storage=storage, sampler=sampler, writer=writer, transform=transform, collate_fn=collate_fn
-                )
+                ReplayBuffer(storage=storage, sampler=sampler, writer=writer, transform=transform, collate_fn=how)
             )
     return tuple(rbs)

@@ -74,9 +74,8 @@ class Routing:
             raise ValueError(
                 f"extend: routing_dim={self.dim}: expected {members} entries, one for each member, got {batch[dim]} of {list(batch)}."
             )
-        shape = [1] * len(batch)
-        shape[dim] = members
-        return torch.arange(members, device="cpu").reshape(shape).expand(batch).reshape(-1)
+        outer, inner = batch[:dim].numel(), batch[dim + 1 :].numel()
+        return torch.arange(members, device="cpu").repeat_interleave(inner).repeat(outer)
 
 
 class RoutedWrites:
@@ -184,11 +183,8 @@ class RoutedWrites:
             updated[share.at], numbers[share.at] = made.updated.cpu(), made.generation.cpu()
             if rejected is not None and made.version_rejected is not None:
                 rejected[share.at] = made.version_rejected.cpu()
-        return ConditionalUpdateResult(
-            updated=updated.reshape(shape),
-            version_rejected=None if rejected is None else rejected.reshape(shape),
-            generation=numbers.reshape(shape),
-        )
+        rejected = None if rejected is None else rejected.reshape(shape)
+        return ConditionalUpdateResult(updated.reshape(shape), rejected, numbers.reshape(shape))
 
     def update_priority(self, index: object, priority: object, generation: torch.Tensor | None) -> None:
         """What ``ReplayBufferEnsemble.update_priority`` does."""
@@ -223,10 +219,9 @@ class RoutedWrites:
         """What ``ReplayBufferEnsemble.update_tensordict_priority`` does."""
         taking = [member for member in self._members if member.wiring.of_sampler.takes_priorities]
         if taking:
-            buffers = (
-                member.buffer for member in taking if isinstance(member.buffer, tensordict.TensorDictReplayBuffer)
-            )
-            key = next((buffer.priority_key for buffer in buffers), "td_error")
+            buffers = (member.buffer for member in taking)
+            keys = (it.priority_key for it in buffers if isinstance(it, tensordict.TensorDictReplayBuffer))
+            key = next(keys, "td_error")
             index, priority, generation = tensordict.priorities_in(data, key, "TensorDictReplayBuffer")
             errors = taking[0].wiring.source.reduced(priority.reshape(data.numel(), -1))
             self.update_priority(index, errors, generation)

@@ -60,29 +60,23 @@ class Awaited(Servers, Protocol):
         Raises ``ConnectionError``: it does not answer; ``OSError``: no space.
         """
 
-    @property
-    def servers(self) -> Servers:
-        """By which its store is reached once it is there."""
-
 
 class AtServers(Access):
-    """The servers of one store, which the first write makes. As long as it is not there, they say no schema."""
+    """The servers of one store, which the first write makes. As long as it is not there, they say no schema.
+
+    They never stand for another store.
+    """
 
     def serve(self, schema: str | None) -> Found | None:
         """As :class:`Awaited`."""
-        connection = Connection(self.servers)
+        connection = Connection(self)
         try:
             if schema is not None and not connection.served.schema:
                 connection.ask("make", protocol.Make(schema), dict)
             there = schema is not None or bool(connection.served.schema)
         finally:
             connection.close()
-        return Access.find(self, None) if there else None
-
-    @property
-    def servers(self) -> Access:
-        """As :class:`Awaited`. They never stand for another store."""
-        return Access(*self)
+        return self.find(None) if there else None
 
 
 class OneStore:
@@ -98,11 +92,11 @@ class OneStore:
         self._shard = shard
 
     def find(self) -> ServedStorage | None:
-        return None if self._shard.serve(None) is None else RemoteStorage(Connection(self._shard.servers))
+        return None if self._shard.serve(None) is None else RemoteStorage(Connection(self._shard))
 
     def make(self, schema: str) -> ServedStorage:
         self._shard.serve(schema)
-        return RemoteStorage(Connection(self._shard.servers))
+        return RemoteStorage(Connection(self._shard))
 
     def __str__(self) -> str:
         return f"RemoteStorage({self._shard})"
@@ -110,16 +104,15 @@ class OneStore:
 
 def awaited_at(stores: Stores, served: protocol.Served) -> AwaitedStorage:
     """The storage of stores that the first write makes, of which a server has said this."""
-    return AwaitedStorage(
-        stores, Described(object, served, _geometry.Geometry(served.requested_size, served.lanes), "", {})
-    )
+    geometry = _geometry.Geometry(served.requested_size, served.lanes)
+    return AwaitedStorage(stores, Described(object, served, geometry, "", {}))
 
 
 class _Awaited:
     """``memory`` of a storage whose store is looked for, until it is there and lies before this in the instance."""
 
     def __get__(self, storage: AwaitedStorage | None, _: type[object]) -> Store | None:
-        return None if storage is None else storage.inspect()
+        return None if storage is None or storage.there is None else vars(storage)["memory"]
 
 
 def _of_store(method: Method, before: object = None) -> Method:
@@ -166,13 +159,13 @@ class AwaitedStorage(ServedStorage):
         self._there: ServedStorage | None = None
         self.ndim = described.geometry.ndim
 
-    def inspect(self) -> Store | None:
-        """Connect to the store, if it is there. Raises as ``ReplayBuffer.connect``."""
+    @property
+    def there(self) -> ServedStorage | None:
+        """The storage over a connection; None: nothing was written. Raises as ``ReplayBuffer.connect``."""
         with self._lock:
             if self._there is None:
                 self._take(self._stores.find())
-            found: Store | None = vars(self).get("memory")
-        return found
+            return self._there
 
     def _take(self, there: ServedStorage | None) -> None:
         if there is not None:
@@ -194,12 +187,6 @@ class AwaitedStorage(ServedStorage):
                 structure = _structure.Structure.of(data, batched=n is not None, call=call, dtypes=geometry.dtypes)
                 structure.flatten(data, n, call)
                 self._take(self._stores.make(encode(geometry.schema(structure, columns)).decode()))
-
-    @property
-    def there(self) -> ServedStorage | None:
-        """The storage over a connection; None: nothing was written. Raises as :meth:`inspect`."""
-        self.inspect()
-        return self._there
 
     limit = _of_store(ServedStorage.limit, _unmade("limit"))
     consumer_version = _of_store(ServedStorage.consumer_version, _unmade("consumer_version"))

@@ -39,9 +39,8 @@ class MemberList(NamedTuple):
         """
         if self.text.startswith(_FILE):
             path = Path(self.text.removeprefix(_FILE))
-            with raise_as(
-                ValueError, f"connect: {path}: expected a text in UTF-8, got other bytes", UnicodeDecodeError
-            ):
+            damaged = f"connect: {path}: expected a text in UTF-8, got other bytes"
+            with raise_as(ValueError, damaged, UnicodeDecodeError):
                 lines = [line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
             if not any(lines):
                 raise ValueError(f"connect: {path}: expected an address of a server in each line, got none.")

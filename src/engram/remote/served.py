@@ -349,15 +349,9 @@ class ServedStorage(Storage, ServedRows):
     ) -> tuple[list[torch.Tensor], int]:
         self.adopt_fields()
         structure = self.structure
+        known = structure if self.ndim == 1 else None
         data, n, _ = _columns.rows_of_written(
-            data,
-            self,
-            call,
-            structure.dtypes,
-            batched=batched,
-            count=count,
-            known=structure if self.ndim == 1 else None,
-            ignored=ignored,
+            data, self, call, structure.dtypes, batched=batched, count=count, known=known, ignored=ignored
         )
         return structure.flatten(data, n, call, ignored), n or 1
 
@@ -411,13 +405,10 @@ class RemoteSampler(OfServer, _base.DeclaredSampler):
     traits = Traits()
 
     def __init__(self, served: Served) -> None:
+        names = served.traits_of_sampler
+        # It consumes nothing: the server writes over rows that are used up.
         self.traits = _traits(
-            served.traits_of_sampler,
-            draws_uniformly=False,
-            reads_natively=True,
-            can_rewind=False,
-            listens=False,
-            consumes=False,  # the server writes over rows that are used up
+            names, draws_uniformly=False, reads_natively=True, can_rewind=False, listens=False, consumes=False
         )
         self.computed_keys = {key[0] if len(key) == 1 else tuple(key): flat for key, flat in served.computed_keys}
         self.draws_of_a_row = served.draws_of_a_row

@@ -104,11 +104,6 @@ class Shard:
         """Servers in the cluster have no certificates of their own. An actor that is started again is waited for."""
         return Access((), None, (), self.patience_s)
 
-    @property
-    def servers(self) -> Shard:
-        """As ``Awaited``: it finds them."""
-        return self
-
     def turn(self) -> int:
         """A number that no other client gets, as long as the actor lives; any number where it does not answer."""
         try:
@@ -203,10 +198,8 @@ class ShardSavers:
     ) -> dict[object, int]:
         """Call a method of the savers of some ranks, or of all: what the answers are of."""
         every = range(len(self._shards)) if ranks is None else ranks
-        return {
-            self._shards[rank].actor.saver.options(**(options or _SAVING)).remote(name, self._key, *arguments): rank
-            for rank in every
-        }
+        savers = {rank: self._shards[rank].actor.saver.options(**(options or _SAVING)) for rank in every}
+        return {saver.remote(name, self._key, *arguments): rank for rank, saver in savers.items()}
 
     def _answers(self, what: str, pending: dict[object, int], seconds: float, lost: Lost | None = None) -> list[Any]:
         """What actors answer.
@@ -299,9 +292,8 @@ class ShardSavers:
         """The report of the restore: that of the first rank, with the sums of all."""
         self._ready()
         try:
-            reports = self._answers(
-                "restore", self._ask("restore", wanted, options), self._timeout, lost=self._break_off
-            )
+            asked = self._ask("restore", wanted, options)
+            reports = self._answers("restore", asked, self._timeout, lost=self._break_off)
         except BaseException:  # rows may be gone by now: batches drawn before are of none
             with contextlib.suppress(ConnectionError):
                 self._restored()

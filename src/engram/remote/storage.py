@@ -320,9 +320,8 @@ class RemoteStorage(ServedStorage):
                     if self._writing.resumed != resumed:  # the first one may have been written
                         raise ConnectionError(DOUBTFUL) from error
                 except RateLimited as error:  # nothing was written now, and the number stays the next one
-                    if (
-                        lanes > 1 and self._writing.resumed != resumed
-                    ):  # some of its lanes may have been, by another server
+                    # some of its lanes may have been, by another server
+                    if lanes > 1 and self._writing.resumed != resumed:
                         self._rename()
                         raise ConnectionError(DOUBTFUL) from error
                     raise native.NotAdmitted(batch.num_rows) from None
@@ -413,9 +412,8 @@ class RemoteStorage(ServedStorage):
         """What ``ReplayBuffer.end_trajectory`` does."""
         with self._arrived():
             named = [([key] if isinstance(key, str) else list(key), role) for key, role in (roles or {}).items()]
-            rows = self.connection.ask(
-                "end_trajectory", protocol.EndTrajectory(lanes.tolist(), terminated, named), list[int]
-            )
+            command = protocol.EndTrajectory(lanes.tolist(), terminated, named)
+            rows = self.connection.ask("end_trajectory", command, list[int])
             return torch.tensor(rows, dtype=torch.int64, device="cpu")
 
     def limit_part(self, limit: protocol.Limit) -> None:

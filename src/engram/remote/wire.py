@@ -15,7 +15,7 @@ import torch
 
 from engram._support.native import Layout, received
 from engram.format.schema import DTYPES, Field, Schema
-from engram.store.memory import DTYPE_NAMES, DTYPE_OF, DlpackSpec, dlpack_specs
+from engram.store.memory import DTYPE_NAMES, DTYPE_OF, dlpack_specs
 from engram.store.ragged_rows import Items, items_in, offsets_of
 
 Received: TypeAlias = Callable[[], list[torch.Tensor]]
@@ -65,10 +65,8 @@ def fields_of(schema: Schema) -> list[Column]:
     """The columns of a store's rows: field ``k`` is called ``k:`` and its key."""
     whats = [it.ragged or it for it in schema.fields]
     names = [f"{k}{MARK}{'/'.join(it.key)}" for k, it in enumerate(schema.fields)]
-    return [
-        Column(name, it.dtype, tuple(it.shape), it is not field)
-        for name, it, field in zip(names, whats, schema.fields, strict=True)
-    ]
+    each = zip(names, whats, schema.fields, strict=True)
+    return [Column(name, it.dtype, tuple(it.shape), it is not field) for name, it, field in each]
 
 
 def written_columns(schema: Schema) -> list[Column]:
@@ -294,19 +292,12 @@ class _ItemsOf(NamedTuple):
         count, size = len(array) + 1, 0 if raw is None else raw.size
         offsets = torch.frombuffer(bytearray(ends or bytes(8)), dtype=torch.int64)[:count]
         items = offsets // column.nbytes
-        if (
-            array.null_count
-            or array.offset
-            or len(offsets) < count
-            or int(offsets[0]) != 0
-            or int(offsets[-1]) > size
-            or bool((offsets.diff() < 0).any())
-            or not torch.equal(items * column.nbytes, offsets)
-        ):
+        lacks = array.null_count or array.offset or len(offsets) < count or int(offsets[0]) or int(offsets[-1]) > size
+        if lacks or bool((offsets.diff() < 0).any()) or not torch.equal(items * column.nbytes, offsets):
             raise ValueError(
                 f"column {column.name!r:.80}: expected offsets of whole items within those that came, which rise, without nulls."
             )
-        return cls(raw if raw is not None else _NOTHING, _layout_of_items(column), items)
+        return cls(_NOTHING if raw is None else raw, _layout((column._replace(ragged=False),))[0], items)
 
     def rows(self, begin: int, size: int) -> Items:
         """Those of a batch."""
@@ -326,13 +317,5 @@ def _with_items(plain: Received, ragged: Mapping[int, _ItemsOf], begin: int, siz
 @lru_cache
 def _layout(columns: tuple[Column, ...]) -> tuple[Layout, list[int]]:
     """What makes tensors of columns that are not ragged, and the bytes of a row of each column."""
-    return Layout(_specs([it for it in columns if not it.ragged])), [it.nbytes for it in columns]
-
-
-@lru_cache
-def _layout_of_items(column: Column) -> Layout:
-    return Layout(_specs([column]))
-
-
-def _specs(columns: Sequence[Column]) -> list[DlpackSpec]:
-    return dlpack_specs([Field((it.name,), it.dtype, it.shape) for it in columns])
+    fields = [Field((it.name,), it.dtype, it.shape) for it in columns if not it.ragged]
+    return Layout(dlpack_specs(fields)), [it.nbytes for it in columns]

@@ -108,10 +108,8 @@ class Reshard:
         """
         seed = seed_of(checkpoint, len(self.targets), rank)
         generator = torch.Generator().manual_seed(seed).get_state()
-        others = [
-            (name, it.type, saved_parts.reset(name, it.state, seed, generator))
-            for name, it in self.leader_parts(checkpoint).items()
-        ]
+        leading = self.leader_parts(checkpoint).items()
+        others = [(name, it.type, saved_parts.reset(name, it.state, seed, generator)) for name, it in leading]
         return [(part, kind, state) for part, kind, state in others if state != saved_parts.EMPTY.get(part)]
 
     def leader_parts(self, checkpoint: checkpoints.Checkpoint) -> dict[str, saved_parts.SavedPart]:
@@ -290,8 +288,7 @@ def _load(made: Reshard, rank: int) -> dict[str, int]:
     steps = counted(made.plan.lane[mine], made.plan.steps[mine], target.lanes)[:, 1]
     return {
         "rank": rank,
-        "lanes": target.lanes,
-        "lane_length": target.lane_length,
+        **target._asdict(),
         "episodes": int(mine.sum()),
         "steps": int(steps.sum()),
         "smallest_lane": int(steps.min()),
@@ -379,9 +376,8 @@ def disagreements(checkpoint: checkpoints.Checkpoint, made: Reshard) -> list[str
     for rank in written:
         if rank == taken:
             continue
-        theirs = _state(
-            made.shards[rank], saved_parts.read_parts(checkpoint, rank, without=(saved_parts.STORAGE, *_RESET))
-        )
+        parts = saved_parts.read_parts(checkpoint, rank, without=(saved_parts.STORAGE, *_RESET))
+        theirs = _state(made.shards[rank], parts)
         for where, here, there in _differences(ours, theirs, ""):
             if where not in found:
                 found[where] = [f"rank {names[taken]}{_said(here)}"]
@@ -402,11 +398,8 @@ def disagreements(checkpoint: checkpoints.Checkpoint, made: Reshard) -> list[str
 def _state(shard: plans.SavedShard, parts: Mapping[str, saved_parts.SavedPart]) -> dict[str, object]:
     """All of it that could matter to others."""
     storage = shard.head
-    state: dict[str, object] = {
-        "priorities": {name: {_OF_PRIORITIES: it[_OF_PRIORITIES]} for name, it in storage["priorities"].items()},
-        "windows": storage["windows"],
-        "transforms": {},
-    }
+    priorities = {name: {_OF_PRIORITIES: it[_OF_PRIORITIES]} for name, it in storage["priorities"].items()}
+    state: dict[str, object] = {"priorities": priorities, "windows": storage["windows"], "transforms": {}}
     return state | {key: saved_parts.reset(key, it.state, 0, None) for key, it in parts.items() if key not in _RESET}
 
 

@@ -274,9 +274,8 @@ def _blocks(reader: part_reader.PartReader, runs: Ints, columns: int, block: int
     first = np.maximum(end - block * columns, runs[run, 1])
     length = reader.geometry.lane_length  # type: ignore[union-attr] # it has runs
     last = runs[run, 0] * length + (end - columns) % live[runs[run, 0]]
-    return np.stack(
-        [runs[run, 0], first, end, numbers[last], np.full(len(run), description.HAS_FIRST | description.HAS_LAST)], 1
-    )
+    flags = np.full(len(run), description.HAS_FIRST | description.HAS_LAST)
+    return np.stack([runs[run, 0], first, end, numbers[last], flags], 1)
 
 
 def open_shards(checkpoint: checkpoints.Checkpoint, stack: contextlib.ExitStack) -> list[SavedShard]:
@@ -286,10 +285,8 @@ def open_shards(checkpoint: checkpoints.Checkpoint, stack: contextlib.ExitStack)
         CorruptCheckpoint: a shard is missing, or a table is damaged.
         IncompatibleCheckpoint: rows that are in no trajectory, as those of lists.
     """
-    return [
-        open_shard(stack.enter_context(parts.open_storage(checkpoint, rank)))
-        for rank in range(checkpoint.manifest.world)
-    ]
+    readers = (parts.open_storage(checkpoint, rank) for rank in range(checkpoint.manifest.world))
+    return [open_shard(stack.enter_context(reader)) for reader in readers]
 
 
 def saved_fields(checkpoint: checkpoints.Checkpoint) -> tuple[schema.PartField, ...]:
@@ -354,19 +351,9 @@ def plan_by_trajectory(
         gap[kept[_last_of_lanes(rank, lane)]] = True
     drops = dropped_by(reason, shard, steps, len(sources))
     drops[:, DROPPED.index("overflow"), 1] += counted(shard[kept], skipped[kept], len(sources))[:, 1]
-    return ReshardPlan(
-        rank,
-        lane,
-        position,
-        shard[kept],
-        number[kept],
-        skipped[kept],
-        (steps - skipped)[kept],
-        ~tail[kept] & (incomplete.open == "truncate"),
-        gap[kept],
-        len(targets),
-        drops,
-    )
+    runs = shard[kept], number[kept], skipped[kept], (steps - skipped)[kept]
+    truncated = ~tail[kept] & (incomplete.open == "truncate")
+    return ReshardPlan(rank, lane, position, *runs, truncated, gap[kept], len(targets), drops)
 
 
 def _joined(parts: Iterable[Ints]) -> Ints:
@@ -458,19 +445,9 @@ def plan_by_rank(
     kept, rank = kept[by_age], rank[by_age]
     position = within(np.bincount(rank, minlength=len(targets)))
     none, left = np.zeros(len(rank), bool), shard[best_first[len(rank) :]]
-    return ReshardPlan(
-        rank,
-        np.zeros_like(rank),
-        position,
-        shard[kept],
-        number[kept],
-        np.zeros_like(rank),
-        np.ones_like(rank),
-        none,
-        none,
-        len(targets),
-        dropped_by(np.full(len(left), DROPPED.index("overflow")), left, np.ones(len(left), np.int64), len(sources)),
-    )
+    drops = dropped_by(np.full_like(left, DROPPED.index("overflow")), left, np.ones_like(left), len(sources))
+    lane, runs = np.zeros_like(rank), (shard[kept], number[kept], np.zeros_like(rank), np.ones_like(rank))
+    return ReshardPlan(rank, lane, position, *runs, none, none, len(targets), drops)
 
 
 def _round_robin(room: Sequence[int], n: int) -> Ints:

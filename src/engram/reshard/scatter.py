@@ -95,18 +95,9 @@ def put(source: Tensor, begin: int, extents: Extents, tensor: Tensor) -> None:
     near = extents.near(begin, end)
     if tensor.is_cpu:
         size = source.nbytes // max(1, len(source))
-        native.place_runs(
-            source.data_ptr(),
-            begin,
-            len(source),
-            torch.from_numpy(near.first),
-            torch.from_numpy(near.target),
-            torch.from_numpy(near.rows),
-            tensor.data_ptr(),
-            len(tensor),
-            size,
-            size if tensor.is_contiguous() else tensor.stride(0) * tensor.element_size(),
-        )
+        stride = size if tensor.is_contiguous() else tensor.stride(0) * tensor.element_size()
+        runs = torch.from_numpy(near.first), torch.from_numpy(near.target), torch.from_numpy(near.rows)
+        native.place_runs(source.data_ptr(), begin, len(source), *runs, tensor.data_ptr(), len(tensor), size, stride)
         return
     at, to = (torch.from_numpy(column) for column in _pairs(near, begin, end))
     flat = tensor.reshape(len(tensor), -1).view(torch.uint8)
@@ -235,11 +226,9 @@ class Numbering:
             newer, runs = behind[its], shard.source.runs
             covered = np.append(0, (runs[:, 2] - runs[:, 1]).cumsum())
             one, other = self._run[newer - 1], self._run[newer]
-            goes_on[its] = (
-                (_next_alike(shard, self._keys[0])[one] == other)
-                & (covered[other] - covered[one + 1] == between[its])
-                & (self._plan.skipped[self._mine[newer]] == 0)
-            )
+            alike = _next_alike(shard, self._keys[0])[one] == other
+            whole = self._plan.skipped[self._mine[newer]] == 0
+            goes_on[its] = alike & (covered[other] - covered[one + 1] == between[its]) & whole
         return goes_on
 
 
@@ -400,11 +389,8 @@ class Scatter:
             offset = begin % ring
             before = np.minimum(steps, ring - offset)  # up to the end of the ring
             wraps = steps > before
-            found = Extents(
-                np.concatenate([start + offset, start[wraps]]),
-                np.concatenate([target, (target + before)[wraps]]),
-                np.concatenate([before, (steps - before)[wraps]]),
-            )
+            both = (start + offset, start[wraps]), (target, (target + before)[wraps]), (before, (steps - before)[wraps])
+            found = Extents(*map(np.concatenate, both))
         order = found.first.argsort(kind="stable")
         return Extents(found.first[order], found.target[order], found.rows[order])
 
@@ -415,9 +401,8 @@ class Scatter:
         plan, mine = self._plan, self._mine
         _check_range(self._fields, "env_id", self._env_offset + self._schema.lanes - 1, "lanes")
         _check_range(self._fields, "traj_id", len(mine) - 1, "trajectories")
-        _check_range(
-            self._fields, "position", int((plan.position + plan.steps)[mine].max(initial=0)) - 1, "rows in a lane"
-        )
+        rows = int((plan.position + plan.steps)[mine].max(initial=0))
+        _check_range(self._fields, "position", rows - 1, "rows in a lane")
 
     def take_items(self, state: Mapping[str, Tensor], here: schemas.Schema, where: str) -> None:
         """As for every :class:`~engram.saved.ragged.RaggedRowsSource`."""
@@ -469,11 +454,8 @@ class Scatter:
 
     def _rewrite(self, tensors: Sequence[Tensor]) -> None:
         plan = self._plan
-        rewritten = [
-            (field.role, tensor)
-            for field, tensor in zip(self._fields, tensors, strict=True)
-            if field.role in ("env_id", "traj_id", "position")
-        ]
+        roles = zip((field.role for field in self._fields), tensors, strict=True)
+        rewritten = [(role, tensor) for role, tensor in roles if role in ("env_id", "traj_id", "position")]
         steps, lane, position = plan.steps[self._mine], plan.lane[self._mine], plan.position[self._mine]
         shift = np.zeros(len(self._mine), np.int64)
         if any(role == "position" for role, _ in rewritten):
@@ -534,9 +516,8 @@ def _place_leaves(shard: SavedShard, extents: Extents, name: str, leaves: Tensor
         raise corrupt(
             reader.folder, f"priorities {name!r}: expected a float64 one of [n], got {array.dtype} {array.shape}"
         )
-    for low, raw in windows(
-        reader, Stretch(reader.array_file(found["$array"]), 0, 0, 0, array.shape[0]), extents, 8, memory
-    ):
+    stretch = Stretch(reader.array_file(found["$array"]), 0, 0, 0, array.shape[0])
+    for low, raw in windows(reader, stretch, extents, 8, memory):
         put(raw.view(torch.float64), low, extents, leaves)
 
 

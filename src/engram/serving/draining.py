@@ -87,10 +87,8 @@ def drained(address: str, to: str, *, evict: bool, **how: Unpack[Reaching]) -> I
 
     Raises as ``ReplayBuffer.connect``, and as :func:`drain`.
     """
-    server, others = (
-        Connection(Way(patience=0.0, **how).access(address, "drain")),
-        Way(patience=0.0, **how).access(to, "drain"),
-    )
+    way = Way(patience=0.0, **how)
+    server, others = Connection(way.access(address, "drain")), way.access(to, "drain")
     own = [at for at, answer in ask_servers(others, "skip").items() if answer.store == server.served.store]
     addresses, since = [at for at in others.addresses if at not in own], time.monotonic()
     command = protocol.Drain([*map(str, addresses)], evict, names=[at.certified for at in addresses])
@@ -139,9 +137,8 @@ def _noted(storage: Storage) -> tuple[Path, Note | None]:
     path = Path(str(cast("TensorStorage", storage).store.directory), layout.FOLDER, "draining")
     damaged = f"{path}: expected which rows a drain had on their way, got other bytes. Compare the stores, and remove the file"
     with raise_as(CorruptStore, damaged, msgspec.MsgspecError):
-        return path, msgspec.msgpack.decode(
-            files.read_small(path, 1 << 20), type=Note | None
-        ) if path.exists() else None
+        raw = files.read_small(path, 1 << 20) if path.exists() else None
+        return path, None if raw is None else msgspec.msgpack.decode(raw, type=Note | None)
 
 
 def finish(storage: Storage) -> None:

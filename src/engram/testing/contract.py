@@ -123,20 +123,11 @@ def refuses(call: Callable[[], object]) -> bool:
 def steps(first: int, n: int) -> TensorDict:
     """``n`` steps of episodes of eight: each says which step it is."""
     step = torch.arange(first, first + n)
-    return TensorDict(
-        {
-            "step": step,
-            "observation": torch.stack([step, -step], 1).float(),
-            "episode": step // 8,
-            "next": {
-                "observation": torch.stack([step + 1, -step - 1], 1).float(),
-                "reward": step.unsqueeze(1).float(),
-                "done": (step % 8 == 7).unsqueeze(1),
-                "terminated": (step % 8 == 7).unsqueeze(1),
-            },
-        },
-        batch_size=[n],
-    )
+    done = (step % 8 == 7).unsqueeze(1)
+    after = {"observation": torch.stack([step + 1, -step - 1], 1).float(), "reward": step.unsqueeze(1).float()}
+    after |= {"done": done, "terminated": done.clone()}
+    before = {"step": step, "observation": torch.stack([step, -step], 1).float(), "episode": step // 8}
+    return TensorDict({**before, "next": after}, batch_size=[n])
 
 
 def same(one: object, other: object) -> bool:

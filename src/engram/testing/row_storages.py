@@ -74,16 +74,13 @@ class RowStorageContract(Contract):
             step += n
             filled = columns.extent().filled[0]
             check(filled == len(held), f"expected {len(held)} rows after write(), got {filled}")
-            check(
-                sorted(held) == list(range(len(held))), f"expected place() to leave no gap, got the rows {sorted(held)}"
-            )
+            said = f"expected place() to leave no gap, got the rows {sorted(held)}"
+            check(sorted(held) == list(range(len(held))), said)
             self._check_read(columns, list(held), list(held.values()), "after write()")
             if columns.in_order:
                 expected = [(before.seam[0] + i) % _CAPACITY for i in range(n)]
-                check(
-                    rows == expected,
-                    f"expected place() to go on at the seam, {expected}, as in_order declares, got {rows}",
-                )
+                said = f"expected place() to go on at the seam, {expected}, as in_order declares, got {rows}"
+                check(rows == expected, said)
                 seam = (rows[-1] + 1) % _CAPACITY
                 check(columns.extent().seam == (seam,), f"expected the seam {seam}, got {columns.extent().seam[0]}")
 

@@ -39,11 +39,9 @@ class SamplerContract(BufferContract):
         return steps(first, n)
 
     def _buffer(self) -> TensorDictReplayBuffer:
+        storage, generator = LazyTensorStorage(_CAPACITY), torch.Generator().manual_seed(7)
         return TensorDictReplayBuffer(
-            storage=LazyTensorStorage(_CAPACITY),
-            sampler=self.make(_CAPACITY),
-            batch_size=self.batch_size,
-            generator=torch.Generator().manual_seed(7),
+            storage=storage, sampler=self.make(_CAPACITY), batch_size=self.batch_size, generator=generator
         )
 
     def _filled(self, n: int = 40) -> TensorDictReplayBuffer:
@@ -86,10 +84,8 @@ class SamplerContract(BufferContract):
         source.bind(rb.storage)
         rows = source.draw(extent, self.batch_size, 12345).rows
         dead = rows[~extent.contains(rows)].tolist()
-        check(
-            not dead,
-            f"expected draw() to choose live rows, of lanes that are filled up to {extent.filled}, got {dead} too",
-        )
+        said = f"expected draw() to choose live rows, of lanes that are filled up to {extent.filled}, got {dead} too"
+        check(not dead, said)
 
     # ---- what every sampler must do ------------------------------------------------------------------------------------
 
@@ -128,13 +124,11 @@ class SamplerContract(BufferContract):
             rb = self._filled()
             before = torch.get_rng_state(), random.getstate()
             found.append(self._go_on(rb))
-            check(
-                torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate(),
-                "expected draws to leave the random numbers of torch and of Python alone: derive them from the key",
-            )
-        check(
-            found[0] == found[1], "expected the same draws from the same generator: derive random numbers from the key"
-        )
+            alone = torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()
+            said = "expected draws to leave the random numbers of torch and of Python alone: derive them from the key"
+            check(alone, said)
+        said = "expected the same draws from the same generator: derive random numbers from the key"
+        check(found[0] == found[1], said)
 
     def test_written_data_stays_as_it_is(self) -> None:
         rb, data = self._buffer(), self.rows(_FIRST, 16)

@@ -436,10 +436,8 @@ class H5StorageCheckpointer(checkpointers.StorageCheckpointerBase):
         with storage.paused:
             store = checkpointers.store_of_columns(storage, who)
             ring = checkpointers.ring_of(store, who)
-            self._theirs.dumps(
-                _Slots(checkpointers.slots_of(store, ring), ring.live * ring.width, ring.shift, full=ring.full),
-                Path(path),
-            )
+            slots = checkpointers.slots_of(store, ring)
+            self._theirs.dumps(_Slots(slots, ring.live * ring.width, ring.shift, full=ring.full), Path(path))
 
     def loads(self, storage: Storage, path: str | os.PathLike[str]) -> None:
         """Replace the rows of a storage by those of a file, the oldest first. Raises what TorchRL and h5py raise.

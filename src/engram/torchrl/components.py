@@ -209,11 +209,8 @@ class DumpedStorage:
                             f"{name}: field {'.'.join(leaf)!r}: expected one file for it, found those of {other} and {leaf}."
                         )
                     found[".".join(leaf)] = leaf
-                if (
-                    ".".join(folder) in inner
-                    and len(folder) < MAX_DEPTH
-                    and self.folder.is_folder((*self.parts, *folder))
-                ):
+                below = (*self.parts, *folder)
+                if ".".join(folder) in inner and len(folder) < MAX_DEPTH and self.folder.is_folder(below):
                     waiting.append(folder)
         return found
 
@@ -424,12 +421,8 @@ _LOST = {
 
 def find_pickles(folder: Folder, places: Iterable[layouts.Parts]) -> list[str]:
     """Pickles that lie in some folders, and what they hold."""
-    return [
-        f"{'/'.join((*parts, entry))} ({_lost(entry)})"
-        for parts in places
-        for entry in folder.names(parts)
-        if entry.endswith(_PICKLES)
-    ]
+    pickles = ((parts, entry) for parts in places for entry in folder.names(parts) if entry.endswith(_PICKLES))
+    return [f"{'/'.join((*parts, entry))} ({_lost(entry)})" for parts, entry in pickles]
 
 
 def _lost(entry: str) -> str:

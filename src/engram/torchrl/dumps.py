@@ -10,6 +10,7 @@ The module is a :class:`engram.saved.checkpointers.ForeignFormat`.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import stat
@@ -17,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import msgspec
 import torch
@@ -104,10 +105,10 @@ def read(path: StrPath, *, ndim: int = 1, max_bytes: int | None = None) -> Torch
             f"{folder.name(('storage',))}: expected the rows of one buffer, got those of an ensemble. Load the dump into a "
             "ReplayBufferEnsemble of as many buffers."
         )
-    left_out = components.find_pickles(folder, ((), ("sampler",), ("writer",)))
-    dump = _read_buffer(folder, components.Places(), ndim, max_bytes, buffer, left_out)
+    left_out, rng_state = components.find_pickles(folder, ((), ("sampler",), ("writer",))), components.read_rng(folder)
+    dump = _read_buffer(folder, components.Places(), ndim, max_bytes, left_out)
     _tell(path, left_out)
-    return dump
+    return _of_buffer(dump, buffer.batch_size, rng_state, left_out)
 
 
 def read_ensemble(path: StrPath, ndims: Sequence[int], *, max_bytes: int | None = None) -> ForeignEnsemble:
@@ -143,7 +144,7 @@ def read_ensemble(path: StrPath, ndims: Sequence[int], *, max_bytes: int | None 
                 "TorchRL, and dump that by itself."
             )
         left = None if max_bytes is None else max(0, max_bytes - sum(one.nbytes for one in members))
-        members.append(_read_buffer(folder, places, ndim, left, None, left_out))
+        members.append(_read_buffer(folder, places, ndim, left, left_out))
     _tell(path, left_out)
     return ForeignEnsemble(buffer.batch_size, components.read_rng(folder), members)
 
@@ -156,19 +157,21 @@ def _tell(path: StrPath, left_out: Sequence[str]) -> None:
         )
 
 
-def _read_buffer(
-    folder: Folder,
-    places: components.Places,
-    ndim: int,
-    max_bytes: int | None,
-    buffer: components.Buffer | None,
-    left_out: list[str],
+def _of_buffer(
+    rows: TorchRLDump | TorchRLItems, batch_size: int | None, rng_state: Tensor | None, left_out: Sequence[str]
 ) -> TorchRLDump | TorchRLItems:
-    """One buffer, or one of an ensemble, without ``buffer``. Notes what is left out."""
-    batch_size = None if buffer is None else buffer.batch_size
-    rng_state = None if buffer is None else components.read_rng(folder)
+    """The rows of a buffer that is no member of an ensemble."""
+    if isinstance(rows, TorchRLItems):
+        return rows._replace(batch_size=batch_size, rng_state=rng_state, left_out=tuple(left_out))
+    return replace(rows, batch_size=batch_size, rng_state=rng_state, left_out=tuple(left_out))
+
+
+def _read_buffer(
+    folder: Folder, places: components.Places, ndim: int, max_bytes: int | None, left_out: list[str]
+) -> TorchRLDump | TorchRLItems:
+    """The rows of one buffer, or of one of an ensemble. Notes what is left out."""
     if is_compressed(folder, places.storage):
-        return _read_items(folder, places, max_bytes, left_out)._replace(batch_size=batch_size, rng_state=rng_state)
+        return _read_items(folder, places, max_bytes, left_out)
     if ndim > 2:
         raise IncompatibleCheckpoint(
             f"{folder.path}: expected a storage with ndim of 1 or 2, got {ndim}: a dump does not say in which order the dimensions "
@@ -186,23 +189,22 @@ def _read_buffer(
     position, count = components.read_writer(folder, places.writer, storage)
     priorities = components.read_sampler(folder, places.sampler, storage.length, storage.left_out)
     left_out += storage.left_out
-    found = {} if storage.layout is None else {"_layout": storage.layout}
-    return (TorchRLDump if storage.layout is None else TorchRLSteps)(
+    rows = TorchRLDump(
         path=folder.path,
         capacity=whole.capacity,
         columns=storage.columns,
         length=storage.length,
-        position=position if storage.layout is None else storage.layout.position,
+        position=position,
         write_count=count,
         fields=fields,
         structure=storage.structure,
-        batch_size=batch_size,
         priorities=priorities,
-        rng_state=rng_state,
         left_out=tuple(left_out),
         _files=storage.files,
-        **found,
     )
+    if storage.layout is None:
+        return rows
+    return TorchRLSteps(**{**vars(rows), "position": storage.layout.position, "_layout": storage.layout})
 
 
 def _read_items(folder: Folder, places: components.Places, max_bytes: int | None, left_out: list[str]) -> TorchRLItems:
@@ -395,13 +397,9 @@ class ListedItems:
     @property
     def left_out(self) -> list[str]:
         """What the state does not say, each once."""
-        found = [
-            one
-            for item, said in zip(self._items, self._said, strict=True)
-            if said is not None
-            for one in lost(said, cast("dict[str, object]", item), objects=False)
-        ]
-        return list(dict.fromkeys(found))
+        both = zip(cast("Sequence[dict[str, object]]", self._items), self._said, strict=True)
+        found = (lost(said, item, objects=False) for item, said in both if said is not None)
+        return list(dict.fromkeys(itertools.chain.from_iterable(found)))
 
     def read(self, decompress: Decompress | None, *, whole: bool, without: Collection[str] = ()) -> Iterator[object]:  # noqa: ARG002 - as of items on disk
         """The items in the order of their rows, one by one. Raises ``IncompatibleCheckpoint``, ``ValueError``: no such items."""
@@ -416,12 +414,6 @@ def _copied(leaf: object, _: object) -> object:
     if isinstance(leaf, Tensor):
         return leaf.detach().clone()
     return leaf.clone() if tensordicts.is_tensor_collection(leaf) else leaf
-
-
-class _Tree(Protocol):
-    """TorchRL's, of the priorities of rows."""
-
-    def __getitem__(self, rows: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -445,7 +437,7 @@ def _holds_members(state: _State) -> bool:
     )
 
 
-def read_state(state: _State, ndim: int) -> TorchRLState | TorchRLItems | None:
+def read_state(state: _State, ndim: int) -> TorchRLDump | TorchRLItems | None:
     """Describe and check a state; None: no buffer of TorchRL's returned it. Warns once, naming what of it is left out.
 
     Args:
@@ -464,10 +456,7 @@ def read_state(state: _State, ndim: int) -> TorchRLState | TorchRLItems | None:
     found = _buffer_in(state, ndim, left_out)
     if left_out:
         words.warn(f"{_WHERE}: not read, and lost unless you set it up again: {'; '.join(dict.fromkeys(left_out))}.")
-    out = tuple(left_out)
-    if isinstance(found, TorchRLItems):
-        return found._replace(batch_size=batch_size, rng_state=rng_state, left_out=out)
-    return replace(found, batch_size=batch_size, rng_state=rng_state, left_out=out)
+    return _of_buffer(found, batch_size, rng_state, left_out)
 
 
 def _of_the_buffer(state: _State) -> tuple[int | None, Tensor | None, list[str]]:
@@ -570,7 +559,8 @@ def _priorities(state: _State, length: int) -> DumpedPriorities | None:
     if "_sum_tree" not in state:
         return None
     alpha, beta, eps = (real(state, name, _WHERE) for name in ("_alpha", "_beta", "_eps"))
-    leaves = torch.as_tensor(cast("_Tree", state["_sum_tree"])[torch.arange(length)], dtype=torch.float64).reshape(-1)
+    tree = cast("Mapping[Tensor, Tensor]", state["_sum_tree"])  # TorchRL's, which takes rows as an index
+    leaves = torch.as_tensor(tree[torch.arange(length)], dtype=torch.float64).reshape(-1)
     if leaves.numel() != length or not bool((leaves.isfinite() & (leaves >= 0)).all()):
         raise ValueError(f"{_WHERE}: _sum_tree: expected {length} priorities that are finite and at least 0.")
     value, _ = typed(state, "_max_priority", tuple, _WHERE)

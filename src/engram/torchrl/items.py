@@ -13,10 +13,11 @@ from torch import Tensor
 from engram._support import copies, tensordicts, words
 from engram.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from engram.format import layout, strict
-from engram.format.schema import DTYPES, INTEGER, MAX_DEPTH, Field, Node, Schema, renumbered
+from engram.format.schema import DTYPES, INTEGER, MAX_DEPTH, Field, Node, Schema
 from engram.saved import checkpointers, snapshot
 from engram.saved.folder import Folder, convert
 from engram.store.memory import DTYPE_OF
+from engram.torchrl import layouts
 from engram.torchrl.layouts import Count, DumpedRows, Leaf, Shape, check_bools, check_key, known_dtype, read_tensor
 
 if TYPE_CHECKING:
@@ -80,13 +81,10 @@ class TorchRLDump:
         fields = [field for field in self.fields if field.key not in out]
         if not fields:
             raise IncompatibleCheckpoint(f"{self.path}: expected fields besides {sorted(without)}, got none.")
-        numbers = {field.key: i for i, field in enumerate(fields)}
-        structure = renumbered(
-            self.structure, {i: numbers[f.key] for i, f in enumerate(self.fields) if f.key in numbers}
-        )
+        structure = layouts.structure_of(fields, self.structure, self.fields)
         if like is not None and _fits(structure, like.structure):
-            fields = [fields[numbers[field.key]] for field in like.fields]
-            structure = like.structure
+            found = {field.key: field for field in fields}
+            fields, structure = [found[field.key] for field in like.fields], like.structure
         else:
             _check_containers(structure, [field.name for field in fields], self.path)
         schema = Schema(self.capacity, 1, self.columns, tuple(fields), structure)
@@ -176,12 +174,8 @@ def _kinds_of_numbered(node: Node) -> Iterator[str]:
 def _fits(dumped: Node, like: Node) -> bool:
     """Whether rows of the structure ``like`` would have been dumped as this one."""
     kinds = {"list": ("list", "tuple", "dict")}.get(dumped.kind, (dumped.kind,))
-    return (
-        like.kind in kinds
-        and dumped.batch == like.batch
-        and dumped.children.keys() == like.children.keys()
-        and all(_fits(child, like.children[key]) for key, child in dumped.children.items())
-    )
+    alike = like.kind in kinds and dumped.batch == like.batch and dumped.children.keys() == like.children.keys()
+    return alike and all(_fits(child, like.children[key]) for key, child in dumped.children.items())
 
 
 _DESCRIPTIONS, _PLACES, _DATA = "metadata.json", "data_indices.json", "compressed_data"
@@ -509,9 +503,7 @@ def _tensors(item: _Tensor | _TensorDict | _Other) -> Iterator[tuple[str, _Tenso
     if isinstance(item, _Tensor):
         yield "", item
     elif isinstance(item, _TensorDict):
-        for key, field in item.fields.items():
-            if isinstance(field, _Tensor):
-                yield key, field
+        yield from ((key, field) for key, field in item.fields.items() if isinstance(field, _Tensor))
 
 
 def _values(item: _Tensor | _TensorDict | _Other) -> Iterator[object]:

@@ -71,6 +71,12 @@ def known_dtype(dtype: str, where: str) -> str:
 
 
 #: What a layout notes beside the entries: whether all slots are live, the oldest slot, and sizes of the dimensions that index rows.
+def structure_of(kept: Sequence[Field], whole: Node, fields: Sequence[Field]) -> Node:
+    """The structure of some of the fields whose structure is ``whole``."""
+    numbers = {field.key: number for number, field in enumerate(kept)}
+    return renumbered(whole, {i: numbers[field.key] for i, field in enumerate(fields) if field.key in numbers})
+
+
 FULL, SHIFT, SHAPE = "is_full", "shift", "_storage_shape"
 
 
@@ -303,9 +309,8 @@ class LayoutDump:
             )
         self.length = live * width
         self._origins = origins_of(expanded, keys)
-        self._steps = Steps(
-            self.ring, check_bools(leaves.read(done, 0, self.capacity), leaves.name).reshape(width, slots)
-        )
+        ends = check_bools(leaves.read(done, 0, self.capacity), leaves.name)
+        self._steps = Steps(self.ring, ends.reshape(width, slots))
         for key, leaf in entries.items():
             if expanded[key] and leaf.rows != self._steps.observations:
                 raise CorruptCheckpoint(
@@ -339,11 +344,7 @@ class LayoutDump:
         """
         if like is None:
             kept = [field for field in self.fields if field.key[0] not in without]
-            numbers = {field.key: number for number, field in enumerate(kept)}
-            structure = renumbered(
-                self.structure, {i: numbers[f.key] for i, f in enumerate(self.fields) if f.key in numbers}
-            )
-            return Schema(self.capacity, 1, self.columns, tuple(kept), structure)
+            return Schema(self.capacity, 1, self.columns, tuple(kept), structure_of(kept, self.structure, self.fields))
         here = {field.key: field for field in like.fields}
         found = {field.key: field for field in self.fields}
         optional = {key for key, (_, origin) in self._origins.items() if origin.key is None}

@@ -192,9 +192,7 @@ class FolderLeaves:
         stem = layout.encode_key(key[-1])
         file = (*parts, stem + ".memmap")
         dtype = layouts.known_dtype(meta.dtype, f"{self.name}: field {key}")
-        shape = meta.shape
-        if meta.is_nested:
-            shape = self._nested_shape((*parts, stem + ".shape.memmap"), meta.shape)
+        shape = self._nested_shape((*parts, stem + ".shape.memmap"), meta.shape) if meta.is_nested else meta.shape
         if not shape:
             raise CorruptCheckpoint(f"{self.name}: field {key}: expected values of steps, got a single one.")
         row = math.prod(shape[1:]) * DTYPES[dtype]
@@ -311,11 +309,8 @@ class LayoutSnapshot(SlotsSnapshot):
     @property
     def cursor(self) -> dict[str, int]:
         """Where TorchRL's writer goes on, and how many slots were ever written."""
-        ring = self._ring
-        return {
-            "cursor": ring.shift % ring.slots,
-            "write_count": typed(self.state, "write_count", int, "storage") // ring.width,
-        }
+        ring, written = self._ring, typed(self.state, "write_count", int, "storage")
+        return {"cursor": ring.shift % ring.slots, "write_count": written // ring.width}
 
     def _now(self) -> tuple[int, int]:
         return int(self._store.core.next_ticket), int(self._store.core.write_count)

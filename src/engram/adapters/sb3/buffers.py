@@ -13,6 +13,7 @@ from stable_baselines3.common.type_aliases import DictReplayBufferSamples, Repla
 from stable_baselines3.common.utils import get_device
 
 import engram
+from engram._support import nested
 from engram._support.checks import check_choice, check_count, check_number, check_path
 from engram.adapters.scratch import Scratch
 from engram.around import FinalObservations, FrameStack, NextFromFollowing, NStep, finals_of
@@ -466,10 +467,8 @@ class ReplayBuffer(Scratch, sb3.ReplayBuffer):
         if env is not None:
             seen, following = (_normalized(part, env) for part in (seen, following))
             reward = self._normalized_reward(reward, env)
-        others = (batch["action"], after["terminated"], batch.get("gamma"))
-        action, terminated, discounts = (cast("torch.Tensor | None", value) for value in others)
-        parts = (seen, action, following, terminated, reward, discounts)
-        return tuple(None if part is None else _map(part, lambda x: x.to(self.device)) for part in parts)
+        parts = (seen, batch["action"], following, after["terminated"], reward, batch.get("gamma"))
+        return cast("tuple[Part | None, ...]", nested.map_tensors(parts, lambda x: x.to(self.device)))
 
     def _normalized_reward(self, reward: torch.Tensor, env: VecNormalize) -> torch.Tensor:
         if self.n_steps > 1:
@@ -570,16 +569,9 @@ class _Rows(DeclaredSampler):
         return Draw(self._rows)
 
 
-def _map(part: Part, function: Callable[[torch.Tensor], torch.Tensor]) -> Part:
-    """A function of each observation of a ``Dict``, or of the one."""
-    return {key: function(value) for key, value in part.items()} if isinstance(part, dict) else function(part)
-
-
 def _normalized(part: Part, env: VecNormalize) -> Part:
-    if isinstance(part, dict):
-        made = cast("dict[str, Array]", env.normalize_obs({key: value.numpy() for key, value in part.items()}))
-        return {key: torch.from_numpy(value) for key, value in made.items()}
-    return torch.from_numpy(cast("Array", env.normalize_obs(part.numpy())))
+    made = env.normalize_obs(nested.map_tensors(part, torch.Tensor.numpy))
+    return cast("Part", nested.map_leaves(made, lambda leaf: torch.from_numpy(cast("Array", leaf))))
 
 
 def _said(column: Column | None) -> str:

@@ -20,6 +20,7 @@ from engram.remote import protocol
 from engram.remote.fleet import plans
 from engram.remote.fleet.members import Members, Shard
 from engram.remote.served import Drawn, Parts
+from engram.saved.rows import Ints
 from engram.store import ragged_rows
 from engram.types import Info
 
@@ -36,9 +37,9 @@ class _Round(NamedTuple):
     #: Masses that the stores were chosen by.
     used: NDArray[np.float64]
     #: Units of each batch and store.
-    counts: NDArray[np.int64]
+    counts: Ints
     #: Units of each store, batch by batch: places in the message.
-    places: list[NDArray[np.int64]]
+    places: list[Ints]
 
 
 class _Message:
@@ -60,12 +61,7 @@ class _Message:
         self.error: Exception | None = None
 
     def round_of(
-        self,
-        attempt: int,
-        shards: list[Shard],
-        used: NDArray[np.float64],
-        where: NDArray[np.int64],
-        owners: NDArray[np.int64],
+        self, attempt: int, shards: list[Shard], used: NDArray[np.float64], where: Ints, owners: Ints
     ) -> _Round:
         """A round of units at places ``where``. ``owners``: the place in ``shards`` of the store of each."""
         batches, units = self.at.shape
@@ -159,13 +155,8 @@ class Draws:
                 at = int(plans.chosen(shares, plans.fractions([key], [1], attempt))[0])
                 shard, asked = shards[at], _Message([key], 0)
                 protocol.check_level(shard.storage.served, str(shard.storage.connection.access), "sample: max_tokens")
-                part = msgspec.structs.replace(
-                    command,
-                    keys=[plans.key_of(key, shard.number, attempt)],
-                    parts=[1],
-                    epoch=shard.epoch,
-                    ended=shard.ended or 0,
-                )
+                keys = [plans.key_of(key, shard.number, attempt)]
+                part = msgspec.structs.replace(command, keys=keys, parts=[1], epoch=shard.epoch, ended=shard.ended or 0)
                 found = self._received(asked, shard, shard.losses, partial(shard.storage.redraw, part))
                 if asked.error is not None:
                     raise asked.error
@@ -244,9 +235,8 @@ class Draws:
     def _command(self, message: _Message, asked: _Round, at: int) -> protocol.Sample:
         """What asks a store for its parts."""
         shard, counts = asked.shards[at], asked.counts[:, at].tolist()
-        keys = [
-            plans.key_of(key, shard.number, asked.attempt) for key, n in zip(message.keys, counts, strict=True) if n
-        ]
+        keyed = zip(message.keys, counts, strict=True)
+        keys = [plans.key_of(key, shard.number, asked.attempt) for key, n in keyed if n]
         parts = [n * self._counted for n in counts if n]
         return protocol.Sample(max(parts), keys, parts, shard.epoch, shard.ended or 0)
 
@@ -341,7 +331,7 @@ class Draws:
         last = self._epochs and not self._masses(self._members.present()).any()
         factor = None if self._stratum is None else self._loss_factor(self._members.shards[self._stratum])
 
-        def made(places: NDArray[np.int64]) -> Drawn:
+        def made(places: Ints) -> Drawn:
             units = places[places >= 0] if self._epochs else places
             picked = torch.from_numpy(units)
             found = native.units_of(plain, self._together, picked, flat)
@@ -368,9 +358,8 @@ class Draws:
     def can_sample(self) -> bool:
         """Whether a store has rows to draw."""
         with self._lock:
-            if any(shard.mass.total > 0 for shard in self._members.known()):
-                return True
-            return any(shard.mass.total > 0 for shard in self._members.refreshed())
+            asked = (ask() for ask in (self._members.known, self._members.refreshed))
+            return any(shard.mass.total > 0 for shards in asked for shard in shards)
 
     def settle(self) -> None:
         """Wait until all that was asked for is drawn."""

@@ -665,12 +665,8 @@ class Ledger(served.Limits):
             "limit_highest": now.centre + now.slack,
             "limit_stores_unknown": now.unknown,
         }
-        for side, waits in (("insert", self._waits[False]), ("sample", self._waits[True])):
-            counts |= {
-                f"{side}_waits": waits.calls,
-                f"{side}_waited_s": waits.seconds,
-                f"{side}s_waiting": waits.waiting,
-            }
+        for side, it in (("insert", self._waits[False]), ("sample", self._waits[True])):
+            counts |= {f"{side}_waits": it.calls, f"{side}_waited_s": it.seconds, f"{side}s_waiting": it.waiting}
         return counts
 
     def admits_samples(self, rows: int) -> bool:

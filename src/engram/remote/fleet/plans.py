@@ -109,7 +109,8 @@ def fractions(keys: Sequence[int], counts: Sequence[int], attempt: int) -> NDArr
 
 def dealt(key: int, attempt: int, left: NDArray[np.int64], n: int) -> NDArray[np.int64]:
     """int64 ``[min(n, all)]``: the store of each in a random order of all that are left, so that counts are hypergeometric."""
-    random, total = random_of(key, attempt), int(left.sum())
+    random = np.random.Generator(np.random.Philox(key=[key & _WORD, _CHOICE + attempt]))
+    total = int(left.sum())
     n = min(n, total)
     if total < _MAX_DEALT_ROWS:
         counts = random.multivariate_hypergeometric(left, n, method="marginals")
@@ -153,8 +154,3 @@ def summed(each: Sequence[Mapping[str, float]], largest: Collection[str] = ()) -
     names = dict.fromkeys(name for counts in each for name in counts)
     found = {name: [counts.get(name, 0) for counts in each] for name in names}
     return {name: max(values) if name in largest else sum(values) for name, values in found.items()}
-
-
-def random_of(key: int, attempt: int) -> np.random.Generator:
-    """Draws the choice of members: another one at each attempt."""
-    return np.random.Generator(np.random.Philox(key=[key & _WORD, _CHOICE + attempt]))

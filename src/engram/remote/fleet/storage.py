@@ -315,9 +315,8 @@ class FleetStorage(ServedStorage):
         batch, n = expected.shape, rows.numel()
         if n != batch.numel():
             raise ValueError(f"update_if_present: expected one generation per row, got {batch.numel()} for {n} rows.")
-        patch = {
-            key: plans.flattened(key, it, batch) for key, it in cast("dict[object, object]", given["patch"]).items()
-        }
+        entries = cast("dict[object, object]", given["patch"])
+        patch = {key: plans.flattened(key, it, batch) for key, it in entries.items()}
         several = isinstance(version, list | tuple | np.ndarray | Tensor) and torch.as_tensor(version).numel() != 1
         versions = plans.flattened("version", version, batch) if several else None
         updated, rejected = expected.new_zeros((2, n), dtype=torch.bool)
@@ -335,10 +334,8 @@ class FleetStorage(ServedStorage):
         return wholes[0], wholes[1] if given["version_key"] is not None else None, wholes[2]
 
     def stores(self, *, home: bool) -> list[OneStore]:
-        return [
-            OneStore(it.storage.connection.call, partial(self._writing, it), it.number << plans.SHIFT)
-            for it in ([self.home()] if home else self.members.present())
-        ]
+        each, shift = [self.home()] if home else self.members.present(), plans.SHIFT
+        return [OneStore(it.storage.connection.call, partial(self._writing, it), it.number << shift) for it in each]
 
     def _shares(self, rows: Tensor) -> list[plans.Share[Shard, Tensor]]:
         """The share of each store."""
@@ -616,7 +613,7 @@ class AwaitedFleet(NamedTuple):
     def make(self, schema: str) -> FleetStorage:
         """The same; stores are made of a schema, of that of the first shard if it has one. All shards must be there."""
         self.makers[0].serve(schema)  # the first one decides where several clients do this
-        first = Connection(self.makers[0].servers)
+        first = Connection(self.makers[0])
         first.close()
         schema = first.served.schema
         for one in at_once(lambda shard: shard.serve(schema), self.makers[1:]):
@@ -639,16 +636,16 @@ class AwaitedFleet(NamedTuple):
                 try:
                     if served is not None:  # one without a store makes one like that of the others
                         self.shards[k].serve(served.schema)
-                    storages[k] = opened.enter_context(closing(RemoteStorage(Connection(self.shards[k].servers))))
+                    storages[k] = opened.enter_context(closing(RemoteStorage(Connection(self.shards[k]))))
                     served = storages[k].served
                 except ConnectionError as error:
                     silent[k] = error
-            certain = all(self.shards[k].servers.replaces_lost for k in silent)  # else they may serve anything by then
+            certain = all(self.shards[k].replaces_lost for k in silent)  # else they may serve anything by then
             if served is None or (silent and (self.missing == "wait" or not certain)):
                 raise silent[min(silent)]
             check_stores([storage.served for storage in storages.values()], None)
             for k in silent:
-                away = RemoteStorage(Connection(self.shards[k].servers, served, opens=False))
+                away = RemoteStorage(Connection(self.shards[k], served, opens=False))
                 storages[k] = opened.enter_context(closing(away))
             each = [storages[k] for k in sorted(storages)]
             fleet = FleetStorage(each, self.missing, self.stratum, self.joining, self.turn)
