@@ -136,8 +136,19 @@ class _Load:
         manifest, path = checkpoint.manifest, self._path
         job.latest = LatestStep(manifest.step, manifest.user, manifest.step)
         job.parent = Parent(path, buffer.form.lineage) if dealt is None else None
-        seconds, rows = time.perf_counter() - started, (checkpoint.missing, dealt, given_up, self._converted)
-        return RestoreReport(path.name, manifest.step, path, steps, manifest.user, passed_over, seconds, *rows)
+        return RestoreReport(
+            path.name,
+            manifest.step,
+            path,
+            steps,
+            manifest.user,
+            passed_over,
+            time.perf_counter() - started,
+            checkpoint.missing,
+            dealt,
+            given_up,
+            self._converted,
+        )
 
     # ---- opening ---------------------------------------------------------------------------------------------------------
 

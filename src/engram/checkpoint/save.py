@@ -493,10 +493,13 @@ class SaveAttempt(SaveHandle):
             if agreed.step != self._request.step:
                 raise ValueError(f"save: step: expected {agreed.step}, as on rank 0, got {self._request.step}.")
             if self._request.user and self._request.user != agreed.user:
-                expected = (
-                    "expected the same on all ranks, got other keys or values on rank %d; those of rank 0 are saved: %s"
+                _log.warning(
+                    "save: %s: user: expected the same on all ranks, got other keys or values on rank %d; those of rank 0 are "
+                    "saved: %s",
+                    attempt.name,
+                    job.ranks.rank,
+                    sorted(agreed.user),
                 )
-                _log.warning(f"save: %s: user: {expected}", attempt.name, job.ranks.rank, sorted(agreed.user))
             job.write_shard(attempt, self._request.step, self._snapshot, self._parent, self._progress)
             # The last rank to vote decides.
             attempts.decide(attempt, job.protocol.epoch, contents=job.series.contents(attempt))
@@ -523,10 +526,19 @@ class SaveAttempt(SaveHandle):
             )
         totals = added(shard.totals for shard in shards)
         episodes = episodes_of(totals)
-        lost, nbytes = sum(shard.cut.lost_rows for shard in shards), (totals.bytes_written, totals.bytes_linked)
-        waited = snapshot.paused_s, time.perf_counter() - self._started
-        would_drop = {kind: one for kind, one in episodes.items() if drops and kind != "complete"}
-        return SaveReport(attempt.name, step, attempt, totals.steps, episodes, lost, *nbytes, *waited, would_drop)
+        return SaveReport(
+            attempt.name,
+            step,
+            attempt,
+            totals.steps,
+            episodes,
+            sum(shard.cut.lost_rows for shard in shards),
+            totals.bytes_written,
+            totals.bytes_linked,
+            snapshot.paused_s,
+            time.perf_counter() - self._started,
+            {kind: one for kind, one in episodes.items() if drops and kind != "complete"},
+        )
 
     def _tidy(self, name: str) -> None:
         """Note the new checkpoint, and remove old ones. The new one is there, whatever fails here."""

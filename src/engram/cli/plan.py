@@ -88,10 +88,20 @@ def planned(
             there = DevicePlan.of(*foreseen(device), capacity, [it.row_bytes for it in fields], overhead, batch_size)
         except (RuntimeError, ValueError) as error:
             raise Misuse(f"--{str(error).removeprefix('plan: ')}") from error
-    free = shutil.disk_usage(tempfile.gettempdir()).free
-    advice = [*_advice(fields, nbytes, have, missing), *(there.problems if there else ())]
-    sizes = row_bytes, nbytes, overhead, priorities, available, free, have
-    return Plan(capacity, each, *sizes, from_disk=missing, advice=advice, device=there)
+    return Plan(
+        capacity=capacity,
+        fields=each,
+        row_bytes=row_bytes,
+        bytes=nbytes,
+        overhead=overhead,
+        priorities=priorities,
+        available=available,
+        disk_free=shutil.disk_usage(tempfile.gettempdir()).free,
+        memory=have,
+        from_disk=missing,
+        advice=[*_advice(fields, nbytes, have, missing), *(there.problems if there else ())],
+        device=there,
+    )
 
 
 def show_plan(plan: Plan) -> None:
@@ -137,7 +147,10 @@ def fields_of_row(like: Path | None, described: Path | None) -> list[schema.Fiel
 
     Raises ``Misuse``: neither can be read; fields are ragged.
     """
-    found = [*_of_json(described)] if described is not None else [] if like is None else [*_read(like, batch=False)]
+    if described is not None:
+        found = [*_of_json(described)]
+    else:
+        found = [] if like is None else [*_read(like, batch=False)]
     for field in found:
         if field.ragged is not None:
             raise Misuse(

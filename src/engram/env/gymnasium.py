@@ -22,11 +22,14 @@ def recorded(env: object, target: Target) -> object:
     """The environment, recorded; None if it is not one of Gymnasium."""
     if isinstance(env, VectorEnv):
         mode = autoreset_mode(env)
-        specs = spec_of(env.single_observation_space, "observation"), spec_of(env.single_action_space, "action")
-        return RecordedVector(env, mode, specs[0], VectorRecording(target, *specs, (env.num_envs,), mode.value))
+        observation = spec_of(env.single_observation_space, "observation")
+        action = spec_of(env.single_action_space, "action")
+        return RecordedVector(
+            env, mode, observation, VectorRecording(target, observation, action, (env.num_envs,), mode.value)
+        )
     if isinstance(env, gymnasium.Env):
-        specs = spec_of(env.observation_space, "observation"), spec_of(env.action_space, "action")
-        return RecordedEnv(env, SingleRecording(target, *specs))
+        observation, action = spec_of(env.observation_space, "observation"), spec_of(env.action_space, "action")
+        return RecordedEnv(env, SingleRecording(target, observation, action))
     return None
 
 

@@ -305,9 +305,14 @@ class VectorRecording(Recording):
         """
         over = flags[-1]
         if some(acting):
-            followed = conformed(self._observation_spec, following, "next observation")
-            numbers = of_each(reward, FLOAT32, len(acting), "step: reward"), *flags, *self._extras(told, len(acting))
-            values: tuple[Nested, ...] = (self._before, self.acted, followed, *numbers)
+            values: tuple[Nested, ...] = (
+                self._before,
+                self.acted,
+                conformed(self._observation_spec, following, "next observation"),
+                of_each(reward, FLOAT32, len(acting), "step: reward"),
+                *flags,
+                *self._extras(told, len(acting)),
+            )
             rows = acting.nonzero()[0]
             if len(rows) < len(acting):
                 values = tuple(cast("Nested", pick(value, rows)) for value in values)

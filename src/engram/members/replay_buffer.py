@@ -185,9 +185,9 @@ class ReplayBufferEnsemble(BufferBase, Generic[Batch]):
         self._rbs: tuple[ReplayBuffer[Batch], ...] = tuple(rbs)
         self._routing = Routing(routing_key, routing_dim)
         self._settings = Settings(who, batch_size, others.get("prefetch"), None, others.get("output", "torch"), None)
-        both = cast("StorageEnsemble", storages), Compose.of(transform)
+        ensemble = cast("StorageEnsemble", storages)
         pinning, generator = pinning_for(others.get("pin_memory"), who), others.get("generator")
-        wiring = Wiring(*both, collate_fn=collate_fn, pinning=pinning, generator=generator)
+        wiring = Wiring(ensemble, Compose.of(transform), collate_fn=collate_fn, pinning=pinning, generator=generator)
         self._assemble(wiring, samplers, cast("WriterEnsemble", writers))
         if others.get("shared"):
             self.share()

@@ -614,11 +614,24 @@ def served_by(
 ) -> protocol.Served:
     """What a server says of a buffer; of one without a store, what it can say."""
     sampler, writer = samplers.declared(rb.sampler), writers.declared(rb.writer)
-    own = protocol.PROTOCOL, version.__version__, store, schema, recipe or {}, repr(rb.sampler), repr(rb.writer)
-    draws, writes = ([name for name, holds in it.traits._asdict().items() if holds] for it in (sampler, writer))
-    keys = [([key] if isinstance(key, str) else list(key), flat) for key, flat in sampler.computed_keys.items()]
-    rows = rb.storage.requested_size, sampler.rows_together(), sampler.draws_of_a_row
-    return protocol.Served(*own, draws, writes, keys, *rows, alone, compressions=wire.COMPRESSIONS, level=2)
+    return protocol.Served(
+        protocol.PROTOCOL,
+        version.__version__,
+        store,
+        schema,
+        recipe or {},
+        repr(rb.sampler),
+        repr(rb.writer),
+        [name for name, holds in sampler.traits._asdict().items() if holds],
+        [name for name, holds in writer.traits._asdict().items() if holds],
+        [([key] if isinstance(key, str) else list(key), flat) for key, flat in sampler.computed_keys.items()],
+        rb.storage.requested_size,
+        sampler.rows_together(),
+        sampler.draws_of_a_row,
+        alone,
+        compressions=wire.COMPRESSIONS,
+        level=2,
+    )
 
 
 def _sizes(command: protocol.Sample) -> list[int]:
