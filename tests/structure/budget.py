@@ -3,7 +3,14 @@
 from tests.structure import figures
 
 #: What the sum may be: what there was when the budget was made, and what an issue allowed since.
-ALLOWED = {"before any issue": 46_630, "34, GPU": 1_700, "36, RAGGED": 2_200, "37, DOORS": 2_400, "38, FLEET": 600}
+ALLOWED = {
+    "before any issue": 46_630,
+    "34, GPU": 1_700,
+    "36, RAGGED": 2_200,
+    "37, DOORS": 2_400,
+    "38, FLEET": 600,
+    "38, second copy": 378,
+}
 
 #: What each room may have: a folder of ``src/engram``. The modules that lie beside the folders are one room together.
 ROOMS = {
@@ -12,19 +19,19 @@ ROOMS = {
     "around": 3_785,
     "buffer": 6_371,
     "checkpoint": 1_942,
-    "cli": 1_738,
+    "cli": 1_752,
     "datasets": 1_266,
     "device": 961,
     "env": 1_120,
-    "format": 1_051,
+    "format": 1_052,
     "inspect": 1_085,
     "members": 1_685,
     "modules beside the rooms": 284,
-    "remote": 3_598,
+    "remote": 3_650,
     "reshard": 1_036,
     "samplers": 1_936,
     "saved": 5_080,
-    "serving": 1_982,
+    "serving": 2_302,
     "storages": 4_857,
     "store": 6_619,
     "testing": 577,
