@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import random
@@ -25,7 +26,7 @@ from engram.remote import protocol
 from engram.remote.connection import Connection
 from engram.saved import attempts
 from engram.serving import copies
-from engram.serving.copies import Follower, Origin
+from engram.serving.copies import Follower, Note, Origin
 from engram.serving.server import listening
 from tests import fresh
 from tests.serving.servers import Served, token_file
@@ -40,7 +41,7 @@ from pathlib import Path
 from engram.serving.copies import begin
 from engram.serving.server import listening, run
 at = listening(listen, token, None, None, insecure=True)._replace(sync=sync)
-begin(Path(folder), follow or None, at)
+begin(Path(folder), follow or None, at, Path(lease) if lease else None)
 run(Path(folder), at, lambda address: print("ready", address, flush=True))
 """
 
@@ -52,9 +53,9 @@ class Pair:
         self.root, self.at = root, {name: f"unix:{root}/{name}.sock" for name in "abcd"}
         self.running = []
 
-    def program(self, name, follow="", *, sync=False, token=None):
+    def program(self, name, follow="", *, sync=False, token=None, lease=""):
         folder, follow = str(self.root / name), follow and self.at[follow]
-        more = {"sync": sync, "token": token}
+        more = {"sync": sync, "token": token, "lease": str(lease)}
         self.running.append(fresh.start(SERVER, folder=folder, listen=self.at[name], follow=follow, **more))
         return self.running[-1]
 
@@ -427,6 +428,23 @@ def test_a_follower_trails_by_less_than_a_second(pair):
             began = time.process_time()
             pair.copied(11 + row)
             assert time.process_time() - began < 1, "too slow, not wrong"
+
+
+def test_a_copy_takes_over_when_the_server_of_the_store_loses_the_lease(pair):
+    store(pair.root / "a")
+    lease = pair.root / "lease"
+    a, b = pair.start("a", lease=lease), pair.program("b", follow="a", lease=lease)
+    pair.copied(10)
+    with pytest.raises(AssertionError, match="another server has locked it"):
+        pair.start("c", lease=lease)
+    a.kill()
+    until((pair.root / "b.sock").exists)
+    assert Note.of(pair.root / "b").generation == 1
+    with pytest.raises(AssertionError, match="another server has locked it"):
+        pair.start("a", lease=lease)
+    b.kill()
+    with lease.open() as file:
+        until(lambda: not fcntl.flock(file, fcntl.LOCK_EX))
 
 
 def test_final_observations_are_not_copied(pair):

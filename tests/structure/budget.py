@@ -9,7 +9,7 @@ ALLOWED = {
     "36, RAGGED": 2_200,
     "37, DOORS": 2_400,
     "38, FLEET": 600,
-    "38, second copy": 378,
+    "38, second copy": 389,
 }
 
 #: What each room may have: a folder of ``src/engram``. The modules that lie beside the folders are one room together.
@@ -19,7 +19,7 @@ ROOMS = {
     "around": 3_785,
     "buffer": 6_371,
     "checkpoint": 1_942,
-    "cli": 1_752,
+    "cli": 1_754,
     "datasets": 1_266,
     "device": 961,
     "env": 1_120,
@@ -31,7 +31,7 @@ ROOMS = {
     "reshard": 1_036,
     "samplers": 1_936,
     "saved": 5_080,
-    "serving": 2_302,
+    "serving": 2_311,
     "storages": 4_857,
     "store": 6_619,
     "testing": 577,

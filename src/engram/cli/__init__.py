@@ -308,6 +308,7 @@ def plan(
 @click.option("--tensordicts", is_flag=True, help="Rows are TensorDicts.")
 @click.option("--follow", metavar="ADDRESS", help="Keep a copy of the store there, and serve it once it is promoted.")
 @click.option("--sync-follower", is_flag=True, help="Acknowledge a write when the server that follows has its rows.")
+@click.option("--lease", type=_PATH, help="File that the server of a store locks, and that a follower waits for.")
 def serve(
     directory: Path,
     listen: str,
@@ -322,6 +323,7 @@ def serve(
     tensordicts: bool,
     follow: str | None,
     sync_follower: bool,
+    lease: Path | None,
     **secrets: str | None,
 ) -> None:
     """Serve the store in DIRECTORY to other processes and machines, which use ReplayBuffer.connect(ADDRESS).
@@ -334,8 +336,8 @@ def serve(
     With --capacity there need not be a store yet: --schema or --like says what rows are, or else the first write of a client does. The
     same command serves it when it is there.
 
-    With --follow DIRECTORY is free or empty. A copy of the other server's store is kept beside it, and is served after engram promote.
-    The same command serves it again.
+    With --follow DIRECTORY is free or empty. A copy of the other server's store is kept beside it, and is served after engram promote, or
+    when that server has lost the --lease. The same command serves it again.
 
     Exit code: 0, 1 if the store or the address cannot be used, 2 if DIRECTORY holds nothing of engram's.
     """
@@ -349,7 +351,7 @@ def serve(
         from engram.serving.server import listening, run
 
         at = listening(listen, **secrets, insecure=insecure)._replace(sync=sync_follower)
-        begin(directory, follow, at)
+        begin(directory, follow, at, lease)
         also = None if metrics is None else _showing(directory.resolve().name, metrics, insecure=insecure)
         made = None
         if capacity is not None:

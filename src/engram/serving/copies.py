@@ -49,6 +49,8 @@ _INTERVAL_S = 0.2
 _RETRY_S, _ANSWER_S = 0.5, 20.0
 #: In the folder of copies: one that comes, a store that is made of one, and the request to make it, or why it is not made.
 _COMING, _MAKING, _PROMOTE = "coming", "making", "promote"
+#: Open files, which stay locked as long as the process lives.
+_leases: list[files.Descriptor] = []
 #: For so long a follower that is silent is not replaced by another, and a write waits before there is a warning.
 _SILENT_S = 10.0
 
@@ -279,13 +281,19 @@ def name_of(folder: Path, *, readonly: bool) -> str:
 # ---- the other copy ------------------------------------------------------------------------------------------------------
 
 
-def begin(directory: Path, leader: str | None, at: Listening) -> None:
+def begin(directory: Path, leader: str | None, at: Listening, lease: Path | None) -> None:
     """Return when the store in a directory is to be served: at once, or when it has taken over from that of a leader, as a copy.
 
-    Raises as :class:`Follower`.
+    Raises as :class:`Follower`; ``FileExistsError``: another server has locked the lease; ``OSError``.
     """
+    if lease is not None:
+        _leases.append(files.Descriptor.open(lease, os.O_RDWR | os.O_CREAT))
     if leader is not None and not Note.of(directory).generation:
-        Follower(directory, leader, at).run()
+        Follower(directory, leader, at, *_leases).run()
+        # The other server may hold it until it ends.
+        threading.Thread(target=lambda: [disk.lock(it, wait=True) for it in _leases], daemon=True).start()
+    elif not all(map(disk.lock, _leases)):
+        raise FileExistsError(f"serve: --lease: expected {str(lease)!r} to be free, but another server has locked it.")
 
 
 def promoted(directory: Path) -> Note:
@@ -316,16 +324,17 @@ class Follower:
         directory: where the store is to be once it is served: free, or an empty folder.
         leader: address of the server that has the store.
         at: the address at which the store is to be served.
+        lease: a file that the server of a store has locked, open; None: there is none.
 
     Raises ``FileExistsError``: there is something in the directory, or another process keeps a copy for it.
     """
 
-    def __init__(self, directory: Path, leader: str, at: Listening) -> None:
+    def __init__(self, directory: Path, leader: str, at: Listening, lease: int | None = None) -> None:
         if directory.exists() and any(directory.iterdir()):
             raise FileExistsError(
                 f"serve: --follow: expected a free name or an empty folder for a copy, found something in {str(directory)!r}."
             )
-        self._directory, self._leader, self._root = directory, leader, series_of(directory)
+        self._directory, self._leader, self._lease, self._root = directory, leader, lease, series_of(directory)
         self._access = Way(patience=0.0, **(at.reaching or {})).access(leader, "serve: --follow")
         everywhere = at.address.host in ("0.0.0.0", "::")  # noqa: S104 - it is where others look for it
         self._address = str(at.address._replace(host=socket.gethostname()) if everywhere else at.address)
@@ -344,7 +353,7 @@ class Follower:
         """Follow until the store is to be served: then it is in the directory."""
         said, asked = "", self._root / _PROMOTE
         while True:
-            why, takes_over = "", asked.exists() and not asked.stat().st_size
+            why, takes_over = "", self._takes_over(asked)
             try:
                 try:
                     self.fetch(last=takes_over)
@@ -363,6 +372,11 @@ class Follower:
                 _log.warning("serve: --follow: %s", why)
             if said := why:
                 time.sleep(_RETRY_S)
+
+    def _takes_over(self, asked: Path) -> bool:
+        """Whether it is asked for, or no other process has the lease."""
+        wanted = asked.exists() and not asked.stat().st_size
+        return wanted or (self._lease is not None and bool(self._have) and disk.lock(self._lease))
 
     def fetch(self, *, last: bool = False) -> None:
         """Have a newer copy, or the ``last`` one. Raises ``ConnectionError``: the other server does not answer; and what that raises."""
