@@ -1,5 +1,5 @@
 """The command line: ``engram doctor``, ``inspect``, ``plot``, ``report``, ``verify``, ``reshard``, ``plan``, ``serve``,
-``health``, ``drain``, ``stats``, ``top``, ``import``, ``export``.
+``health``, ``drain``, ``promote``, ``stats``, ``top``, ``import``, ``export``.
 
 It starts without torch; each command imports what it needs. ``ending`` says how commands end.
 """
@@ -306,6 +306,9 @@ def plan(
 @click.option("--batch-size", type=click.IntRange(min=1), help="Rows of a batch.")
 @click.option("--priorities", type=(float, float), metavar="ALPHA BETA", help="Draw by priority.")
 @click.option("--tensordicts", is_flag=True, help="Rows are TensorDicts.")
+@click.option("--follow", metavar="ADDRESS", help="Keep a copy of the store there, and serve it once it is promoted.")
+@click.option("--sync-follower", is_flag=True, help="Acknowledge a write when the server that follows has its rows.")
+@click.option("--lease", type=_PATH, help="File that the server of a store locks, and that a follower waits for.")
 def serve(
     directory: Path,
     listen: str,
@@ -318,6 +321,9 @@ def serve(
     batch_size: int | None,
     priorities: tuple[float, float] | None,
     tensordicts: bool,
+    follow: str | None,
+    sync_follower: bool,
+    lease: Path | None,
     **secrets: str | None,
 ) -> None:
     """Serve the store in DIRECTORY to other processes and machines, which use ReplayBuffer.connect(ADDRESS).
@@ -330,16 +336,22 @@ def serve(
     With --capacity there need not be a store yet: --schema or --like says what rows are, or else the first write of a client does. The
     same command serves it when it is there.
 
+    With --follow DIRECTORY is free or empty. A copy of the other server's store is kept beside it, and is served after engram promote, or
+    when that server has lost the --lease. The same command serves it again.
+
     Exit code: 0, 1 if the store or the address cannot be used, 2 if DIRECTORY holds nothing of engram's.
     """
     if capacity is None:
         if schema or like:
             raise Misuse("--schema and --like: expected --capacity, too, for a store that is made.")
-        _ours(directory)
+        if follow is None:
+            _ours(directory)
     with refusing("serve" if metrics is None else "serve,metrics", oserror=Refusal):
+        from engram.serving.copies import begin
         from engram.serving.server import listening, run
 
-        at = listening(listen, **secrets, insecure=insecure)
+        at = listening(listen, **secrets, insecure=insecure)._replace(sync=sync_follower)
+        begin(directory, follow, at, lease)
         also = None if metrics is None else _showing(directory.resolve().name, metrics, insecure=insecure)
         made = None
         if capacity is not None:
@@ -349,6 +361,24 @@ def serve(
             rows = fields_of_row(like, schema)
             made = partial(awaiting, directory, capacity, lanes, batch_size, priorities, rows, tensordicts=tensordicts)
         run(directory, at, lambda address: click.echo(str(address)), also, made)
+
+
+@main.command()
+@click.argument("directory", type=_PATH)
+def promote(directory: Path) -> None:
+    """Have the server that has --follow and DIRECTORY serve its copy, in place of the server that it follows.
+
+    If that one answers, it hands over: it takes no more rows, and nothing is lost. If not, the newest copy is served. Make sure that
+    clients reach the other server no more: rows that it takes afterwards are lost. When it answers again, it ends, and its store is
+    served no more.
+
+    Exit code: 0, 1 if there is no copy, it is served already, or it cannot be made.
+    """
+    with refusing("serve", oserror=Refusal):
+        from engram.serving.copies import promoted
+
+        note = promoted(directory)
+        click.echo(f"{directory} is generation {note.generation}, and lacked at least {note.lost} rows of the other.")
 
 
 def _reaching(command: Callable[..., None]) -> Callable[..., None]:

@@ -12,6 +12,7 @@ engram; ours lies beside it in ``.engram/``::
     <dir>/.engram/maker          identifies the store to copies of the buffer that made it; empty: no copy waits for it
     <dir>/.engram/temporary      if it exists, the last process to close the store removes the folder
     <dir>/.engram/buffer.json    which components the last buffer had
+    <dir>/.engram/copy.json      if it is there: where the other copy of the store is served, and which of both took over
     <dir>/.engram/grouped        the small fields of a store that groups them: in each row all of its fields, which have no file then
     <dir>/.engram/adopted        if it is there, the rows were there before the store, and stay without it
     <dir>/.engram/column-<n>     field n, which was added: until its file has its own name, too
@@ -42,6 +43,7 @@ CONTROL = "control"
 TICKETS = "tickets"
 ALIVE = "alive"
 BUFFER = "buffer.json"
+COPY = "copy.json"
 #: Of a dump or a checkpoint.
 MANIFEST = "manifest.json"
 INDEXES = "indexes"

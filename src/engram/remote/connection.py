@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
@@ -106,6 +107,8 @@ class Access(NamedTuple):
     members: MemberList | None = None
     #: Whether no other client or process writes to the lanes that this one writes to.
     own_lanes: bool = False
+    #: For how long a call may take; None: it is waited for.
+    timeout_s: float | None = None
 
     @property
     def reached(self) -> Access:
@@ -220,7 +223,8 @@ class Connection:
         first = flight.FlightCallOptions(headers=headers, timeout=_FIRST_ANSWER_TIMEOUT_S)
         try:
             with _explained(address):
-                described = msgspec.json.encode(protocol.Describe(protocol.PROTOCOL, version.__version__))
+                newest = (known.store, known.generation) if known is not None and known.generation else ()
+                described = msgspec.json.encode(protocol.Describe(protocol.PROTOCOL, version.__version__, *newest))
                 raw = _answer(client, first, "describe", described, "connect")
             refuse(raw)
             served = msgspec.json.decode(raw, type=protocol.Served)
@@ -233,13 +237,21 @@ class Connection:
         except BaseException:
             client.close()
             raise
+        if known is not None and served.generation > known.generation and served.lost:
+            words.warn(
+                f"connect: {address} took over from another server. It lacked at least {words.count(served.lost, 'row')} of that one."
+            )
+        if served.other and isinstance(self.access, Access):
+            addresses = dict.fromkeys((*self.access.addresses, protocol.address_of(served.other, "connect")))
+            self.access = self.access._replace(addresses=tuple(addresses))
         if served.schema and not self.access.replaces_lost:
             # A channel connects again by itself, to what listens at its address then.
             headers = [*headers, (protocol.MEANT_STORE.encode(), served.store.encode())]
         with self._lock:
             if self._client is not None:
                 self._client.close()
-            self._client, self.options = client, flight.FlightCallOptions(headers=headers)
+            self._client = client
+            self.options = flight.FlightCallOptions(headers=headers, timeout=access.timeout_s)
         return served
 
     def again(self, broken: flight.FlightClient | None, *, hurried: bool = False) -> None:
@@ -358,19 +370,22 @@ class Connection:
         head, _, tree = raw.partition(b"\n")
         return tree_of(torch.frombuffer(bytearray(tree), dtype=torch.uint8), int(head)), again
 
-    def fetch_dump(self, folder: Path, progress: Callable[[int], None]) -> None:
-        """Write the files of a dump that the server makes. ``progress`` is called with how many bytes came.
+    def fetch_dump(
+        self, folder: Path, progress: Callable[[int], None], ticket: bytes = b"dump", before: Path = Path()
+    ) -> None:
+        """Write the files of a dump that the server makes. ``progress`` is called with how many bytes came. ``before``: a folder of
+        files that need not come again.
 
         Raises ``ValueError``: a name leads out of the folder. ``ConnectionError``: the server is lost before all files came, or has as
         many dumps under way as it makes.
         """
         client = self.client()
         try:
-            reader = client.do_get(flight.Ticket(b"dump"), self.options)
+            reader = client.do_get(flight.Ticket(ticket), self.options)
             for chunk in reader:
                 for name, data in zip(*(chunk.data.column(k).to_pylist() for k in range(2)), strict=True):
-                    _append(folder, name, data)
-                    progress(len(data))
+                    _append(folder, name, data, before)
+                    progress(len(data or b""))
         except (flight.FlightError, pa.ArrowException) as error:
             raise ConnectionError(f"dumps: the server sent no whole dump: {_short(error)} Call it again.") from error
 
@@ -434,12 +449,15 @@ def _answer(client: flight.FlightClient, options: flight.FlightCallOptions, name
         ) from None
 
 
-def _append(folder: Path, name: str, data: bytes) -> None:
-    """To a file of a dump."""
+def _append(folder: Path, name: str, data: bytes | None, before: Path) -> None:
+    """To a file of a dump; None: it is that of the folder ``before``."""
     path = folder / name
     if not _NAME.fullmatch(name) or ".." in name.split("/"):
         raise ValueError(f"dumps: the server sent a file {name!r:.80}, which is no place in the folder.")
     path.parent.mkdir(parents=True, exist_ok=True)
+    if data is None:
+        os.link(before / name, path)
+        return
     with path.open("ab") as file:
         file.write(data)
 

@@ -232,11 +232,17 @@ class Remove(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     """
 
 
-class Describe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Command to describe what is served, answered by :class:`Served`. Raises where the protocols differ."""
+class Describe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Command to describe what is served, answered by :class:`Served`. Raises where the protocols differ.
+
+    A server of an older generation of that store raises, ends, and serves it no more.
+    """
 
     protocol: int
     engram: str
+    #: The store of which a copy took over so often, as the client has met it.
+    store: str = ""
+    generation: Number = 0
 
 
 class Stats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -324,6 +330,17 @@ class Drain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     names: list[str] = []
 
 
+class Tick(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Command to make a checkpoint for a follower as soon as something changed: :class:`Ticked`. ``do_get`` gives its files."""
+
+    #: The newest checkpoint that the follower has; empty: none.
+    have: str
+    #: Of the follower.
+    address: str
+    #: It takes over: the server finishes what is under way, and does nothing more until it hears otherwise.
+    last: bool = False
+
+
 class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Command to call a method of the buffer. Behind it come a line break and the arguments by name, a tree as of :func:`tree_bytes`.
 
@@ -358,6 +375,7 @@ ACTIONS: Mapping[str, type[msgspec.Struct]] = {
     "version": Version,
     "call": Call,
     "drain": Drain,
+    "tick": Tick,
 }
 #: What the messages of streams may be.
 STREAMS: Mapping[Stream, object] = {"learn": Sample | Prioritize, "write": Append | Move, "edit": Tickets | Remove}
@@ -418,6 +436,19 @@ class Served(msgspec.Struct, frozen=True):
     drained: bool = False
     #: 1: it knows :class:`Call`, and batches by tokens. 2: :class:`Move`, too. 0: it is of an older engram.
     level: int = 0
+    #: How often a copy of the store took over, and how many rows the last one lacked, at least.
+    generation: int = 0
+    lost: int = 0
+    #: Address of the server that has a copy of the store, and may take over; empty: there is none.
+    other: str = ""
+
+
+class Ticked(msgspec.Struct, frozen=True):
+    """The newest checkpoint for a follower."""
+
+    name: str
+    #: Rows that were ever written to the store, by now.
+    writes: int
 
 
 class State(msgspec.Struct, frozen=True):
@@ -468,6 +499,9 @@ class Written(msgspec.Struct, frozen=True, omit_defaults=True):
     ok: int
     #: Number of the limits of several stores that hold now; 0: there are none; -1: the store has limits of its own.
     limits: int = 0
+    #: The number of the checkpoint that has these rows, and that of the follower; zeros: there is no follower, or the write waited for it.
+    position: int = 0
+    copied: int = 0
 
 
 def decoded(kind: object, raw: bytes, call: str) -> msgspec.Struct:

@@ -6,8 +6,9 @@ import ctypes
 import itertools
 import math
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -35,6 +36,8 @@ from engram.types import Info, Write, WritePlan
 _PRIORITIES, _EDITS = map(wire.arrow_schema, (wire.PRIORITIES, wire.EDITS))
 _EDIT_BYTES = 16
 
+#: Of rows that are kept until a copy of the store has them.
+KEPT_BYTES = 64 << 20
 #: So many bytes fit into the buffers of a connection whose server does not read.
 _MAX_UNREAD_BYTES = 32 << 10
 
@@ -60,6 +63,9 @@ class RemoteStorage(ServedStorage):
         self._once = True
         #: The numbers that come next, of this writer and of those beside it, which have the lanes beyond eight of a message.
         self._numbers: list[int] = []
+        #: Rows that the server has and its copy lacks, each with the number of the checkpoint that has them.
+        self._kept: deque[tuple[int, bytes, RecordBatch]] = deque()
+        self._kept_bytes = 0
         self._rename()
         access = connection.access.reached
         length = schema.capacity // schema.lanes if access.own_lanes and self.ndim == 1 else 0
@@ -314,6 +320,9 @@ class RemoteStorage(ServedStorage):
                     self._writing.send(Message(msgspec.json.encode(command), batch, again=self._once))
                     answer = self._writing.receive()
                 except protocol.NotOnce as error:
+                    if self._kept:  # a copy took over that lacks them
+                        self._send_kept()
+                        continue
                     # A name may have been forgotten, beside a thousand others. A new one is refused for what the store is.
                     self._once = number > 1
                     self._rename()
@@ -332,7 +341,25 @@ class RemoteStorage(ServedStorage):
                 else:
                     if self._once:
                         self._numbers[: len(each)] = [n + count for n, count in zip(self._numbers, each, strict=False)]
+                        self._keep(command, batch, msgspec.json.decode(answer.metadata, type=protocol.Written))
                     return answer
+
+    def _keep(self, command: protocol.Append, batch: RecordBatch, written: protocol.Written) -> None:
+        """Keep rows until the copy of the store has them, if there is one; of more than fit, the newest."""
+        if written.position:
+            self._kept.append((written.position, msgspec.json.encode(command), wire.copied(batch)))
+            self._kept_bytes += batch.nbytes
+        copied = written.copied if written.position else math.inf
+        while self._kept and (self._kept[0][0] <= copied or self._kept_bytes > KEPT_BYTES):
+            self._kept_bytes -= self._kept.popleft()[-1].nbytes
+
+    def _send_kept(self) -> None:
+        """Send again what is kept. Of a part the server says that it has it, or cannot know."""
+        kept, self._kept, self._kept_bytes = self._kept, deque(), 0
+        for _, command, batch in kept:
+            with suppress(protocol.NotOnce):
+                self._writing.send(Message(command, batch))
+                self._writing.receive()
 
     def take(self, command: protocol.Move, columns: Sequence[Tensor]) -> tuple[int, list[Tensor]]:
         """Write rows of another store, in a request that may be repeated: what :class:`protocol.Move` has. No writes go on beside it.

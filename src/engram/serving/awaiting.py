@@ -9,7 +9,6 @@ from typing import cast
 
 import msgspec
 import torch
-from pyarrow import flight
 
 from engram._support.field_paths import nested
 from engram._support.tensordicts import tensordict_type
@@ -22,14 +21,12 @@ from engram.buffer.tensordict import (
 from engram.errors import IncompatibleStore
 from engram.format.schema import Field, Schema, decode, encode, field_differences
 from engram.remote import protocol
+from engram.serving.copies import away
 from engram.serving.service import Service, check_protocol, served_by, why_alone
 from engram.storages import LazyMemmapStorage
 from engram.storages._structure import Structure
 from engram.store.store import Store
 from engram.types import Write
-
-#: Flight's error of a server that is gone: clients ask another one, or the same again.
-away = flight.FlightUnavailableError
 
 
 def awaiting(

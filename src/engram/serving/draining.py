@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, Unpack, cast
+from typing import Unpack, cast
 from uuid import NAMESPACE_OID, uuid5
 
 import msgspec
@@ -32,6 +32,7 @@ from engram.remote.fleet.members import SKIP_S, Shard
 from engram.remote.fleet.storage import FleetStorage, ask_servers, check_stores, storage_at
 from engram.samplers import PrioritizedSampler
 from engram.saved.rows import roles_of
+from engram.serving.copies import Listening
 from engram.serving.service import DRAIN_LEASE_S, Service
 from engram.storages import Storage, TensorStorage
 from engram.store.ragged_rows import items_in
@@ -42,21 +43,6 @@ BLOCK_ROWS, BLOCK_BYTES, TURN_S = 4096, 4 << 20, 1.0
 FORWARD_S, INTERVAL_S = 60.0, 0.5
 #: Held while rows are moved.
 _MOVING = threading.Lock()
-
-
-class Listening(NamedTuple):
-    """The address that a server listens at, and its secrets, which its text leaves out."""
-
-    address: protocol.Address
-    token: bytes
-    tls: tuple[bytes, bytes] | None
-    #: Certificates that sign those of clients, PEM; empty: clients need none.
-    clients: bytes = b""
-    #: The files by which the server is a client of others: it trusts what signs its certificate, and those of clients.
-    reaching: Reaching | None = None
-
-    def __repr__(self) -> str:
-        return f"Listening({self.address})"
 
 
 def drain(service: Service, command: protocol.Drain, at: Listening | None) -> int:

@@ -64,14 +64,18 @@ class Dumps:
             dump.folder.cleanup()
 
     def _parts(self, dump: _Dump, path: Path, name: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-        """A file in parts: one at least, so that an empty file is sent, too."""
-        with path.open("rb") as file:
-            while True:
-                part = file.read(_PART_BYTES)
-                dump.unread_since = time.monotonic()
-                yield pa.record_batch([[name], [part]], schema=schema)
-                dump.unread_since = float("inf")
-                if dump not in self._dumps:
-                    raise RuntimeError(f"dumps: the client read nothing for {_MAX_UNREAD_S:g} s, and others wait.")
-                if len(part) < _PART_BYTES:
-                    return
+        for part in parts_of(path):
+            dump.unread_since = time.monotonic()
+            yield pa.record_batch([[name], [part]], schema=schema)
+            dump.unread_since = float("inf")
+            if dump not in self._dumps:
+                raise RuntimeError(f"dumps: the client read nothing for {_MAX_UNREAD_S:g} s, and others wait.")
+
+
+def parts_of(path: Path) -> Iterator[bytes]:
+    """A file in parts: one at least, so that an empty file is sent, too."""
+    with path.open("rb") as file:
+        while True:
+            yield (part := file.read(_PART_BYTES))
+            if len(part) < _PART_BYTES:
+                return

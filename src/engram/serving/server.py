@@ -25,8 +25,9 @@ from pyarrow import ArrowException, flight
 from engram.buffer.configuration import Reaching
 from engram.buffer.tensordict import ReplayBuffer
 from engram.remote import protocol, wire
-from engram.serving.awaiting import Awaiting, away
-from engram.serving.draining import Listening, drain, finish
+from engram.serving.awaiting import Awaiting
+from engram.serving.copies import Listening, away
+from engram.serving.draining import drain, finish
 from engram.serving.dumps import TooMany
 from engram.serving.service import Service
 
@@ -35,6 +36,8 @@ _FILES = pa.schema([("name", pa.string()), ("data", pa.binary())])
 MAX_STREAMS = 1024
 #: By what clients ask for them.
 _STREAMS = {wire.stream_name(name, how): (name, how) for name in protocol.STREAMS for how in wire.COMPRESSIONS}
+#: Between two questions to the server of the other copy.
+WATCH_INTERVAL_S = 1.0
 #: For how long a server that is to end waits for its clients.
 _DRAIN_TIMEOUT_S = 5.0
 
@@ -95,6 +98,8 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
         given = self._given  # read once: another thread may find the store meanwhile
         if isinstance(given, Awaiting):
             self._given = given = given.found() or given
+        if isinstance(given, Service) and self._at is not None:
+            given.copies.sync = self._at.sync
         return given
 
     def _of_store(self) -> Service:
@@ -108,7 +113,7 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
 
     def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> Iterator[bytes]:
         """One of :data:`ACTIONS`: JSON in, JSON out."""
-        with self._calling(context), self._at_work():
+        with self._calling(context), self._at_work(action.type):
             done = self._done(action)
             return iter([done if isinstance(done, bytes) else msgspec.json.encode(done)])
 
@@ -126,11 +131,31 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
             command = protocol.decoded(kind, body or b"{}", action.type)
             if isinstance(command, protocol.Drain):
                 return drain(self._of_store(), command, self._at)
-            return self._service.do(command, data)
+            if isinstance(command, protocol.Tick):
+                return self._tick(command)
+            done = self._service.do(command, data)
+            if isinstance(command, protocol.Empty | protocol.EndTrajectory | protocol.Call):
+                self._of_store().copies.await_copy()
+            return done
         except flight.FlightError:
             raise
         except Exception as error:  # noqa: BLE001 - the client raises it
             return protocol.refusal_of(error)
+
+    def watch(self, at: Listening) -> None:
+        """End the process as soon as the server of the other copy of the store, or a client, says that it took over."""
+        while not (isinstance(service := self._service, Service) and service.copies.look(at)):
+            time.sleep(WATCH_INTERVAL_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _tick(self, command: protocol.Tick) -> protocol.Ticked:
+        """Answer a follower. Raises ``OSError``: there is no store yet. ``RuntimeError``: what clients asked for is not finished."""
+        if not isinstance(service := self._service, Service):
+            raise OSError("there is no store yet: nothing was ever written.")
+        service.copies.hand_over(begins=command.last)
+        if command.last and not self._finish(actions=1):
+            raise RuntimeError("calls of clients are under way.")
+        return service.copies.tick(command)
 
     @contextlib.contextmanager
     def _calling(self, context: flight.ServerCallContext) -> Iterator[None]:
@@ -144,12 +169,17 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
             text = error.strerror if isinstance(error, OSError) else str(error).partition(" Detail: Python")[0]
             raise broken(text or type(error).__name__) from None
 
+    def _check_stays(self, action: str = "") -> None:
+        """Raise Flight's error: the server leaves, or another one has the store. Then clients ask the next one."""
+        service = self._service
+        if self._draining or (isinstance(service, Service) and service.copies.refuses and action != "tick"):
+            raise away("the server leaves")
+
     @contextlib.contextmanager
-    def _at_work(self) -> Iterator[None]:
-        """Do an action, unless the server leaves: then clients ask the next one."""
+    def _at_work(self, name: str) -> Iterator[None]:
+        """Do an action. Raises as :meth:`_check_stays`."""
         with self._lock:
-            if self._draining:
-                raise away("the server leaves")
+            self._check_stays(name)
             self._actions += 1
         try:
             yield
@@ -184,8 +214,7 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
     def _stream(self, stream: _Stream) -> Iterator[None]:
         """One of the streams that there are. Raises Flight's error: the server leaves, or all are taken."""
         with self._lock:
-            if self._draining:
-                raise away("the server leaves")
+            self._check_stays()
             if len(self._streams) >= MAX_STREAMS:
                 raise away(f"{protocol.STREAMS_TAKEN}: {MAX_STREAMS}")
             self._streams[id(stream)] = stream.leave
@@ -198,15 +227,17 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
                 stream.service.open_streams = len(self._streams)
 
     def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.FlightDataStream:
-        """The files of a dump."""
-        if ticket.ticket != b"dump":
+        """The files of a dump, or of a checkpoint for a follower."""
+        what, *names = ticket.ticket.decode(errors="replace").split(" ")
+        if not (what == "dump" and not names) and not (what == "copy" and len(names) == 2):
             raise broken(f"expected the ticket dump, got {ticket.ticket!r:.40}.")
-        return flight.GeneratorStream(_FILES, self._files(context))
+        return flight.GeneratorStream(_FILES, self._files(context, names))
 
-    def _files(self, context: flight.ServerCallContext) -> Iterator[pa.RecordBatch]:
+    def _files(self, context: flight.ServerCallContext, names: list[str]) -> Iterator[pa.RecordBatch]:
         with self._calling(context):
             try:
-                yield from self._of_store().dump_files(_FILES)
+                service = self._of_store()
+                yield from service.copies.files(_FILES, *names) if names else service.dump_files(_FILES)
             except TooMany as error:
                 raise away(str(error)) from error
 
@@ -216,8 +247,12 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
         A client that does not read what it asked for is waited for no longer than a few seconds.
         """
         self._doors.close()
+        self._draining = True
+        return self._finish(actions=0)
+
+    def _finish(self, *, actions: int) -> bool:
+        """Wait until no more actions than these are under way, and no streams: whether that is so."""
         with self._lock:
-            self._draining = True
             streams = list(self._streams.values())
         telling = [threading.Thread(target=leave, daemon=True) for leave in streams]
         for thread in telling:
@@ -226,7 +261,7 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
         for thread in telling:
             thread.join(max(0.0, deadline - time.monotonic()))
         with self._lock:
-            idle = self._idle.wait_for(lambda: not self._actions, max(0.0, deadline - time.monotonic()))
+            idle = self._idle.wait_for(lambda: self._actions <= actions, max(0.0, deadline - time.monotonic()))
         return idle and not any(thread.is_alive() for thread in telling)
 
 
@@ -258,6 +293,8 @@ class _Stream:
         try:
             self._run()
         finally:
+            with self._working:  # gRPC aborts the process where something is written to a stream that has ended
+                self._left = True
             self.service.count_stream(self._name, -1)
 
     def _run(self) -> None:
@@ -279,9 +316,9 @@ class _Stream:
 
     def leave(self) -> None:
         """Say so, behind what is being worked on."""
-        with self._working:
-            self._left = True
-            with contextlib.suppress(flight.FlightError, OSError):  # the client has left already
+        with self._working, contextlib.suppress(flight.FlightError, OSError):  # the client has left already
+            if not self._left:
+                self._left = True
                 self._writer.write_metadata(protocol.LEAVING)
 
     def _answer(self, command: msgspec.Struct, chunk: flight.FlightStreamChunk) -> None:
@@ -302,16 +339,20 @@ class _Stream:
                 expected = self._expected or service.written(0 if chunk.data is None else chunk.data.num_columns)
                 rows = service.append(command, self._rows_of(chunk, expected, "append"), chunk.data.num_rows)
                 self._expected = expected
-                metadata = msgspec.json.encode(protocol.Written(1, service.limits_number()))
+                service.copies.await_copy()
+                written = protocol.Written(1, service.limits_number(), *service.copies.positions())
+                metadata = msgspec.json.encode(written)
                 self._put(metadata, wire.ROW, [rows], len(rows))
             case protocol.Move():
                 number, taken = service.take(command, self._rows_of(chunk, [*service.written(0), wire.MOVED], "drain"))
+                service.copies.await_copy()
                 self._put(b'{"next":%d}' % number, wire.EDITS, taken, len(taken[0]))
             case protocol.Tickets():
                 held = service.tickets(self._rows_of(chunk, wire.EDITS, "edit")[0])
                 self._put(b'{"ok":1}', wire.TICKET, [held], len(held))
             case protocol.Remove():
                 removed = service.remove(*self._rows_of(chunk, wire.EDITS, "edit"))
+                service.copies.await_copy()
                 self._writer.write_metadata(msgspec.json.encode(protocol.Removed(removed)))
 
     def _put(self, metadata: bytes, columns: list[wire.Column], tensors: list[torch.Tensor], rows: int) -> None:
@@ -364,7 +405,7 @@ def run(
     """Serve the store in a directory until SIGTERM or SIGINT, then finish what is under way. Does not return.
 
     ``ready`` is told the address when clients may come, and ``also`` the open buffer before. ``made`` makes what answers where there may
-    be no store yet. Raises what these, opening the store and
+    be no store yet. Raises ``RuntimeError``: a copy took over; what these, opening the store and
     listening raise: then the buffer is closed, and signals and files are treated as before.
     """
     # where this fails, the process may go on and start programs, which inherit what is blocked
@@ -375,6 +416,9 @@ def run(
         service = Service(ReplayBuffer.open(directory)) if made is None else made()
         rb = otherwise.enter_context(service.buffer)
         finish(service.buffer.storage)
+        found = service if isinstance(service, Service) else service.found()
+        if found is not None and found.copies.look(at):
+            raise RuntimeError(found.copies.why_replaced)
         if also is not None:
             also(rb)
         server = _server(service, at)
@@ -382,6 +426,7 @@ def run(
         address = at.address
         if address.scheme != "unix":
             address = address._replace(port=server.port)
+        threading.Thread(target=server.watch, args=(at,), name="engram-copies", daemon=True).start()
         ready(address)
         signal.sigwait(_SIGNALS)
         if server.drain():  # else a command is under way

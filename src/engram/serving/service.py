@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import secrets
 import threading
 import time
 from collections import deque
@@ -26,7 +25,7 @@ from engram.buffer import ReplayBuffer, ragged_batches, window_marks
 from engram.buffer.read_path import ReadPath
 from engram.buffer.wiring import Wiring
 from engram.errors import IncompatibleStore, NoSampleable, RowError
-from engram.format import files, layout
+from engram.format import layout
 from engram.format.schema import Schema, encode
 from engram.format.sizes import most_row_bytes, usual_row_bytes
 from engram.inspect import gauges
@@ -35,6 +34,7 @@ from engram.remote import protocol, wire
 from engram.samplers import PrioritizedSampler
 from engram.samplers.staleness import RuledSampler, VersionedSampler
 from engram.serving.calls import Calls
+from engram.serving.copies import Copies
 from engram.serving.dumps import Dumps
 from engram.store.adding import adopt_fields
 from engram.store.blocks import DrawingPart, Masses, ThreadKey
@@ -156,8 +156,9 @@ class Service:
         #: What moves the rows to other stores; None: they stay. And until when no rows are taken, by the clock.
         self.draining: Forwarding | None = None
         self.drained_until = 0.0
+        self.copies = Copies(rb, self._folder, self._state)
         #: Of the store, for its clients.
-        self.name = _name_of(self._folder, readonly=store.readonly)
+        self.name = self.copies.name
 
     # ---- actions -------------------------------------------------------------------------------------------------------
 
@@ -205,12 +206,15 @@ class Service:
 
     def _describe(self, command: protocol.Describe) -> protocol.Served:
         check_protocol(command)
+        self.copies.check_newest(command.store, command.generation)
         self.look_for_fields()
         recipe = json.loads((self._folder / layout.FOLDER / layout.BUFFER).read_bytes())
         served = served_by(self._rb, self.name, encode(self._schema).decode(), recipe, why_alone(self._rb))
         limited = self.limits_number() < 0
         client = self._number_of_client()
-        return msgspec.structs.replace(served, limited=limited, participant=client, drained=self.is_drained)
+        of = {"limited": limited, "participant": client, "drained": self.is_drained}
+        note = self.copies.note
+        return msgspec.structs.replace(served, generation=note.generation, lost=note.lost, other=note.other, **of)
 
     def limits_number(self) -> int:
         """As :class:`protocol.Written` has it."""
@@ -575,14 +579,6 @@ def check_protocol(command: protocol.Describe) -> None:
             f"connect: expected protocol {protocol.PROTOCOL}, of engram {version.__version__} on the server, got {command.protocol}, "
             f"of engram {command.engram:.40}. Use the same version on both sides."
         )
-
-
-def _name_of(folder: Path, *, readonly: bool) -> str:
-    """What names the store in a folder to its clients. A copy of the folder is another store: it has another control block."""
-    control = folder / layout.FOLDER / layout.CONTROL
-    with exclusive(folder):  # of two servers that begin at once, one gives the name
-        name = files.store_id(control, bytes(16) if readonly else secrets.token_bytes(16))
-    return f"{control.stat().st_ino:x}-{name.hex()}"
 
 
 def _unit_of(rb: ReplayBuffer) -> SampleUnit | None:

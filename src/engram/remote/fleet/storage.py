@@ -388,7 +388,7 @@ def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedS
         return awaited.awaited_at(awaited.OneStore(awaited.AtServers(*access)), connection.served)
     served = ask_servers(access, missing)
     stores: dict[str, list[protocol.Address]] = {}
-    for address, answer in served.items():
+    for address, answer in sorted(served.items(), key=lambda it: -it[1].generation):
         stores.setdefault(answer.store, []).append(address)
     check_stratum(stratum, len(stores))
     silent = [address for address in access.addresses if address not in served]
@@ -411,7 +411,7 @@ def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedS
         others = "are taken for further servers of the one that does" if alone else "join when they answer"
         words.warn(f"connect: no server answers at {', '.join(map(str, silent))}: these addresses {others}.")
     if len(stores) == 1 and stratum is None and access.members is None:
-        return RemoteStorage(Connection(access._replace(addresses=(*served, *silent))))
+        return RemoteStorage(Connection(access._replace(addresses=(*next(iter(stores.values())), *silent))))
     check_stores(list(served.values()), access.full)
     access = access._replace(patience_s=_patience(access, missing), hurried=missing == "skip")
     with ExitStack() as opened:  # where one cannot belong to the fleet, all are closed
