@@ -402,11 +402,11 @@ def test_a_full_disk_is_told_and_the_copy_stays(pair, monkeypatch):
     assert a.program.wait() == 0
 
 
-def test_a_leader_that_hangs_is_replaced(pair):
+def test_a_leader_that_hangs_is_replaced(pair, monkeypatch):
+    monkeypatch.setattr(copies, "_ANSWER_S", 1.0)
     store(pair.root / "a")
     a = pair.start("a")
     follower = pair.follower()
-    follower._timeout_s = 1.0
     follower.fetch()
     os.kill(a.program.pid, signal.SIGSTOP)
     thread = threading.Thread(target=follower.run, daemon=True)

@@ -17,12 +17,8 @@ class _Version(NamedTuple):
     cached: frozenset[str]
 
 
-_V1 = _Version(
-    "sys/fs/cgroup/memory",
-    "memory.limit_in_bytes",
-    "memory.usage_in_bytes",
-    frozenset({"total_active_file", "total_inactive_file"}),
-)
+_OF_V1 = frozenset({"total_active_file", "total_inactive_file"})
+_V1 = _Version("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", _OF_V1)
 _V2 = _Version("sys/fs/cgroup", "memory.max", "memory.current", frozenset({"active_file", "inactive_file"}))
 
 

@@ -322,12 +322,8 @@ class Field(_Comparable):
         return Comparison(self, other, symbol, compare)
 
     def _reduced(self, how: Reduction, of_one: Callable[[torch.Tensor], object]) -> Scalar:
-        return Scalar(
-            lambda it: of_one(self.of(it)),
-            lambda segments: segments.reduced(segments.field(self.path), how),
-            f"{self.description}.{how}()",
-            self.keys,
-        )
+        text, path = f"{self.description}.{how}()", self.path
+        return Scalar(lambda it: of_one(self.of(it)), lambda its: its.reduced(its.field(path), how), text, self.keys)
 
     def sum(self) -> Scalar:
         """The sum over all steps."""

@@ -102,13 +102,8 @@ class Window(SampleUnit):
         """
         rules = {name: value for name, value in self.rules.config().items() if name != "index"}
         deltas = [[plain(path), times.tolist()] for path, times in self.deltas.items()]
-        return {
-            "deltas": deltas,
-            "tolerance": self.tolerance,
-            "time_key": plain(self.time_key),
-            "end_when": None,
-            **rules,
-        }
+        key = plain(self.time_key)
+        return {"deltas": deltas, "tolerance": self.tolerance, "time_key": key, "end_when": None, **rules}
 
 
 def _times(times: object, path: FieldPath) -> torch.Tensor:

@@ -162,14 +162,8 @@ class Prefetching(prefetch.Prefetcher):
             made = batch.get("made")
             known = None if made is None else pack([[part for part in made if part is not None]])
             queue.append({"key": batch["key"], "made": known, "last": batch.get("last"), "before": batch.get("before")})
-        state = {
-            "version": 1,
-            "capacity": self._settings.prefetch,
-            "clock": self._wiring.storage.next_number(),
-            "queue": queue,
-            "keys": ahead["keys"],
-        }
-        return state, None
+        clock, keys = self._wiring.storage.next_number(), ahead["keys"]
+        return {"version": 1, "capacity": self._settings.prefetch, "clock": clock, "queue": queue, "keys": keys}, None
 
 
 def place_of(wiring: Wiring) -> dict[str, object] | None:

@@ -223,13 +223,10 @@ class RowAccess:
             newest[torch.isin(newest, rows[ends])] = -1
             rows = rows[~ends]
             if len(rows):
-                entries: dict[field_paths.FieldPath, object] = {
-                    field.key: torch.full(
-                        (len(rows), *field.shape), marks[field.key], dtype=getattr(torch, field.dtype), device="cpu"
-                    )
-                    for field in schema.fields
-                    if field.key in marks
-                }
+                entries: dict[field_paths.FieldPath, object] = {}
+                for it in (field for field in schema.fields if field.key in marks):
+                    shape, dtype = (len(rows), *it.shape), getattr(torch, it.dtype)
+                    entries[it.key] = torch.full(shape, marks[it.key], dtype=dtype, device="cpu")
                 storage.notify(storage.edit_fields(storages.Rows(rows), entries, call), None)
         index = wiring.user_index(newest)
         return index if storage.ndim == 1 else index.where(wiring.on_device(newest).unsqueeze(-1) >= 0, -1)

@@ -120,20 +120,11 @@ def begin(
     if not _ATTEMPT_ID.fullmatch(attempt):
         raise ValueError(f"begin: expected eight hex digits, or 'crash' and a number, got {attempt!r:.100}.")
     check_epoch(root, epoch)
-    name = str(Name(step, epoch, attempt))
-    raw = documents.encode(
-        Attempt(
-            name=name,
-            attempt=attempt,
-            epoch=epoch,
-            step=step,
-            world=world,
-            trigger=trigger,
-            parent=parent,
-            user=dict(user or {}),
-        )
+    name, told = str(Name(step, epoch, attempt)), dict(user or {})
+    begun = Attempt(
+        name=name, attempt=attempt, epoch=epoch, step=step, world=world, trigger=trigger, parent=parent, user=told
     )
-    folder = root / name
+    raw, folder = documents.encode(begun), root / name
     disk.make_folder(folder)
     try:
         with disk.batched_fsync():

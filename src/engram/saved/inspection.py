@@ -376,12 +376,8 @@ def moment(name: str, *paths: Path) -> Entries:
 
 def described_field(field: schema.Column) -> Entries:
     """A field, as descriptions have it."""
-    entries: Entries = {
-        "key": list(field.key),
-        "dtype": field.dtype,
-        "shape": list(field.shape),
-        "row_bytes": field.row_bytes,
-    }
+    key, shape = list(field.key), list(field.shape)
+    entries: Entries = {"key": key, "dtype": field.dtype, "shape": shape, "row_bytes": field.row_bytes}
     if isinstance(field, schema.PartField):
         entries["role"] = field.role
     return entries | {"ragged": msgspec.to_builtins(field.ragged)} if field.ragged else entries

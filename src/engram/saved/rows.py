@@ -313,12 +313,9 @@ class Boundaries:
         done, over, cut, last, first, begun = (
             _any(true.get(name, [])) for name in ("done", "terminated", "truncated", "last", "first", "is_init")
         )
-        return Marks(
-            None if ids is None else ids.contiguous().view(_WORDS[ids.element_size()]).numpy(),
-            _any([done, cut, over, last]),
-            cut if cut is None or over is None else cut & ~over,
-            _any([begun, first]),
-        )
+        words = None if ids is None else ids.contiguous().view(_WORDS[ids.element_size()]).numpy()
+        cut_alone = cut if cut is None or over is None else cut & ~over
+        return Marks(words, _any([done, cut, over, last]), cut_alone, _any([begun, first]))
 
     def marks_of(self, fields: Sequence[torch.Tensor], n: int) -> Marks:
         """What the first rows say, of which there are all fields."""

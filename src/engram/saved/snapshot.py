@@ -106,15 +106,9 @@ class RowsWriter:
         if not isinstance(store, RaggedStore):
             return lambda _, __: {}
         before = None if parent is None else ragged.Parent(parent, same(parent, numbers, snapshot.base))
+        part, fields, lanes = self.part, self.fields, snapshot.state["lanes"]
         self._pieces = ragged.ItemsWriter(
-            self.part,
-            store,
-            self.fields,
-            snapshot.state["lanes"],
-            before,
-            lambda: snapshot.numbers_now()[0],
-            paranoid=paranoid,
-            progress=progress,
+            part, store, fields, lanes, before, lambda: snapshot.numbers_now()[0], paranoid=paranoid, progress=progress
         )
         self._pieces.write(numbers)
         return self._pieces.columns
@@ -151,13 +145,15 @@ class RowsWriter:
         writes[numbers == 0] = 0
         rest |= named_writes(numbers, writes)
         lost = snapshot.live - totals.steps
+        described, fields = described_state(self.part, rest, "storage"), self.fields
+        pieces = None if self._pieces is None else self._pieces.pieces
         info = self.part.finish(
-            described_state(self.part, rest, "storage"),
+            described,
             geometry=self.geometry,
-            schema=self.fields,
+            schema=fields,
             segment_rows=segment_rows,
             segments=segments,
-            pieces=None if self._pieces is None else self._pieces.pieces,
+            pieces=pieces,
         )
         cut = Cut(state["clock"], exact=not lost, lost_rows=lost)
         return SavedRows(info, ShardRows(cut, totals, schema_sum(self.fields)))

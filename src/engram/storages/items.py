@@ -50,11 +50,8 @@ class ItemGroups(row_indexes.Groups):
         structure = Node("dict", children={key: Node("leaf", field=i) for i, key in enumerate(fields)})
         store = Store.private(Schema(storage.max_size, 1, (), tuple(fields.values()), structure))
         self._storage, self._key, self._reward_key, self._rules = storage, key, reward, rules
-        own = rules._replace(
-            ready=(_READY,) if rules.ready else (),
-            version=None if rules.version is None else _VERSION,
-            reward=None if rules.reward is None else _REWARD,
-        )
+        version, rewards = None if rules.version is None else _VERSION, None if rules.reward is None else _REWARD
+        own = rules._replace(ready=(_READY,) if rules.ready else (), version=version, reward=rewards)
         super().__init__(store, "main", _KEY, _REWARD, own)
         #: Of each check that a draw repeats, the rows whose items have failed it.
         self._without: dict[str, set[int]] = {name: set() for name in ("_key_of", *_NUMBERS_OF)}
@@ -230,24 +227,14 @@ def pack(items: Sequence[object]) -> dict[str, Any]:
             sizes.append(size)
             if leaf is not None:
                 leaves.append(leaf)
-    return {
-        "form": torch.tensor(which, dtype=torch.int64, device="cpu"),
-        "forms": [
-            {
-                "tree": tree,
-                "parts": [
-                    {
-                        "bytes": torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *leaves]),
-                        "sizes": torch.tensor(sizes, dtype=torch.int64, device="cpu").reshape(
-                            len(sizes), len(sizes[0])
-                        ),
-                    }
-                    for leaves, sizes in parts
-                ],
-            }
-            for tree, parts in forms.items()
-        ],
-    }
+    packed = [{"tree": tree, "parts": [_joined(*part) for part in parts]} for tree, parts in forms.items()]
+    return {"form": torch.tensor(which, dtype=torch.int64, device="cpu"), "forms": packed}
+
+
+def _joined(leaves: list[torch.Tensor], sizes: list[list[int]]) -> dict[str, torch.Tensor]:
+    """The bytes of one leaf of all items, and its sizes in each of them."""
+    shapes = torch.tensor(sizes, dtype=torch.int64, device="cpu").reshape(len(sizes), len(sizes[0]))
+    return {"bytes": torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *leaves]), "sizes": shapes}
 
 
 def _tree(item: Any, parts: list[tuple[torch.Tensor | None, list[int]]], where: str, depth: int) -> list[Any]:
@@ -337,13 +324,9 @@ class _Unpacking(NamedTuple):
                 if raw.numel():
                     raise ValueError(f"{self.where}: expected no bytes of a TensorDict, got {raw.numel()}.")
                 own = saved if saved is None or self.device is None else self.device
-                columns = self._entries(entries, depth)
-                return [
-                    tensordicts.tensordict_type()(
-                        {key: column[i] for key, column in columns.items()}, batch_size=size, device=own
-                    )
-                    for i, size in enumerate(sizes)
-                ]
+                columns, td = self._entries(entries, depth), tensordicts.tensordict_type()
+                each = ({key: column[i] for key, column in columns.items()} for i in range(len(sizes)))
+                return [td(its, batch_size=size, device=own) for its, size in zip(each, sizes, strict=True)]
             case ["dict", list(entries)]:
                 columns = self._entries(entries, depth, integers=True)
                 return [{key: column[i] for key, column in columns.items()} for i in range(self.n)]

@@ -114,15 +114,8 @@ class BlockLayout:
             _, column = item
             return column.data_ptr()
 
-        found = sorted(columns.items(), key=begins)
-        return cls(
-            Field(
-                (key,) if isinstance(key, str) else key,
-                str(column.dtype).removeprefix("torch."),
-                (*column.shape[ndim:],),
-            )
-            for key, column in found
-        )
+        found = [((key,) if isinstance(key, str) else key, it) for key, it in sorted(columns.items(), key=begins)]
+        return cls(Field(key, str(it.dtype).removeprefix("torch."), (*it.shape[ndim:],)) for key, it in found)
 
     def offsets(self, rows: int) -> list[int]:
         """Where each column of so many rows begins."""

@@ -378,11 +378,8 @@ class ObservationNorm(KeyedTransform, Stateful):
         >>> sorted(ObservationNorm(loc=0.0, scale=2.0, in_keys=["obs"]).state_dict())
         ['loc', 'scale', 'standard_normal']
         """
-        return {
-            "loc": self.loc.clone(),
-            "scale": self.scale.clone(),
-            "standard_normal": torch.tensor(self.standard_normal, device="cpu"),
-        }
+        standard = torch.tensor(self.standard_normal, device="cpu")
+        return {"loc": self.loc.clone(), "scale": self.scale.clone(), "standard_normal": standard}
 
     def prepare_load(self, state_dict: dict[str, torch.Tensor]) -> Commit:
         name = type(self).__name__

@@ -99,12 +99,9 @@ class Mirror:
         self._most = max(1, min(BLOCK_BYTES // needed, store.capacity), math.prod(store.schema.columns))
         room = self._size(self._most)
         devices.check_room("the blocks of a mirror", 2 * room, store.device)
+        device, pinned = store.device, self._accelerator.memory
         self._rooms = [
-            (
-                torch.empty(room, dtype=torch.uint8, device=store.device),
-                self._accelerator.memory.empty((room,), torch.uint8),
-            )
-            for _ in range(2)
+            (torch.empty(room, dtype=torch.uint8, device=device), pinned.empty((room,), torch.uint8)) for _ in range(2)
         ]
         self._leaves: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._turn, self._stop = fork.lock(), threading.Event()
