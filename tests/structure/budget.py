@@ -26,7 +26,7 @@ ROOMS = {
     "saved": 5_049,
     "serving": 2_308,
     "storages": 4_837,
-    "store": 6_607,
+    "store": 6_609,
     "testing": 559,
     "torchrl": 1_898,
     "transforms": 730,
