@@ -23,7 +23,7 @@ ROOMS = {
     "remote": 3_536,
     "reshard": 987,
     "samplers": 1_936,
-    "saved": 5_080,
+    "saved": 5_037,
     "serving": 1_979,
     "storages": 4_857,
     "store": 6_619,

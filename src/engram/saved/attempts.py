@@ -121,18 +121,11 @@ def begin(
         raise ValueError(f"begin: expected eight hex digits, or 'crash' and a number, got {attempt!r:.100}.")
     check_epoch(root, epoch)
     name = str(Name(step, epoch, attempt))
-    raw = documents.encode(
-        Attempt(
-            name=name,
-            attempt=attempt,
-            epoch=epoch,
-            step=step,
-            world=world,
-            trigger=trigger,
-            parent=parent,
-            user=dict(user or {}),
-        )
+    own = dict(user or {})
+    begun = Attempt(
+        name=name, attempt=attempt, epoch=epoch, step=step, world=world, trigger=trigger, parent=parent, user=own
     )
+    raw = documents.encode(begun)
     folder = root / name
     disk.make_folder(folder)
     try:
@@ -149,11 +142,8 @@ def begin(
 
 def _next_attempt(root: Path, step: int, epoch: int) -> str:
     """A free name. Of several attempts at one step, the last one sorts as the newest."""
-    before = [
-        int(name.attempt[:4], 16)
-        for name in names(root)
-        if name[:2] == (step, epoch) and not name.attempt.startswith("crash")
-    ]
+    of_the_step = [name.attempt for name in names(root) if name[:2] == (step, epoch)]
+    before = [int(attempt[:4], 16) for attempt in of_the_step if not attempt.startswith("crash")]
     return f"{min(max(before, default=-1) + 1, 0xFFFF):04x}{secrets.token_hex(2)}"
 
 

@@ -186,12 +186,9 @@ class Checkpoint(Closes):
             ranks: which of them are numbered from 0 here.
         """
         place = {entry.rank: i for i, entry in enumerate(manifest.shards)}
-        own = msgspec.structs.replace(
-            manifest,
-            world=len(ranks),
-            steps_by_rank=tuple(manifest.steps_by_rank[place[rank]] for rank in ranks),
-            shards=tuple(msgspec.structs.replace(manifest.shards[place[rank]], rank=i) for i, rank in enumerate(ranks)),
-        )
+        steps = tuple(manifest.steps_by_rank[place[rank]] for rank in ranks)
+        shards = tuple(msgspec.structs.replace(manifest.shards[place[rank]], rank=i) for i, rank in enumerate(ranks))
+        own = msgspec.structs.replace(manifest, world=len(ranks), steps_by_rank=steps, shards=shards)
         checkpoint = cls(folder, own)
         checkpoint._places = [(rank, manifest.world) for rank in ranks]
         checkpoint.missing = tuple(sorted(set(range(manifest.world)) - set(ranks)))
@@ -447,15 +444,9 @@ def finish_dump(
         ValueError: ``user`` is too long or too deep, or a part lies elsewhere.
         OSError: no space, or an I/O error.
     """
+    token = secrets.token_hex(4)
     attempt = Attempt(
-        name="",
-        attempt=secrets.token_hex(4),
-        epoch=0,
-        step=step,
-        world=1,
-        trigger="dumps",
-        parent=None,
-        user=dict(user or {}),
+        name="", attempt=token, epoch=0, step=step, world=1, trigger="dumps", parent=None, user=dict(user or {})
     )
     shard = shard_of(attempt, 0, folder, parts, rows, "flat")
     raw = documents.encode(shard)

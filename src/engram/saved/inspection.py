@@ -63,11 +63,8 @@ def kind_of(path: Path) -> Kind:
     if kind is not None:
         return kind
     inside = [*itertools.islice(_inside(path), _NAMED)]
-    hint = (
-        f"Name what is in it: {', '.join(inside)}"
-        if inside
-        else "If there was one, the files that describe it are gone"
-    )
+    known = f"Name what is in it: {', '.join(inside)}"
+    hint = known if inside else "If there was one, the files that describe it are gone"
     raise FileNotFoundError(
         f"{path}: expected a checkpoint, a folder of checkpoints, a dump or a store, found none. {hint}."
     )
@@ -376,12 +373,8 @@ def moment(name: str, *paths: Path) -> Entries:
 
 def described_field(field: schema.Column) -> Entries:
     """A field, as descriptions have it."""
-    entries: Entries = {
-        "key": list(field.key),
-        "dtype": field.dtype,
-        "shape": list(field.shape),
-        "row_bytes": field.row_bytes,
-    }
+    key, shape = list(field.key), list(field.shape)
+    entries: Entries = {"key": key, "dtype": field.dtype, "shape": shape, "row_bytes": field.row_bytes}
     if isinstance(field, schema.PartField):
         entries["role"] = field.role
     return entries | {"ragged": msgspec.to_builtins(field.ragged)} if field.ragged else entries

@@ -204,13 +204,8 @@ def kinds_of(runs: Ints, columns: int = 1) -> Ints:
     oldest = np.ones(len(runs), bool)  # of its lane, or of its column
     oldest[order[1:]] = (track[:, 1:] != track[:, :-1]).any(0)
     first, last, is_open = (flags & bit != 0 for bit in (description.HAS_FIRST, description.HAS_LAST, description.OPEN))
-    members = (
-        first & last,
-        first & is_open,
-        ~first & last & oldest,
-        ~first & is_open & oldest,
-        first & ~last & ~is_open,
-    )
+    headless = ~first & oldest
+    members = (first & last, first & is_open, headless & last, headless & is_open, first & ~last & ~is_open)
     return np.select(members, range(len(members)), len(members))
 
 
@@ -313,12 +308,9 @@ class Boundaries:
         done, over, cut, last, first, begun = (
             _any(true.get(name, [])) for name in ("done", "terminated", "truncated", "last", "first", "is_init")
         )
-        return Marks(
-            None if ids is None else ids.contiguous().view(_WORDS[ids.element_size()]).numpy(),
-            _any([done, cut, over, last]),
-            cut if cut is None or over is None else cut & ~over,
-            _any([begun, first]),
-        )
+        words = None if ids is None else ids.contiguous().view(_WORDS[ids.element_size()]).numpy()
+        only_cut = cut if cut is None or over is None else cut & ~over
+        return Marks(words, _any([done, cut, over, last]), only_cut, _any([begun, first]))
 
     def marks_of(self, fields: Sequence[torch.Tensor], n: int) -> Marks:
         """What the first rows say, of which there are all fields."""

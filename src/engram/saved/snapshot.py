@@ -106,15 +106,13 @@ class RowsWriter:
         if not isinstance(store, RaggedStore):
             return lambda _, __: {}
         before = None if parent is None else ragged.Parent(parent, same(parent, numbers, snapshot.base))
+        lanes = snapshot.state["lanes"]
+
+        def numbers_now() -> Ints:
+            return snapshot.numbers_now()[0]
+
         self._pieces = ragged.ItemsWriter(
-            self.part,
-            store,
-            self.fields,
-            snapshot.state["lanes"],
-            before,
-            lambda: snapshot.numbers_now()[0],
-            paranoid=paranoid,
-            progress=progress,
+            self.part, store, self.fields, lanes, before, numbers_now, paranoid=paranoid, progress=progress
         )
         self._pieces.write(numbers)
         return self._pieces.columns
@@ -151,13 +149,11 @@ class RowsWriter:
         writes[numbers == 0] = 0
         rest |= named_writes(numbers, writes)
         lost = snapshot.live - totals.steps
+        described = described_state(self.part, rest, "storage")
+        pieces = None if self._pieces is None else self._pieces.pieces
+        fields, geometry = self.fields, self.geometry
         info = self.part.finish(
-            described_state(self.part, rest, "storage"),
-            geometry=self.geometry,
-            schema=self.fields,
-            segment_rows=segment_rows,
-            segments=segments,
-            pieces=None if self._pieces is None else self._pieces.pieces,
+            described, geometry=geometry, schema=fields, segment_rows=segment_rows, segments=segments, pieces=pieces
         )
         cut = Cut(state["clock"], exact=not lost, lost_rows=lost)
         return SavedRows(info, ShardRows(cut, totals, schema_sum(self.fields)))
