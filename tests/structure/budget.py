@@ -25,7 +25,7 @@ ROOMS = {
     "samplers": 1_936,
     "saved": 5_037,
     "serving": 1_979,
-    "storages": 4_857,
+    "storages": 4_835,
     "store": 6_619,
     "testing": 559,
     "torchrl": 1_898,

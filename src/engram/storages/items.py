@@ -230,24 +230,13 @@ def pack(items: Sequence[object]) -> dict[str, Any]:
             sizes.append(size)
             if leaf is not None:
                 leaves.append(leaf)
-    return {
-        "form": torch.tensor(which, dtype=torch.int64, device="cpu"),
-        "forms": [
-            {
-                "tree": tree,
-                "parts": [
-                    {
-                        "bytes": torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *leaves]),
-                        "sizes": torch.tensor(sizes, dtype=torch.int64, device="cpu").reshape(
-                            len(sizes), len(sizes[0])
-                        ),
-                    }
-                    for leaves, sizes in parts
-                ],
-            }
-            for tree, parts in forms.items()
-        ],
-    }
+    packed = [{"tree": tree, "parts": [_packed_part(*part) for part in known]} for tree, known in forms.items()]
+    return {"form": torch.tensor(which, dtype=torch.int64, device="cpu"), "forms": packed}
+
+
+def _packed_part(leaves: list[torch.Tensor], sizes: list[list[int]]) -> dict[str, torch.Tensor]:
+    none = torch.empty(0, dtype=torch.uint8, device="cpu")
+    return {"bytes": torch.cat([none, *leaves]), "sizes": torch.tensor(sizes, dtype=torch.int64, device="cpu")}
 
 
 def _tree(item: Any, parts: list[tuple[torch.Tensor | None, list[int]]], where: str, depth: int) -> list[Any]:
@@ -338,12 +327,9 @@ class _Unpacking(NamedTuple):
                     raise ValueError(f"{self.where}: expected no bytes of a TensorDict, got {raw.numel()}.")
                 own = saved if saved is None or self.device is None else self.device
                 columns = self._entries(entries, depth)
-                return [
-                    tensordicts.tensordict_type()(
-                        {key: column[i] for key, column in columns.items()}, batch_size=size, device=own
-                    )
-                    for i, size in enumerate(sizes)
-                ]
+                made = tensordicts.tensordict_type()
+                of_items = ({key: column[i] for key, column in columns.items()} for i in range(len(sizes)))
+                return [made(row, batch_size=size, device=own) for row, size in zip(of_items, sizes, strict=True)]
             case ["dict", list(entries)]:
                 columns = self._entries(entries, depth, integers=True)
                 return [{key: column[i] for key, column in columns.items()} for i in range(self.n)]
