@@ -99,13 +99,9 @@ class Mirror:
         self._most = max(1, min(BLOCK_BYTES // needed, store.capacity), math.prod(store.schema.columns))
         room = self._size(self._most)
         devices.check_room("the blocks of a mirror", 2 * room, store.device)
-        self._rooms = [
-            (
-                torch.empty(room, dtype=torch.uint8, device=store.device),
-                self._accelerator.memory.empty((room,), torch.uint8),
-            )
-            for _ in range(2)
-        ]
+        there = [torch.empty(room, dtype=torch.uint8, device=store.device) for _ in range(2)]
+        pinned = [self._accelerator.memory.empty((room,), torch.uint8) for _ in range(2)]
+        self._rooms = [*zip(there, pinned, strict=True)]
         self._leaves: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._turn, self._stop = fork.lock(), threading.Event()
         #: Why the last try to copy failed; None: it did not.
