@@ -10,7 +10,7 @@ ROOMS = {
     "_support": 1_655,
     "adapters": 1_582,
     "around": 3_776,
-    "buffer": 6_371,
+    "buffer": 6_359,
     "checkpoint": 1_909,
     "cli": 1_718,
     "datasets": 1_263,

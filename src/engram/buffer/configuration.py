@@ -214,13 +214,9 @@ class Configuration:
                     f"dim_extend={storage.dim_extend} already, got {self.dim_extend!r}. Make the storage with ndim={storage.ndim + 1}."
                 )
             storage.time_dim = self.dim_extend
-        wiring = Wiring(
-            storage,
-            Compose.of(transform if factory is None else factory()),
-            collate_fn=self.collate_fn,
-            pinning=pinning_for(self.pin_memory, call) if self.pin_memory else None,
-            generator=self.generator,
-        )
+        composed = Compose.of(transform if factory is None else factory())
+        pinning = pinning_for(self.pin_memory, call) if self.pin_memory else None
+        wiring = Wiring(storage, composed, collate_fn=self.collate_fn, pinning=pinning, generator=self.generator)
         if self.checkpointer:
             storage.checkpointer = component(
                 accepted(self.checkpointer), StorageCheckpointerBase, "checkpointer", TensorStorageCheckpointer

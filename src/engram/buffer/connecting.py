@@ -135,14 +135,9 @@ def connect_buffer(asked: type[Facade], address: object, arguments: ConnectArgum
                 "Use ReplayBuffer.connect."
             )
         settings = {**noted_settings(noted), **{name: value for name, value in reading.items() if value is not None}}
-        return kind(
-            storage=storage,
-            sampler=sampler,
-            writer=RemoteWriter(served),
-            sample_unit=noted_unit(noted),
-            **settings,
-            **kind.open_arguments(noted),
-        )
+        writer, unit = RemoteWriter(served), noted_unit(noted)
+        own = kind.open_arguments(noted)
+        return kind(storage=storage, sampler=sampler, writer=writer, sample_unit=unit, **settings, **own)
     except BaseException:
         storage.close()
         raise

@@ -145,11 +145,8 @@ class FieldUpdates:
             rejected = self._wiring.on_device(rejected.reshape(batch))
         numbers = numbers.reshape(batch)
         place = self._wiring.on_device
-        return ConditionalUpdateResult(
-            updated=place(torch.from_numpy(np.asarray(numbers.numpy() >= 0))),
-            version_rejected=rejected,
-            generation=place(numbers),
-        )
+        updated = place(torch.from_numpy(np.asarray(numbers.numpy() >= 0)))
+        return ConditionalUpdateResult(updated=updated, version_rejected=rejected, generation=place(numbers))
 
     def apply_once(
         self, index: object, generation: object, tickets: object, *, require_newer: bool, **given: object
