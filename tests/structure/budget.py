@@ -22,7 +22,7 @@ ROOMS = {
     "modules beside the rooms": 284,
     "remote": 3_536,
     "reshard": 987,
-    "samplers": 1_936,
+    "samplers": 1_933,
     "saved": 5_037,
     "serving": 1_979,
     "storages": 4_835,
