@@ -26,7 +26,7 @@ ROOMS = {
     "saved": 5_037,
     "serving": 1_979,
     "storages": 4_835,
-    "store": 6_602,
+    "store": 6_605,
     "testing": 559,
     "torchrl": 1_898,
     "transforms": 733,

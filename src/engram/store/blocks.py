@@ -109,9 +109,14 @@ class BlockLayout:
             columns: by key. They may be those of any sampler; a tensor that lies elsewhere comes somewhere in between.
             ndim: dimensions of the batch: 2 for windows ``[n, T, ...]``, which count as ``n * T`` rows.
         """
-        by_path = [((key,) if isinstance(key, str) else key, column) for key, column in columns.items()]
-        found = sorted(by_path, key=lambda item: item[1].data_ptr())
-        return cls(Field(path, str(it.dtype).removeprefix("torch."), (*it.shape[ndim:],)) for path, it in found)
+
+        def begins(item: tuple[Entry, torch.Tensor]) -> int:
+            _, column = item
+            return column.data_ptr()
+
+        found = sorted(columns.items(), key=begins)
+        by_path = [((key,) if isinstance(key, str) else key, column) for key, column in found]
+        return cls(Field(path, str(it.dtype).removeprefix("torch."), (*it.shape[ndim:],)) for path, it in by_path)
 
     def offsets(self, rows: int) -> list[int]:
         """Where each column of so many rows begins."""
