@@ -350,6 +350,10 @@ class Field(_Comparable):
         return self._reduced("last", lambda values: values[-1])
 
 
+def _scalar(field: Field, how: Reduction, of_one: Callable[[Trajectory], object], description: str) -> Scalar:
+    return Scalar(of_one, lambda segments: segments.reduced(segments.field(field.path), how), description, field.keys)
+
+
 class TrajectoryRef:
     """What predicates are made of: ``traj.reward`` and ``traj["next", "reward"]`` are entries of each step, ``traj.length`` and
     ``traj.total_reward`` numbers of the trajectory.
@@ -363,13 +367,7 @@ class TrajectoryRef:
     @property
     def total_reward(self) -> Scalar:
         """The sum of the rewards."""
-        reward = Field("reward", "traj.reward")
-        return Scalar(
-            lambda it: it.total_reward,
-            lambda segments: segments.reduced(segments.field(reward.path), "sum"),
-            "traj.total_reward",
-            reward.keys,
-        )
+        return _scalar(Field("reward", "traj.reward"), "sum", lambda it: it.total_reward, "traj.total_reward")
 
     def __getattr__(self, name: str) -> Field:
         if name.startswith("_"):

@@ -649,12 +649,9 @@ class _Adapted(DeclaredSampler):
         self._inner = inner
         own = _said(inner, "traits")
         if not isinstance(own, Traits):
-            prioritized = _said(inner, "prioritized")
-            own = Traits(
-                listens=bool(_said(inner, "listens", True)),
-                prioritized=bool(prioritized),
-                takes_priorities=prioritized is None or bool(prioritized),
-            )
+            listens, prioritized = bool(_said(inner, "listens", True)), _said(inner, "prioritized")
+            takes = prioritized is None or bool(prioritized)
+            own = Traits(listens=listens, prioritized=bool(prioritized), takes_priorities=takes)
         #: What counts is its ``draw``.
         self.traits = own._replace(draws_uniformly=False, reads_natively=False)
         adopt(self, inner, _METHODS)

@@ -140,11 +140,8 @@ def begin(
 
 def _next_attempt(root: Path, step: int, epoch: int) -> str:
     """A free name. Of several attempts at one step, the last one sorts as the newest."""
-    before = [
-        int(name.attempt[:4], 16)
-        for name in names(root)
-        if name[:2] == (step, epoch) and not name.attempt.startswith("crash")
-    ]
+    of_the_step = [name.attempt for name in names(root) if name[:2] == (step, epoch)]
+    before = [int(attempt[:4], 16) for attempt in of_the_step if not attempt.startswith("crash")]
     return f"{min(max(before, default=-1) + 1, 0xFFFF):04x}{secrets.token_hex(2)}"
 
 

@@ -63,11 +63,8 @@ def kind_of(path: Path) -> Kind:
     if kind is not None:
         return kind
     inside = [*itertools.islice(_inside(path), _NAMED)]
-    hint = (
-        f"Name what is in it: {', '.join(inside)}"
-        if inside
-        else "If there was one, the files that describe it are gone"
-    )
+    known = f"Name what is in it: {', '.join(inside)}"
+    hint = known if inside else "If there was one, the files that describe it are gone"
     raise FileNotFoundError(
         f"{path}: expected a checkpoint, a folder of checkpoints, a dump or a store, found none. {hint}."
     )

@@ -204,13 +204,8 @@ def kinds_of(runs: Ints, columns: int = 1) -> Ints:
     oldest = np.ones(len(runs), bool)  # of its lane, or of its column
     oldest[order[1:]] = (track[:, 1:] != track[:, :-1]).any(0)
     first, last, is_open = (flags & bit != 0 for bit in (description.HAS_FIRST, description.HAS_LAST, description.OPEN))
-    members = (
-        first & last,
-        first & is_open,
-        ~first & last & oldest,
-        ~first & is_open & oldest,
-        first & ~last & ~is_open,
-    )
+    headless = ~first & oldest
+    members = (first & last, first & is_open, headless & last, headless & is_open, first & ~last & ~is_open)
     return np.select(members, range(len(members)), len(members))
 
 

@@ -252,11 +252,8 @@ class Series:
         kept = {*newest, *itertools.islice(filter(good, by_epoch), keep)}
         kept |= set([name for name in every if name.attempt.startswith("crash")][:1])
         kept |= {name for name in every if name.epoch > epoch or name.step > newest[0].step}
-        kept |= {
-            name
-            for name in every
-            if name.epoch == epoch and not os.path.lexists(f"{self.root}/{name}/{documents.MANIFEST}")
-        }
+        current = [name for name in every if name.epoch == epoch]
+        kept |= {name for name in current if not os.path.lexists(f"{self.root}/{name}/{documents.MANIFEST}")}
         left = [name for name in every if name not in kept]
         steps = self.pinned() if left else ()
         left = [name for name in left if not (name.step in steps and good(name))]

@@ -262,11 +262,9 @@ class OwnStorage(tensor.TensorStorage):
         return load
 
     def prepare_snapshot(self, *, without: Collection[tuple[str, str]] = (), whole: bool = True) -> StoragePreparation:
-        return (
-            parts.Unprepared(partial(self._snapshot, without))
-            if whole
-            else tensor_state.SnapshotPreparation(self, without, whole=False)
-        )
+        if whole:
+            return parts.Unprepared(partial(self._snapshot, without))
+        return tensor_state.SnapshotPreparation(self, without, whole=False)
 
     def _snapshot(self, without: Collection[tuple[str, str]]) -> StorageSnapshot:
         """Rows are copied while writers wait."""

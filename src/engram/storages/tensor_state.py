@@ -140,17 +140,16 @@ def describe_store(
     now, usage = int(store.core.next_ticket), UsageIndex.in_use(store)
     passes = {name: index.state(now) for (name, kind), index in sorted(indexes.items()) if kind == EpochIndex.kind}
     clock, lanes = now - store.base, store.lane_states()
+    in_use, priorities = store.rows_in_use(lanes), _of_kind(indexes, PriorityIndex.kind)
     return {
         "schema": schemas.encode(store.schema).decode(),
         "clock": clock,
         "lanes": lanes,
         "write_count": int(store.core.write_count),
-        "priorities": saved_priorities(
-            _of_kind(indexes, PriorityIndex.kind), without, store.rows_in_use(lanes), zeroed
-        ),
+        "priorities": saved_priorities(priorities, without, in_use, zeroed),
         "passes": {name: walk for name, walk in passes.items() if (name, EpochIndex.kind) not in without},
         "windows": dict(store.indexes.windows),
-        **({} if usage is None else {USAGE: usage.saved(store.rows_in_use(lanes))}),
+        **({} if usage is None else {USAGE: usage.saved(in_use)}),
         **({HEADS: store.saved_heads} if isinstance(store, ragged.RaggedStore) else {}),
     }
 

@@ -91,11 +91,9 @@ class ReaderStore(Store):
     def _mapped(self, schema: schemas.Schema, control: memory.Block, *, private: bool) -> list[torch.Tensor]:
         """The fields. ``private``: what is written to them is not seen elsewhere."""
         if self._segments is None:
+            field = partial(memory.read_field, private=private)
             return memory.fields_in(
-                self.folder,
-                schema,
-                partial(memory.read_field, private=private),
-                lambda path, nbytes: memory.read_block(path, nbytes, private=private).tensor,
+                self.folder, schema, field, lambda path, nbytes: memory.read_block(path, nbytes, private=private).tensor
             )
         inside = self.folder / layout.FOLDER
         return memory.segment_fields(inside, schema, self._segments, control, readonly=not private, private=private)

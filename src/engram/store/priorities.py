@@ -58,10 +58,8 @@ def check_priorities(state: dict[str, object], config: PriorityConfig | None, ro
     found = PriorityConfig(alpha, beta, eps, typed(state, "max_priority_within_buffer", bool, where))
     leaves = tensor_in(state, "leaves", torch.float64, (None,), where)
     if config is not None:
-        for name, ours, theirs in (
-            ("eps", config.eps, found.eps),
-            ("max_priority_within_buffer", config.within_buffer, found.within_buffer),
-        ):
+        within = ("max_priority_within_buffer", config.within_buffer, found.within_buffer)
+        for name, ours, theirs in (("eps", config.eps, found.eps), within):
             if ours != theirs:
                 raise IncompatibleCheckpoint(
                     f"{where}: {name}: expected {ours} as here, got {theirs}. Make them with {name}={theirs}."
