@@ -322,8 +322,7 @@ class Field(_Comparable):
         return Comparison(self, other, symbol, compare)
 
     def _reduced(self, how: Reduction, of_one: Callable[[torch.Tensor], object]) -> Scalar:
-        text, path = f"{self.description}.{how}()", self.path
-        return Scalar(lambda it: of_one(self.of(it)), lambda its: its.reduced(its.field(path), how), text, self.keys)
+        return _scalar(self, how, lambda it: of_one(self.of(it)), f"{self.description}.{how}()")
 
     def sum(self) -> Scalar:
         """The sum over all steps."""

@@ -68,8 +68,11 @@ def rows_of_written(
         slots = rows_of_batch(data, storage.ndim, call, storage.dim_extend) if batched else None
         data, columns = slots or rows_of_slot(data, storage.ndim, call)
         batched = True
-    rows_at = partial(_ragged_structure.rows_at, known, ragged)
-    n = _structure.leading_size(data, call, ragged=rows_at) if batched else None
+    n = (
+        _structure.leading_size(data, call, ragged=partial(_ragged_structure.rows_at, known, ragged))
+        if batched
+        else None
+    )
     if columns and storage.memory is not None and columns != storage.columns:
         raise RuntimeError(f"{call}: expected columns {storage.columns} as in the first write, got {columns}.")
     _base.check_count(call, count, n or 1)
