@@ -136,19 +136,9 @@ class _Load:
         manifest, path = checkpoint.manifest, self._path
         job.latest = LatestStep(manifest.step, manifest.user, manifest.step)
         job.parent = Parent(path, buffer.form.lineage) if dealt is None else None
-        return RestoreReport(
-            path.name,
-            manifest.step,
-            path,
-            steps,
-            manifest.user,
-            passed_over,
-            time.perf_counter() - started,
-            checkpoint.missing,
-            dealt,
-            given_up,
-            self._converted,
-        )
+        name, step, user, seconds = path.name, manifest.step, manifest.user, time.perf_counter() - started
+        missing, converted = checkpoint.missing, self._converted
+        return RestoreReport(name, step, path, steps, user, passed_over, seconds, missing, dealt, given_up, converted)
 
     # ---- opening ---------------------------------------------------------------------------------------------------------
 

@@ -341,6 +341,10 @@ class Tick(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     last: bool = False
 
 
+#: Methods that change no row.
+READS = ("index_keys", "rows_of", "rows_with", "unsealed", "show")
+
+
 class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Command to call a method of the buffer. Behind it come a line break and the arguments by name, a tree as of :func:`tree_bytes`.
 

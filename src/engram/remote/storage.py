@@ -321,7 +321,7 @@ class RemoteStorage(ServedStorage):
                     answer = self._writing.receive()
                 except protocol.NotOnce as error:
                     if self._kept:  # a copy took over that lacks them
-                        self._send_kept()
+                        self._send_kept(batch.num_rows)
                         continue
                     # A name may have been forgotten, beside a thousand others. A new one is refused for what the store is.
                     self._once = number > 1
@@ -349,17 +349,26 @@ class RemoteStorage(ServedStorage):
         if written.position:
             self._kept.append((written.position, msgspec.json.encode(command), wire.copied(batch)))
             self._kept_bytes += batch.nbytes
-        copied = written.copied if written.position else math.inf
-        while self._kept and (self._kept[0][0] <= copied or self._kept_bytes > KEPT_BYTES):
+        while self._kept and (self._kept[0][0] <= written.copied or self._kept_bytes > KEPT_BYTES):
             self._kept_bytes -= self._kept.popleft()[-1].nbytes
 
-    def _send_kept(self) -> None:
-        """Send again what is kept. Of a part the server says that it has it, or cannot know."""
-        kept, self._kept, self._kept_bytes = self._kept, deque(), 0
-        for _, command, batch in kept:
-            with suppress(protocol.NotOnce):
-                self._writing.send(Message(command, batch))
-                self._writing.receive()
+    def _send_kept(self, waiting: int) -> None:
+        """Send again what is kept. Of a part the server says that it has it, or cannot know. The rest stays kept where this fails.
+
+        Raises ``NotAdmitted``: limits do not admit it, nor the rows that wait for it. What sending raises.
+        """
+        try:
+            while self._kept:
+                _, command, batch = self._kept[0]
+                with suppress(protocol.NotOnce):
+                    self._writing.send(Message(command, batch))
+                    self._writing.receive()
+                self._kept_bytes -= self._kept.popleft()[-1].nbytes
+        except RateLimited:
+            raise native.NotAdmitted(waiting) from None
+        except BaseException:
+            self._writing.forget()
+            raise
 
     def take(self, command: protocol.Move, columns: Sequence[Tensor]) -> tuple[int, list[Tensor]]:
         """Write rows of another store, in a request that may be repeated: what :class:`protocol.Move` has. No writes go on beside it.

@@ -32,6 +32,7 @@ from engram.remote import protocol
 from engram.remote.connection import Connection
 from engram.saved import attempts, disk
 from engram.serving.dumps import parts_of
+from engram.store.keys import KeyIndex
 from engram.store.lifetime import exclusive
 from engram.store.limits import Rules
 from engram.store.opening import create_store
@@ -74,7 +75,8 @@ class Listening(NamedTuple):
 
 def series_of(directory: Path) -> Path:
     """The folder of the checkpoints of which copies of a store are made, and of those that are copies: it lies beside that of the store."""
-    return directory.with_name(f"{directory.name}-copy")
+    whole = directory.resolve()
+    return whole.with_name(f"{whole.name}-copy")
 
 
 class Note(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -119,6 +121,8 @@ class Origin(msgspec.Struct, frozen=True):
     limit: tuple[float, float, int, int]
     #: The table of writers, which says whose requests these rows are, compressed.
     writers: bytes
+    #: The field by which rows are found; empty: there is none.
+    key: tuple[str, ...] = ()
 
 
 class Copies:
@@ -154,14 +158,9 @@ class Copies:
     def why_replaced(self) -> str:
         """Why the store is not served."""
         return (
-            f"serve: {str(self._folder)!r}: a copy of this store took over, and {self.note.other} serves it. What was written here since "
+            f"serve: {str(self._folder)!r}: a copy of this store took over, and {self.note.other or 'another server'} serves it. What was written here since "
             "is not in it. Serve another directory with --follow, to have a copy again."
         )
-
-    @property
-    def refuses(self) -> bool:
-        """Whether another server has the store, or is about to."""
-        return self.hands_over or self.note.outdated
 
     def check_newest(self, store: str, generation: int) -> None:
         """Raise ``OSError``: another server has a newer copy. It is noted."""
@@ -200,13 +199,17 @@ class Copies:
             if self._arrived < wanted:
                 raise away("the server hands over to its copy")
 
+    def check_follower(self, command: protocol.Tick) -> None:
+        """Raise ``RuntimeError``: there is another one, or this one takes over before it has followed."""
+        is_there = self._turn.locked() or time.monotonic() < self._heard + _SILENT_S
+        if command.address != self.note.other and (command.last or is_there):
+            why = f"but {self.note.other} follows this server" if is_there else "before another takes over"
+            raise RuntimeError(f"follow: expected one follower, {why}.")
+
     def tick(self, command: protocol.Tick) -> protocol.Ticked:
-        """Make a checkpoint, if the follower lacks something. Raises ``RuntimeError``: there is another one. What saving raises."""
-        is_other = command.address != self.note.other
-        if is_other and (self._turn.locked() or time.monotonic() < self._heard + _SILENT_S):
-            raise RuntimeError(f"follow: expected one follower, but {self.note.other} follows this server.")
+        """Make a checkpoint, if the follower lacks something. Raises what saving raises."""
         with self._turn:
-            if is_other:
+            if command.address != self.note.other:
                 other = protocol.address_of(command.address, "follow")  # no name of a file, which would be read
                 self.note = self.note.noted(self._folder, other=str(other))
             with self._changed:
@@ -254,8 +257,12 @@ class Copies:
             raise ValueError("follow: the sampler keeps final observations in a folder beside the store, not copied.")
         bases = [core.next_position(lane) - position for lane, position in enumerate(positions)]
         table = self._store.indexes[NAME, WritersIndex.kind].block.tensor.numpy().tobytes()
-        of = self.name, self.note.generation, encode(self._store.schema).decode(), recipe
-        return Origin(*of, core.write_count, bases, core.limit, zlib.compress(table, 1))
+        of, keyed = (
+            (self.name, self.note.generation, encode(self._store.schema).decode(), recipe),
+            KeyIndex.in_use(self._store),
+        )
+        key = () if keyed is None else self._store.schema.fields[keyed.core.field].key
+        return Origin(*of, core.write_count, bases, core.limit, zlib.compress(table, 1), key)
 
     def files(self, schema: pa.Schema, name: str, before: str = "") -> Iterator[pa.RecordBatch]:
         """The files of a checkpoint as record batches of name and data; null for those that the one before has, too."""
@@ -336,6 +343,12 @@ class Follower:
             )
         self._directory, self._leader, self._lease, self._root = directory, leader, lease, series_of(directory)
         self._access = Way(patience=0.0, **(at.reaching or {})).access(leader, "serve: --follow")
+        if at.address.port == 0 and at.address.scheme != "unix":
+            raise ValueError(
+                f"serve: --follow: expected --listen with a port, which clients are told, got {at.address}."
+            )
+        self._listens = at.address
+        self._check_address()
         everywhere = at.address.host in ("0.0.0.0", "::")  # noqa: S104 - it is where others look for it
         self._address = str(at.address._replace(host=socket.gethostname()) if everywhere else at.address)
         disk.make_folders(str(self._root))
@@ -356,6 +369,8 @@ class Follower:
             why, takes_over = "", self._takes_over(asked)
             try:
                 try:
+                    if takes_over:
+                        self._check_address()
                     self.fetch(last=takes_over)
                 except ConnectionError as error:
                     self._connection = None
@@ -372,6 +387,14 @@ class Follower:
                 _log.warning("serve: --follow: %s", why)
             if said := why:
                 time.sleep(_RETRY_S)
+
+    def _check_address(self) -> None:
+        """Raise ``OSError``: the server could not listen there."""
+        host, port = self._listens.host, self._listens.port
+        if self._listens.scheme != "unix":
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            with words.raise_as(OSError, f"serve: {self._listens}: cannot listen there", OSError):
+                socket.create_server((host, port), family=family).close()
 
     def _takes_over(self, asked: Path) -> bool:
         """Whether it is asked for, or no other process has the lease."""
@@ -390,7 +413,13 @@ class Follower:
         self._writes = ticked.writes
         if ticked.name != self._have:
             ticket = f"copy {ticked.name} {self._have}".encode()
-            self._connection.fetch_dump(coming, lambda _: None, ticket, self._root / self._have)
+            try:
+                self._connection.fetch_dump(coming, lambda _: None, ticket, self._root / self._have)
+            except ConnectionError as error:
+                self._connection = None
+                raise (RuntimeError if last else ConnectionError)(
+                    str(error)
+                ) from error  # it has handed over, and may live
             os.rename(coming, self._root / str(attempts.Name.parse(ticked.name)))
             for name in map(str, attempts.names(self._root)):
                 if name not in (ticked.name, self._have):
@@ -415,6 +444,8 @@ class Follower:
             index, _ = WritersIndex.of_name(store.indexes, NAME, len(table), WRITERS, groups)
             index.block.tensor.copy_(torch.frombuffer(bytearray(table), dtype=torch.uint8))
             WritersIndex.free_lock(index.block)
+            if origin.key:
+                rb.index_keys(origin.key)
             if any(origin.limit):
                 rb.limit(*Rules(*origin.limit).limits())
         lost, generation = max(0, self._writes - origin.writes), origin.generation + 1

@@ -134,7 +134,8 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
             if isinstance(command, protocol.Tick):
                 return self._tick(command)
             done = self._service.do(command, data)
-            if isinstance(command, protocol.Empty | protocol.EndTrajectory | protocol.Call):
+            reads = isinstance(command, protocol.Call) and command.name in protocol.READS
+            if isinstance(command, protocol.Empty | protocol.EndTrajectory | protocol.Call) and not reads:
                 self._of_store().copies.await_copy()
             return done
         except flight.FlightError:
@@ -152,10 +153,15 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
         """Answer a follower. Raises ``OSError``: there is no store yet. ``RuntimeError``: what clients asked for is not finished."""
         if not isinstance(service := self._service, Service):
             raise OSError("there is no store yet: nothing was ever written.")
+        service.copies.check_follower(command)
         service.copies.hand_over(begins=command.last)
-        if command.last and not self._finish(actions=1):
-            raise RuntimeError("calls of clients are under way.")
-        return service.copies.tick(command)
+        try:
+            if command.last and not self._finish(actions=1):
+                raise RuntimeError("calls of clients are under way.")
+            return service.copies.tick(command)
+        except BaseException:
+            service.copies.hand_over(begins=False)
+            raise
 
     @contextlib.contextmanager
     def _calling(self, context: flight.ServerCallContext) -> Iterator[None]:
@@ -171,8 +177,9 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
 
     def _check_stays(self, action: str = "") -> None:
         """Raise Flight's error: the server leaves, or another one has the store. Then clients ask the next one."""
-        service = self._service
-        if self._draining or (isinstance(service, Service) and service.copies.refuses and action != "tick"):
+        copies = self._service.copies if isinstance(self._service, Service) else None
+        gives_up = copies is not None and (copies.hands_over or copies.note.outdated)
+        if self._draining or (gives_up and action != "tick"):
             raise away("the server leaves")
 
     @contextlib.contextmanager
