@@ -19,7 +19,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from engram import LazyMemmapStorage, MinSize, PrioritizedSampler, ReplayBuffer
+from engram import LazyMemmapStorage, MinSize, PrioritizedSampler, RateLimited, ReplayBuffer, SamplesPerInsert
 from engram.buffer.connecting import Way
 from engram.cli import main
 from engram.remote import protocol
@@ -511,3 +511,86 @@ def test_another_protocol_is_refused(pair, monkeypatch):
     monkeypatch.setattr(protocol, "PROTOCOL", 99)
     with pytest.raises(Exception, match="expected protocol 1"):
         pair.follower().fetch()
+
+
+def test_no_other_follower_begins_or_ends_a_hand_over(pair):
+    store(pair.root / "a")
+    pair.start("a")
+    first, other = pair.follower(), Connection(Way(patience=0.0).access(pair.at["a"], "test"))
+
+    def refused(*lasts):
+        for last in lasts:
+            with pytest.raises(RuntimeError, match="expected one follower"):
+                other.ask("tick", protocol.Tick("", pair.at["c"], last), protocol.Ticked)
+
+    with closing(other), ReplayBuffer.connect(pair.at["a"], patience=0.5) as remote:
+        refused(True)  # nobody follows yet
+        remote.extend({"a": torch.tensor([10])})
+        first.fetch()
+        refused(True, False)
+        remote.extend({"a": torch.tensor([11])})
+        first.fetch(last=True)
+        refused(True, False)
+        with pytest.raises(ConnectionError):
+            remote.extend({"a": torch.tensor([12])})
+        first.fetch()  # it did not take over
+        remote.extend({"a": torch.tensor([13])})
+    assert set(pair.rows("a")) >= {*range(12), 13}
+
+
+def test_rows_that_limits_refuse_at_the_copy_stay_kept(pair):
+    store(pair.root / "a")
+    with ReplayBuffer.open(pair.root / "a") as rb:
+        rb.limit(SamplesPerInsert(1.0, min_size=4, tolerance=30))
+    a, follower = pair.start("a"), pair.follower()
+    follower.fetch()
+    with ReplayBuffer.connect(pair.at["a"], batch_size=1) as remote:
+        for row in range(200):
+            remote.extend({"a": torch.tensor([1000 + row])})
+            remote.sample()
+        a.kill()
+        follower.make()  # its counts begin again
+        pair.start("b")
+        with pytest.raises(RateLimited):
+            remote.extend({"a": torch.tensor([5000])}, timeout=0.5)
+        for _ in range(200):
+            remote.sample()
+        remote.extend({"a": torch.tensor([5000])})
+    assert pair.rows("b") == [*range(10), *range(1000, 1200), 5000]
+
+
+def test_a_copy_has_the_index_of_keys(pair):
+    store(pair.root / "a")
+    with ReplayBuffer.open(pair.root / "a") as rb:
+        rb.index_keys("a")
+    a, follower = pair.start("a"), pair.follower()
+    follower.fetch()
+    a.kill()
+    follower.make()
+    pair.start("b")
+    with ReplayBuffer.connect(pair.at["b"]) as remote:
+        remote.extend({"a": torch.tensor([77])})
+        assert remote.rows_of(torch.tensor([7, 77, 78])).rows.tolist() == [7, 10, -1]
+
+
+def test_what_reads_waits_for_no_follower(pair):
+    store(pair.root / "a")
+    with ReplayBuffer.open(pair.root / "a") as rb:
+        rb.index_keys("a")
+    pair.start("a", sync=True)  # no server follows
+    with ReplayBuffer.connect(pair.at["a"]) as remote:
+        assert remote.rows_of(torch.tensor([7])).rows.tolist() == [7]
+        assert remote.sample()["a"].shape == (4,)
+
+
+def test_a_follower_needs_a_free_address_with_a_port(pair):
+    def follower(address):
+        return Follower(pair.root / "b", pair.at["a"], listening(address, None, None, None, insecure=True))
+
+    with pytest.raises(ValueError, match="expected --listen with a port"):
+        follower("127.0.0.1:0")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(OSError, match="cannot listen there: .*already in use"),
+    ):
+        follower(f"127.0.0.1:{taken.getsockname()[1]}")
