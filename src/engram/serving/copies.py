@@ -158,8 +158,8 @@ class Copies:
     def why_replaced(self) -> str:
         """Why the store is not served."""
         return (
-            f"serve: {str(self._folder)!r}: a copy of this store took over, and {self.note.other or 'another server'} serves it. What was written here since "
-            "is not in it. Serve another directory with --follow, to have a copy again."
+            f"serve: {str(self._folder)!r}: a copy of this store took over, and {self.note.other or 'another server'} serves it. What was "
+            "written here since is not in it. Serve another directory with --follow, to have a copy again."
         )
 
     def check_newest(self, store: str, generation: int) -> None:
