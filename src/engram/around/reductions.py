@@ -173,14 +173,13 @@ class CatFrames(KeyedTransform):
                 "SliceSampler(window=WindowSpec(…), flat=False) and use CatFrames as the transform."
             )
         in_keys, out_keys = (keys + [("next", *path_of(key)) for key in keys] for keys in (self.in_keys, self.out_keys))
-        padding, value = self.padding, self.padding_value
         sampler = FrameStack(
             RandomSampler(),
             self.N,
             self.dim,
             in_keys,
-            padding=padding,
-            padding_value=value,
+            padding=self.padding,
+            padding_value=self.padding_value,
             traj_key=traj_key,
             end_keys=end_keys,
         )

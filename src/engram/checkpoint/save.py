@@ -526,16 +526,18 @@ class SaveAttempt(SaveHandle):
             )
         totals = added(shard.totals for shard in shards)
         episodes = episodes_of(totals)
-        lost, steps = sum(shard.cut.lost_rows for shard in shards), totals.steps
-        written, linked, paused, seconds = (
+        return SaveReport(
+            attempt.name,
+            step,
+            attempt,
+            totals.steps,
+            episodes,
+            sum(shard.cut.lost_rows for shard in shards),
             totals.bytes_written,
             totals.bytes_linked,
             snapshot.paused_s,
             time.perf_counter() - self._started,
-        )
-        would_drop = {kind: one for kind, one in episodes.items() if drops and kind != "complete"}
-        return SaveReport(
-            attempt.name, step, attempt, steps, episodes, lost, written, linked, paused, seconds, would_drop
+            {kind: one for kind, one in episodes.items() if drops and kind != "complete"},
         )
 
     def _tidy(self, name: str) -> None:

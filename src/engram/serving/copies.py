@@ -256,13 +256,12 @@ class Copies:
         if b'"finals":{' in msgspec.json.encode(recipe):
             raise ValueError("follow: the sampler keeps final observations in a folder beside the store, not copied.")
         bases = [core.next_position(lane) - position for lane, position in enumerate(positions)]
-        table = self._store.indexes[NAME, WritersIndex.kind].block.tensor.numpy().tobytes()
-        of, keyed = (
-            (self.name, self.note.generation, encode(self._store.schema).decode(), recipe),
-            KeyIndex.in_use(self._store),
-        )
+        writers = zlib.compress(self._store.indexes[NAME, WritersIndex.kind].block.tensor.numpy().tobytes(), 1)
+        schema, keyed = encode(self._store.schema).decode(), KeyIndex.in_use(self._store)
         key = () if keyed is None else self._store.schema.fields[keyed.core.field].key
-        return Origin(*of, core.write_count, bases, core.limit, zlib.compress(table, 1), key)
+        return Origin(
+            self.name, self.note.generation, schema, recipe, core.write_count, bases, core.limit, writers, key
+        )
 
     def files(self, schema: pa.Schema, name: str, before: str = "") -> Iterator[pa.RecordBatch]:
         """The files of a checkpoint as record batches of name and data; null for those that the one before has, too."""
