@@ -228,7 +228,7 @@ DOORS := tianshou jax ray
 PACKAGES_tianshou := 'tianshou>=2.0,<3' 'deepdiff>=7,<8' 'overrides>=7.4,<8' 'pandas>=2,<3' sensai-utils numba llvmlite ordered-set pytz \
   tzdata tensorboard tensorboard-data-server protobuf grpcio markdown werkzeug tqdm scipy joblib
 PACKAGES_ray := 'ray>=2.60,<3' gymnasium dm-tree scipy lz4 ormsgpack msgpack protobuf jsonschema referencing rpds-py \
-  jsonschema-specifications attrs tensorboardX pandas pytz
+  jsonschema-specifications attrs tensorboardX pandas pytz requests charset-normalizer certifi idna urllib3
 PACKAGES_jax := jax jaxlib ml_dtypes opt_einsum scipy
 
 build/doors/.%: $(VENV)/.torch Makefile

@@ -1,5 +1,6 @@
 """Buffers of Stable-Baselines3 that are pickled, closed, killed and opened again."""
 
+import copy
 import io
 import pickle
 
@@ -31,15 +32,33 @@ def test_a_pickle_of_a_buffer_in_ram_is_whole(once):
     ours, other = both(BOX, n=2, optimize_memory_usage=once)
     steps = Steps(BOX, n=2)
     steps.fill(15, ours, other)
-    copy = pickle.loads(pickle.dumps(ours, protocol=pickle.HIGHEST_PROTOCOL))
+    again = pickle.loads(pickle.dumps(ours, protocol=pickle.HIGHEST_PROTOCOL))
     ours.reset()
-    assert (copy.pos, copy.full, copy.size()) == (other.pos, other.full, other.size())
-    steps.fill(3, copy, other)
+    check_goes_on(again, other, steps)
+
+
+def check_goes_on(ours, other, steps):
+    """Both hold the same steps, and take the same ones."""
+    assert (ours.pos, ours.full, ours.size()) == (other.pos, other.full, other.size())
+    steps.fill(3, ours, other)
     for name in ("observations", "actions", "rewards"):
-        assert np.array_equal(getattr(copy, name), getattr(other, name)), name
+        assert np.array_equal(getattr(ours, name), getattr(other, name)), name
     wanted = all_of(other)
-    for i, row in enumerate(row_of(copy.sample(100), i) for i in range(100)):
+    for i, row in enumerate(row_of(ours.sample(100), i) for i in range(100)):
         assert as_bytes(row[2]) == as_bytes(wanted[as_bytes(row[0])][1]), i
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_a_deep_copy_of_a_directory_is_in_ram(once, tmp_path):
+    ours, other = both(BOX, n=2, optimize_memory_usage=once, scratch_dir=tmp_path / "replay")
+    steps = Steps(BOX, n=2)
+    steps.fill(45, ours, other)
+    held = {name: getattr(ours, name) for name in ("observations", "actions", "rewards")}
+    twin = copy.deepcopy(ours)
+    assert twin.scratch_dir is None
+    check_goes_on(twin, other, steps)
+    assert ours.scratch_dir == tmp_path / "replay"
+    assert all(np.array_equal(getattr(ours, name), before) for name, before in held.items())
 
 
 def test_a_pickle_of_a_directory_names_it(tmp_path):

@@ -1,5 +1,6 @@
 """RLlib's episodes over a store. Its own buffers say what is right: each episode goes to one of them, too."""
 
+import copy
 import pickle
 
 import numpy as np
@@ -383,6 +384,21 @@ def test_pickles(ours, where, tmp_path):
     check_draws(second, theirs, False)
     assert second.scratch_dir == first.scratch_dir
     second.close()
+
+
+@pytest.mark.parametrize("ours", KINDS)
+def test_a_deep_copy_of_a_directory_is_in_ram(ours, tmp_path):
+    first, theirs, runner = filled(ours, where=place("directory", tmp_path))
+    before = {one.id_: steps(one) for one in first.episodes}
+    second = copy.deepcopy(first)
+    assert second.scratch_dir is None
+    second.add(runner.chunks())
+    assert {one.id_: steps(one) for one in first.episodes} == before
+    third = copy.deepcopy(first)
+    seeded(third, theirs, seed=6)
+    check_counts(third, theirs)
+    check_draws(third, theirs, False)
+    first.close()
 
 
 @pytest.mark.parametrize("capacity", [30, 120, 199, 1_000])

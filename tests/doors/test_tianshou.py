@@ -1,5 +1,6 @@
 """tianshou's collectors and algorithms over a store. Its own buffers say what is right: each step goes to one of them, too."""
 
+import copy
 import pickle
 
 import numpy as np
@@ -152,6 +153,23 @@ def test_a_saved_buffer(form, where, tmp_path):
     assert np.array_equal(again.add(rows)[0], theirs.add(rows)[0])
     same(again[:], theirs[:])
     again.close()
+
+
+def test_a_deep_copy_of_a_directory_is_in_ram(tmp_path):
+    ours, theirs = both(scratch_dir=tmp_path / "replay")
+    steps = Steps("plain")
+    for _ in range(14):
+        rows = steps.rows(np.arange(4))
+        ours.add(rows)
+        theirs.add(rows)
+    again, unchanged = copy.deepcopy(ours), copy.deepcopy(theirs)
+    assert again.scratch_dir is None
+    same(again[:], theirs[:])
+    rows = steps.rows(np.arange(4))
+    assert np.array_equal(again.add(rows)[0], theirs.add(rows)[0])
+    same(again[:], theirs[:])
+    same(ours[:], unchanged[:])
+    ours.close()
 
 
 def test_a_saved_buffer_of_a_directory_holds_its_name_alone(tmp_path):

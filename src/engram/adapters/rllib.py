@@ -13,7 +13,7 @@ from copy import copy, deepcopy
 from functools import partial
 from hashlib import blake2b
 from itertools import islice
-from typing import cast
+from typing import Self, cast
 
 import numpy as np
 import torch
@@ -124,6 +124,11 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
     def __reduce__(self) -> tuple[object, ...]:
         made = partial(type(self), **self._arguments, scratch_dir=self.scratch_dir, exclude=self.exclude)  # type: ignore[arg-type]
         return made, (), self.get_state()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        made = type(self)(**self._arguments, exclude=self.exclude)  # type: ignore[arg-type]
+        made.set_state(deepcopy(self.get_state(), memo))
+        return made
 
     def get_state(self) -> dict[str, object]:
         """The state that RLlib's own buffer has, with all steps."""

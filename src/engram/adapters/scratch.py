@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Collection, Iterator, Mapping
-from typing import TypeAlias, cast
+from copy import deepcopy
+from typing import Self, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -23,7 +24,10 @@ Rows: TypeAlias = np.typing.NDArray[np.int64]
 
 
 class Scratch:
-    """A framework's buffer whose rows lie in an engram buffer, :attr:`rb`. Pickles hold all rows in RAM, or the directory's name."""
+    """A framework's buffer whose rows lie in an engram buffer, :attr:`rb`. Pickles hold all rows in RAM, or the directory's name.
+
+    ``copy.deepcopy`` makes a buffer in RAM, as one alone goes on with a directory.
+    """
 
     #: Attributes that pickles leave out.
     not_pickled: tuple[str, ...]
@@ -74,6 +78,12 @@ class Scratch:
         """What a pickle holds: all rows in RAM, or the directory's name."""
         state = {name: value for name, value in vars(self).items() if name not in self.not_pickled}
         return state if self.scratch_dir is not None else {**state, "rows": (self.rb.state_dict(),)}
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        inside, made = (object.__new__(type(self)) for _ in range(2))
+        vars(inside).update(vars(self), scratch_dir=None)
+        made.__setstate__(deepcopy(inside.__getstate__(), memo))
+        return made
 
     def __setstate__(self, state: dict[str, object]) -> None:
         saved = cast("tuple[dict[str, object], ...]", state.pop("rows", ()))
