@@ -48,7 +48,7 @@ class PrioritizedSampler(_base.NativeSampler):
     New rows get the largest priority of all updates so far, 1.0 before the first, so that each is drawn soon. A row of
     priority 0 is drawn only if ``eps > 0``; if all leaves are 0, drawing raises. Priorities belong to the storage,
     under the name ``index``: they stay when the sampler is replaced, and in a directory also when the process ends. All
-    samplers with that name share them, with ``alpha`` and ``beta``.
+    samplers with that name share them, with ``alpha`` and ``beta``: one that joins them sets both for all processes.
 
     Args:
         max_capacity: number of rows, at least that of the storage. Default: the storage's; only a list without a bound needs it.
