@@ -88,6 +88,24 @@ def test_a_store_of_another_size(other, tmp_path):
     assert len(first_line(tmp_path)) == 5
 
 
+@pytest.mark.parametrize("other", [{"size": 21}, {"lanes": 2}, {"ndim": 2}])
+@pytest.mark.parametrize(
+    "made_by", [first_line, lambda folder: ReplayBuffer(storage=LazyMemmapStorage(20, scratch_dir=folder))]
+)
+def test_a_store_of_another_size_made_after_the_opening(other, made_by, tmp_path):
+    """A learner that waits for rows is told, and does not wait for ever."""
+    folder = tmp_path / "replay"
+    waiting, fitting, writing = first_line(folder, **other), first_line(folder), made_by(folder)
+    assert len(waiting) == 0
+    writing.extend(rows(0, 5))
+    for use in (lambda: len(waiting), waiting.sample, lambda: waiting.extend(rows(0, 2)), waiting.stats):
+        with pytest.raises(IncompatibleStore, match=r"open_or_create: .*another size: .*expected .*got "):
+            use()
+    waiting.close()
+    assert set(fitting.sample()["step"].tolist()) <= set(range(5))
+    assert len(fitting) == len(writing) == 5
+
+
 def test_a_folder_with_other_files(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(
@@ -188,7 +206,7 @@ def test_all_have_called_it_before_one_writes(tmp_path):
     assert len(first) == 3  # it sees them without a write
     second.extend({"step": torch.arange(3, 5)})
     assert first[:]["step"].tolist() == [0, 1, 2, 3, 4]
-    with pytest.raises(RuntimeError, match="already holds a store"):
+    with pytest.raises(IncompatibleStore, match="another size: capacity: expected 21, got 20"):
         other.extend(rows(0, 2))
     assert len(first) == 5
 

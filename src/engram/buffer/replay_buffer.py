@@ -1437,7 +1437,7 @@ class ReplayBuffer(base.Shown, growing.Grows, base.Iterates[Batch]):
         self._rows.replays.close()  # first: their priorities belong in the storage
         prefetching, wiring, service = self._prefetching, self._wiring, self._service
         storage = wiring.storage
-        wiring.gate.close(None if storage.closed else storage.memory)
+        wiring.gate.close(None if storage.closed else vars(storage).get("memory"))
         if prefetching is not None:
             prefetching.close()
         if not storage.closed:

@@ -16,6 +16,9 @@ from engram.store.lifetime import Process, forget_temporary, maker_of, shared_me
 from engram.store.opening import create_store, moved, open_store, skip_numbers
 from engram.store.store import Store
 
+#: The maker whose copies take any store in their folder.
+OPEN_OR_CREATE = "open_or_create"
+
 
 class Home(NamedTuple):
     """The folder of a store, which the first process to write to it creates."""
@@ -45,6 +48,8 @@ class Home(NamedTuple):
     @property
     def holds_store(self) -> bool:
         """Whether one of the copies has created the store."""
+        if self.maker == OPEN_OR_CREATE:
+            return layout.is_store(self.folder)
         return bool(self.maker) and maker_of(self.folder) == self.maker
 
     def find(self) -> Store | None:

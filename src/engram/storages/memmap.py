@@ -205,29 +205,19 @@ class LazyMemmapStorage(own.LazyTensorStorage):
         1
         2
         """
-        call = "open_or_create"
+        call = _home.OPEN_OR_CREATE
         geometry = _geometry.Geometry.checked(call, max_size, lanes, ndim, dtypes)
         geometry = geometry.with_ragged(more, call).grouping(group_small_fields, call)
         if not opening.holds_store(directory, call):
             _check_place(directory)
-            return cls._in(_home.Home(directory, f"{call} {geometry[:3]}"), geometry, io)
+            return cls._in(_home.Home(directory, call), geometry, io)
         storage = cls.open(directory, unclean=unclean, dtypes=geometry.dtypes, io=io)
         found = storage.store.schema
         try:
-            expected = geometry.with_own_rings(found, None, call) if geometry.ragged.fields else found
-            differs = schemas.differences(
-                geometry.schema(_ragged_structure.structure_in(expected), found.columns), found
-            )
-        except IncompatibleCheckpoint as error:
-            differs = str(error)
-        if len(found.columns) != geometry.ndim - 1:
-            differs = f"ndim: expected {geometry.ndim}, got {1 + len(found.columns)}"
-        if differs:
+            _check_size(found, geometry, directory)
+        except IncompatibleStore:
             storage.close()
-            raise IncompatibleStore(
-                f"{call}: {str(directory)!r} holds a store of another size: {differs}. Use ReplayBuffer.open({str(directory)!r}), "
-                "which takes it as it is, or another folder."
-            )
+            raise
         storage._geometry, storage.ragged = geometry, geometry.ragged
         if found.ragged:
             storage.layout = geometry.ragged.layout._asdict()
@@ -259,6 +249,9 @@ class LazyMemmapStorage(own.LazyTensorStorage):
             self.memory.check_writable()
 
     def _adopt(self, store: Store, structure: _structure.Structure) -> None:
+        home = self._home
+        if home is not None and home.maker == _home.OPEN_OR_CREATE:
+            _check_size(store.schema, self._geometry, home.folder)
         store.core.set_io(self._io)
         super()._adopt(store, structure)
 
@@ -318,6 +311,22 @@ def _check_place(folder: Path) -> None:
     if not os.access(there, os.W_OK | os.X_OK):
         raise PermissionError(
             13, "LazyMemmapStorage: scratch_dir: expected a folder that can be written to", str(there)
+        )
+
+
+def _check_size(found: schemas.Schema, geometry: _geometry.Geometry, folder: Path) -> None:
+    """Raise ``IncompatibleStore`` unless a store in a folder has the size that ``open_or_create`` was called with."""
+    try:
+        expected = geometry.with_own_rings(found, None, _home.OPEN_OR_CREATE) if geometry.ragged.fields else found
+        differs = schemas.differences(geometry.schema(_ragged_structure.structure_in(expected), found.columns), found)
+    except IncompatibleCheckpoint as error:
+        differs = str(error)
+    if len(found.columns) != geometry.ndim - 1:
+        differs = f"ndim: expected {geometry.ndim}, got {1 + len(found.columns)}"
+    if differs:
+        raise IncompatibleStore(
+            f"{_home.OPEN_OR_CREATE}: {str(folder)!r} holds a store of another size: {differs}. Use "
+            f"ReplayBuffer.open({str(folder)!r}), which takes it as it is, or another folder."
         )
 
 
