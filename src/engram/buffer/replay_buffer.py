@@ -447,7 +447,8 @@ class ReplayBuffer(base.Shown, growing.Grows, base.Iterates[Batch]):
             TypeError: another kind of environment; a space of texts, graphs or sequences; a list storage; an example of no numbers.
             ValueError: not a lane for each environment; an unknown autoreset mode; agents with different spaces; names that collide.
             KeyError: ``names`` of something that is not recorded. ``step``: ``RuntimeError`` before the environment is stepped if
-                something of ``store`` was not noted; ``KeyError`` if an info lacks an entry; ``ValueError`` for rewards or flags of
+                something of ``store`` was not noted, or another environment that is recorded to one of the lanes was reset since;
+                ``KeyError`` if an info lacks an entry; ``ValueError`` for rewards or flags of
                 another number of environments; and what :meth:`end_trajectory` and, at each step, :meth:`add` or
                 :meth:`extend` raise.
 

@@ -21,6 +21,7 @@ Its observations and actions have a leading dimension ``n``. A step of plain val
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 
@@ -70,6 +71,10 @@ _NUMBERS = slice(3, 7)
 _FLAGS = range(4, 7)
 _ONE = torch.Size()
 _ONLY = np.ones(1, np.bool_)
+#: What records to each lane of a storage in this process: the one whose environment was reset last.
+_RECORDING: weakref.WeakKeyDictionary[Storage, weakref.WeakValueDictionary[int, Recording]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class Recordable(Protocol):
@@ -151,6 +156,8 @@ class Recording:
         #: Of each environment: whether its next step is a row, which answers to ``_before``; whether the step under way is; whether the
         #: newest row in its lane is no end; and whether it takes no step before it is reset.
         self._running, self.acting, self._open, self.waiting = np.zeros((4, count), np.bool_)
+        #: Whether another recording has had one of the lanes since the last reset.
+        self._displaced = False
         #: Writes the next step; None: Python does. And what was made for a store.
         self._steps: native.Steps | None = None
         self._made: tuple[Store | None, native.Steps | None] = None, None
@@ -163,7 +170,10 @@ class Recording:
         """Before a step: keep a copy of the action, which the step may change in place, if the step is a row.
 
         Later ones are none, until it is followed. So if the step raises, what comes later does not seem to follow what was before.
+
+        Raises ``RuntimeError``: another environment that is recorded to the same lane was reset since.
         """
+        self._check_lanes()
         if self._notes.leaves:
             self._notes.check(needed=some(self._running))
         if self._steps is None or not self._steps.act(action):
@@ -171,6 +181,29 @@ class Recording:
             self._steps, self.acted = None, kept
             self.acting[:], self._running[:] = self._running, False
         self._noted = self._notes.take(needed=some(self.acting)) if self._notes.leaves else []
+
+    def _take_lanes(self) -> None:
+        """Be what records to the lanes, in place of others, whose episodes end there."""
+        recording = _RECORDING.setdefault(self._buffer.storage, weakref.WeakValueDictionary())
+        for lane in self._lanes.tolist():
+            other = recording.get(lane, self)
+            if other is not self:
+                other.give_way()
+            recording[lane] = self
+        self._displaced = False
+
+    def give_way(self) -> None:
+        """Another one records to a lane of this: end what is open, and take no step before the next reset."""
+        self._end(self._open)
+        self._displaced, self._steps = True, None
+
+    def _check_lanes(self) -> None:
+        """Raise ``RuntimeError`` where another recording has had one of the lanes since the last reset."""
+        if self._displaced:
+            raise RuntimeError(
+                f"step: another environment that records to one of the lanes {self._lanes.tolist()} was reset after this one: their "
+                "steps would be one trajectory. Make the buffer with lanes=n, and name a lane for each: record(env, lane=k)."
+            )
 
     def follow(self, seen: object, reward: object, terminated: object, truncated: object) -> bool:
         """After a step: write it in one native call. False: nothing has changed, since Python must look at it."""
@@ -233,6 +266,7 @@ class SingleRecording(Recording):
         self._notes.take(needed=False)
         found = conformed(self._observation_spec, observation, "observation")
         told = self._infos.read(self._infos.before, [(infos, ...)])
+        self._take_lanes()
         self._end(_ONLY)
         self._before, self._told, self._running[0] = copied(found), told, True
         self._prepare()
@@ -271,6 +305,7 @@ class VectorRecording(Recording):
         self._notes.take(needed=False)
         found = conformed(self._observation_spec, observation, "observation")
         entries = self._infos.read(self._infos.before, told, len(which))
+        self._take_lanes()
         self._end(which)
         for old, new in zip(self._told, entries, strict=False):
             new[~which] = old[~which]
@@ -286,6 +321,7 @@ class VectorRecording(Recording):
 
     def answer(self) -> Mask:
         """Before a step whose actions are kept elsewhere: as :meth:`act`. Of which environments it is a row: bool ``[n]``."""
+        self._check_lanes()
         self._notes.check(needed=some(self._running))
         self.acting[:], self._running[:] = self._running, False
         self._noted = self._notes.take(needed=some(self.acting))
