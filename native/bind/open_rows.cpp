@@ -96,6 +96,7 @@ struct Given {
         const bool given = std::find(which.begin(), which.end(), intake.groups()[g].fields[f]) != which.end();
         if (given && more.values[f] == nullptr) more.values[f] = &kEmpty;
       }
+      if (more.values.front() == nullptr) return false;  // more items, but none of the field that says how many there are
     }
     for (const std::uint64_t field : which) {
       if (!intake.is_ragged(field)) values.push_back({field, taken.columns()[field]});

@@ -94,6 +94,7 @@ def test_rows_are_listed_and_given_up(rb):
         ({"tokens": list(range(41))}, RuntimeError, "at most max_length=40 items, got 41"),
         ({"tokens": list(range(39))}, RuntimeError, "got 2 and 39 more"),
         ({"tokens": [1], "log_prob": [0.0, 1.0]}, RuntimeError, "as many items in fields of one length"),
+        ({"log_prob": [0.0]}, RuntimeError, "'log_prob': expected it beside 'tokens', whose lengths it has"),
         ({"tokens": torch.zeros(2)}, RuntimeError, "expected int32 items, got float32"),
         ({"prompt": 3}, KeyError, "expected ragged fields"),
         ({"other": 3}, KeyError, "'other'"),

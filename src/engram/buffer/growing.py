@@ -91,13 +91,14 @@ class OpenRow:
         """Append items to ragged fields. They are there whenever this returns, also if the process dies.
 
         Args:
-            data: a dict of fields, also nested ones. fields: the same by name. Of fields that share lengths as many items; of those
-                that are left out the items are zeros, until the row is sealed and they are replaced. Copied.
+            data: a dict of fields, also nested ones. fields: the same by name. Of fields that share lengths as many items at once; of
+                those with ``like=`` that are left out the items are zeros, until the row is sealed and they are replaced. Copied.
 
         Raises:
             KeyError: a field that is not ragged, or not there.
-            RuntimeError: more items than ``max_length``, or other numbers of items in fields that share lengths; another dtype; the row
-                was sealed or discarded, or belongs to another process. Nothing is changed.
+            RuntimeError: more items than ``max_length``, other numbers of items in fields that share lengths, or a field with ``like=``
+                without the field that it names; another dtype; the row was sealed or discarded, or belongs to another process. Nothing is
+                changed.
             ValueError: JSON, which is written whole.
 
         Cost: O(bytes), a memcpy.
@@ -378,10 +379,16 @@ class GrowingRows:
                 f"{call}: expected as many items in fields of one length, got {said}. Give each its own."
             )
         before, most = slot.length(number), schema.ragged[number].max_length
-        if before + n > most:
-            leader = schema.fields[schema.ragged_groups[slot.rows.groups[number]].leader].key
+        leader = schema.ragged_groups[slot.rows.groups[number]].leader
+        named = public(schema.fields[leader].key)
+        if leader not in items:
             raise RuntimeError(
-                f"{call}: {public(leader)!r}: expected at most {words.count(most, 'item')} a row, its max_length, got {before} and {n} "
+                f"{call}: {public(schema.fields[number].key)!r}: expected it beside {named!r}, whose lengths it has, got it alone. "
+                "Give both at once."
+            )
+        if before + n > most:
+            raise RuntimeError(
+                f"{call}: {named!r}: expected at most {words.count(most, 'item')} a row, its max_length, got {before} and {n} "
                 "more. Seal the row, or make the storage with a larger max_length."
             )
 
