@@ -125,6 +125,16 @@ def test_a_folder_with_a_dump(tmp_path):
         first_line(tmp_path / "dump")
 
 
+@pytest.mark.parametrize(
+    "address", ["unix:/run/a.sock", "grpc+tls://replay-0:7777", "ray:critic", "file:/shared/members"]
+)
+def test_an_address_is_no_folder(address):
+    with pytest.raises(ValueError, match=rf"expected a path, got the address '{re.escape(address)}'.*connect"):
+        first_line(address)
+    with pytest.raises(ValueError, match="connect takes addresses"):
+        LazyMemmapStorage(10, scratch_dir=address)
+
+
 def test_arguments_that_cannot_be(tmp_path):
     for given, kind, said in (
         ({"storage": LazyTensorStorage(20)}, TypeError, "storage: expected none, the rows lie in the directory"),

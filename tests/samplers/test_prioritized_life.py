@@ -302,3 +302,17 @@ def test_repr_makes_it_again():
     config = sampler.config()
     assert PrioritizedSampler.from_config(config).config() == config
     assert "alpha=0.5" in repr(sampler)
+
+
+def test_exponents_of_the_buffer_are_those_of_its_sampler():
+    rb = TensorDictPrioritizedReplayBuffer(alpha=ALPHA, beta=BETA, storage=LazyTensorStorage(20), batch_size=4)
+    rb.extend(TensorDict({"a": torch.arange(12)}, [12]))
+    rb.beta, rb.alpha = 1.0, 0.9
+    assert (rb.sampler.beta, rb.sampler.alpha) == (rb.beta, rb.alpha) == (1.0, 0.9)
+    with pytest.raises(ValueError, match="beta: expected"):
+        rb.beta = -1.0
+    uniform = ReplayBuffer(storage=LazyTensorStorage(20))
+    with pytest.raises(AttributeError, match="'RandomSampler' object has no attribute 'beta'"):
+        uniform.beta = 1.0
+    assert not hasattr(uniform, "beta")
+    assert "beta" not in vars(uniform.sampler)

@@ -90,14 +90,20 @@ def check_choice(what: str, value: object, choices: Collection[object]) -> None:
         )
 
 
+#: How addresses of servers begin.
+_ADDRESSES = ("unix:", "grpc://", "grpc+tls://", "ray:", "file:", "dns:")
+
+
 def check_path(what: str, value: object) -> Path:
-    """The path of a file or folder, absolute. Raises ``TypeError``: it is none."""
+    """The path of a file or folder, absolute. Raises ``TypeError``: it is none. ``ValueError``: an address."""
     try:
         path = os.fsdecode(value)  # type: ignore[arg-type] # that is the question
     except TypeError:
         raise TypeError(f"{what}: expected a path, got {type(value).__name__}.") from None
     if "\0" in path:
         raise ValueError(f"{what}: expected a path without null characters, got {path!r}.")
+    if path.startswith(_ADDRESSES):
+        raise ValueError(f"{what}: expected a path, got the address {path!r}. ReplayBuffer.connect takes addresses.")
     return Path(path).absolute()
 
 

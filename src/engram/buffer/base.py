@@ -42,6 +42,16 @@ class Shows(Generic[B]):
 _shows: Shows[BufferBase] = Shows()
 
 
+def _of_sampler(name: str) -> float:
+    """The property of a parameter of the sampler. ``AttributeError``: it has none."""
+
+    def put(self: BufferBase, value: float) -> None:
+        getattr(self._wiring.sampler, name)  # else a sampler without it would get an attribute that nothing reads
+        setattr(self._wiring.sampler, name, value)
+
+    return _shows(lambda self: cast("float", getattr(self._wiring.sampler, name)), f"As ``sampler.{name}``.", put)
+
+
 class BufferBase(closing.Closes):
     """Base of buffers and of ensembles: their generator, and batches ahead."""
 
@@ -54,6 +64,7 @@ class BufferBase(closing.Closes):
     batch_size: int | None = _shows(lambda self: self._settings.batch_size, "Default batch size: an int, or None.")
     prefetch: int = _shows(lambda self: self._settings.prefetch, "Batches asked for ahead: an int.")
     shared: bool = _shows(lambda self: self._wiring.storage.shared, "Whether several processes may use all rows.")
+    alpha, beta = _of_sampler("alpha"), _of_sampler("beta")
     is_alive: bool = _shows(lambda self: self._wiring.gate.samples, "Whether it samples: false after :meth:`shutdown`.")
     initialized: bool = _shows(lambda self: self._settings.unmade is None, "Whether all is made: see ``delayed_init``.")
     register_save_hook = _shows(lambda self: self._wiring.storage.register_save_hook, "As of the storage.")
