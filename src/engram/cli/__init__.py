@@ -37,7 +37,9 @@ _FIGURES = ("priority", "weights", "age", "usage", "returns", "map", "ratio", "t
 #: What ``engram import`` reads, and ``engram export`` writes.
 _IMPORTED = ("hdf5", "lance", "lerobot", "minari", "numpy", "parquet", "sb3", "torchrl")
 _EXPORTED = ("hdf5", "lerobot", "minari", "parquet", "torchrl")
-_PATH = click.Path(path_type=Path)
+_PATH, _FILE = click.Path(path_type=Path), click.Path(dir_okay=False)
+_OUT = click.Path(path_type=Path, dir_okay=False)
+_COUNT = click.IntRange(min=1)
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
 
 
@@ -110,9 +112,7 @@ def inspect(path: Path, everything: bool, as_json: bool) -> None:
 
 @main.command()
 @click.argument("path", type=_PATH)
-@click.option(
-    "--out", required=True, type=click.Path(path_type=Path, dir_okay=False), help="A .png, .svg or .pdf file."
-)
+@click.option("--out", required=True, type=_OUT, help="A .png, .svg or .pdf file.")
 @click.option(
     "--what", multiple=True, type=click.Choice(_FIGURES), help="Figure to draw; may be repeated. Default: all."
 )
@@ -136,7 +136,7 @@ def plot(path: Path, out: Path, what: tuple[str, ...]) -> None:
 
 @main.command()
 @click.argument("path", type=_PATH)
-@click.option("--out", required=True, type=click.Path(path_type=Path, dir_okay=False), help="An .html file.")
+@click.option("--out", required=True, type=_OUT, help="An .html file.")
 def report(path: Path, out: Path) -> None:
     """Write one page about what is at PATH: a store, checkpoints, or the folder of a run, in which such lie.
 
@@ -190,11 +190,9 @@ def verify(path: Path, level: Literal["meta", "read", "full"], as_json: bool) ->
 @main.command()
 @click.argument("source", type=_PATH)
 @click.argument("target", type=_PATH)
-@click.option(
-    "--ranks", type=click.IntRange(min=1), required=True, help="Number of ranks that will load the checkpoint."
-)
-@click.option("--lanes", type=click.IntRange(min=1), required=True, help="Number of lanes of each rank.")
-@click.option("--capacity", type=click.IntRange(min=1), help="Rows of each rank. Default: the same total as in SOURCE.")
+@click.option("--ranks", type=_COUNT, required=True, help="Number of ranks that will load the checkpoint.")
+@click.option("--lanes", type=_COUNT, required=True, help="Number of lanes of each rank.")
+@click.option("--capacity", type=_COUNT, help="Rows of each rank. Default: the same total as in SOURCE.")
 @click.option(
     "--open",
     "open_ones",
@@ -242,7 +240,7 @@ def reshard(
 
 @main.command()
 @click.argument("sample", required=False, type=_PATH)
-@click.option("--capacity", type=click.IntRange(min=1), required=True, help="Number of rows.")
+@click.option("--capacity", type=_COUNT, required=True, help="Number of rows.")
 @click.option(
     "--field",
     "given",
@@ -257,7 +255,7 @@ def reshard(
 @click.option(
     "--device", metavar="NAME", help="Also what rows take on a GPU such as cuda, and what it pins. Loads torch."
 )
-@click.option("--batch-size", type=click.IntRange(min=1), default=256, help="Rows of a batch for the --device.")
+@click.option("--batch-size", type=_COUNT, default=256, help="Rows of a batch for the --device.")
 @_JSON
 def plan(
     sample: Path | None, capacity: int, given: tuple[str, ...], batch: bool, memory: str | None, device: str | None, batch_size: int,
@@ -289,21 +287,19 @@ def plan(
     default="unix:",
     help="unix: (a socket in a folder of your own), unix:/PATH, or HOST:PORT, where port 0 is any free one.",
 )
-@click.option(
-    "--token", type=click.Path(dir_okay=False), help="File of mode 0600 with the word that clients must know."
-)
-@click.option("--tls-cert", type=click.Path(dir_okay=False), help="Certificate of the server, PEM.")
-@click.option("--tls-key", type=click.Path(dir_okay=False), help="Its key, PEM.")
-@click.option("--tls-clients", type=click.Path(dir_okay=False), help="Certificate that signs those of clients, PEM.")
+@click.option("--token", type=_FILE, help="File of mode 0600 with the word that clients must know.")
+@click.option("--tls-cert", type=_FILE, help="Certificate of the server, PEM.")
+@click.option("--tls-key", type=_FILE, help="Its key, PEM.")
+@click.option("--tls-clients", type=_FILE, help="Certificate that signs those of clients, PEM.")
 @click.option("--insecure", is_flag=True, help="Listen on TCP without a token, or beyond this machine without TLS.")
 @click.option("--metrics", metavar="HOST:PORT", help="Also answer http://HOST:PORT/metrics, for Prometheus.")
-@click.option("--capacity", type=click.IntRange(min=1), help="Make the store, of so many rows, where there is none.")
+@click.option("--capacity", type=_COUNT, help="Make the store, of so many rows, where there is none.")
 @click.option("--schema", type=_PATH, help='Its fields: JSON such as {"obs": "float32[4]"}, or a store.json.')
 @click.option(
     "--like", type=_PATH, help="Its fields are those of this row (.npz, .npy), or of a store, dump or checkpoint."
 )
-@click.option("--lanes", type=click.IntRange(min=1), default=1, help="Its lanes.")
-@click.option("--batch-size", type=click.IntRange(min=1), help="Rows of a batch.")
+@click.option("--lanes", type=_COUNT, default=1, help="Its lanes.")
+@click.option("--batch-size", type=_COUNT, help="Rows of a batch.")
 @click.option("--priorities", type=(float, float), metavar="ALPHA BETA", help="Draw by priority.")
 @click.option("--tensordicts", is_flag=True, help="Rows are TensorDicts.")
 @click.option("--follow", metavar="ADDRESS", help="Keep a copy of the store there, and serve it once it is promoted.")
@@ -383,7 +379,7 @@ def promote(directory: Path) -> None:
 
 def _reaching(command: Callable[..., None]) -> Callable[..., None]:
     """The options by which a server is reached."""
-    file = partial(click.option, type=click.Path(dir_okay=False))
+    file = partial(click.option, type=_FILE)
     for option in (
         file("--tls-key", help="Its key, PEM."),
         file("--tls-cert", help="Certificate of this client, PEM."),
@@ -523,7 +519,7 @@ def stats(path: Path, prometheus: bool, as_json: bool) -> None:
 @click.argument("store")
 @_reaching
 @click.option("--every", type=click.FloatRange(min=0.1), default=2.0, help="Seconds between two looks.")
-@click.option("--count", type=click.IntRange(min=1), help="Looks, then end. Default: until Ctrl-C.")
+@click.option("--count", type=_COUNT, help="Looks, then end. Default: until Ctrl-C.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each look, on a line of its own.")
 def top(store: str, every: float, count: int | None, as_json: bool, **how: Unpack[Reaching]) -> None:
     """Show how STORE is doing: rows, inserts and samples per second, limits and who waits for them.
