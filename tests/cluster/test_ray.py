@@ -244,7 +244,7 @@ def test_temporary_rows_end_with_a_program_that_does_not_close_its_buffer(nodes)
     ("arguments", "error", "said"),
     [
         ({"transport": "ray"}, ValueError, "never travel by Ray's"),
-        ({"placement": "nowhere"}, ValueError, "learners, spread, actors"),
+        ({"placement": "nowhere"}, ValueError, "'learners', 'spread' or 'actors'"),
         ({"shards": 0}, ValueError, "shards"),
         ({"shards": 2, "transport": "shared"}, ValueError, "several stores"),
         ({"shards": 2, "missing": "drop"}, ValueError, "missing"),

@@ -123,7 +123,7 @@ def test_the_same_shards_get_back_their_rows_while_clients_go_on(nodes, tmp_path
         assert set(rb.sample()["who"].tolist()) <= known
         with pytest.raises(RuntimeError, match="guard"), checkpoints.guard():
             pass
-        with pytest.raises(ValueError, match="each of its shards is a rank"):
+        with pytest.raises(ValueError, match="each shard of this buffer is a rank"):
             Checkpointer(tmp_path / "series", rb, ranks=Ranks.local())
         with pytest.raises(FileNotFoundError):
             checkpoints.restore(step=77)

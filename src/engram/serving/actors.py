@@ -297,7 +297,7 @@ def _in_directory(
     existsok: bool,
     auto_cleanup: bool | None,
     device: str,
-    later: Mapping[str, Any] | None = None,
+    more: Mapping[str, Any] | None = None,
     **form: Any,
 ) -> tuple[TensorStorage, bool]:
     """The storage in a directory, with the rows that are there."""
@@ -305,7 +305,8 @@ def _in_directory(
         raise ValueError(
             "RayReplayBuffer: storage: existsok: expected False: a shard goes on with the rows in its directory. Remove them first."
         )
-    LazyMemmapStorage(max_size, device=device, **form, **(later or {}))  # it checks them
+    form |= more or {}
+    LazyMemmapStorage(max_size, device=device, **form)  # it checks them
     temporary = auto_cleanup is True or (auto_cleanup is None and scratch_dir is None)
     return LazyMemmapStorage.open_or_create(place.folder(scratch_dir), max_size, **form, unclean="refuse"), temporary
 
