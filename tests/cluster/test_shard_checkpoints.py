@@ -184,7 +184,7 @@ def test_batches_drawn_before_a_restore_are_dropped_whatever_becomes_of_it(monke
     monkeypatch.setattr(kind, "_ready", lambda self: None)
     monkeypatch.setattr(kind, "_timeout", 1.0)
     monkeypatch.setattr(kind, "_answers", answers)
-    savers = kind([Actor()], lambda: dropped.append(1))
+    savers = kind(lambda: [Actor()], lambda: dropped.append(1))
     if error is None:
         assert savers.restore(None, None).steps == 5
     else:
