@@ -105,8 +105,8 @@ def test_without_a_storage_it_is_a_list_and_states_go_both_ways(tmp_path):
         assert rb.append_transform(lambda batch: batch) in (None, rb)
         rb.set_sampler(SamplerWithoutReplacement())
         assert rb.stats()["size"] == 5
-        rb.note = "of the user"
-        assert rb.note == "of the user"
+        rb.remark = "of the user"
+        assert rb.remark == "of the user"
 
 
 def test_priorities():

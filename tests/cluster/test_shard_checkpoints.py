@@ -123,7 +123,7 @@ def test_the_same_shards_get_back_their_rows_while_clients_go_on(nodes, tmp_path
         assert set(rb.sample()["who"].tolist()) <= known
         with pytest.raises(RuntimeError, match="guard"), checkpoints.guard():
             pass
-        with pytest.raises(ValueError, match="each of its shards is a rank"):
+        with pytest.raises(ValueError, match="each shard of this buffer is a rank"):
             Checkpointer(tmp_path / "series", rb, ranks=Ranks.local())
         with pytest.raises(FileNotFoundError):
             checkpoints.restore(step=77)
@@ -184,7 +184,7 @@ def test_batches_drawn_before_a_restore_are_dropped_whatever_becomes_of_it(monke
     monkeypatch.setattr(kind, "_ready", lambda self: None)
     monkeypatch.setattr(kind, "_timeout", 1.0)
     monkeypatch.setattr(kind, "_answers", answers)
-    savers = kind([Actor()], lambda: dropped.append(1))
+    savers = kind(lambda: [Actor()], lambda: dropped.append(1))
     if error is None:
         assert savers.restore(None, None).steps == 5
     else:

@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import threading
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -395,7 +396,7 @@ def test_what_changes_while_a_block_is_on_its_way_holds_in_the_end(two, tmp_path
 
         monkeypatch.setattr(RemoteStorage, "take", changed)
         at = Listening(address_of(two[0].address, "test"), b"", None, reaching={})
-        assert draining.drain(service, Drain([two[0].address]), at) == 0
+        assert draining.drain(service, Drain([two[0].address]), partial(draining.connected, at)) == 0
         service.prioritize(torch.tensor([5]), torch.tensor([8.0], dtype=torch.float64), torch.tensor([-1]))
         until(lambda: stored_live(tmp_path / "0").get(105) == 8.0)
         service.draining._fleets[-1].close()
@@ -503,7 +504,7 @@ def test_rows_that_change_while_they_are_read_are_read_again(two, tmp_path, monk
 
         monkeypatch.setattr(TensorStorage, "read", changed)
         at = Listening(address_of(two[0].address, "test"), b"", None, reaching={})
-        assert draining.drain(service, Drain([two[0].address]), at) == 0
+        assert draining.drain(service, Drain([two[0].address]), partial(draining.connected, at)) == 0
         service.draining._fleets[-1].close()
     two[0].stop()
     expected = expected_of_two()

@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from uuid import NAMESPACE_OID, uuid4, uuid5
 
 import pytest
@@ -315,7 +316,7 @@ def test_a_store_takes_rows_again_where_its_drain_does_not_go_on(two, tmp_path, 
     with made(tmp_path / "3", rows_of(20, 100), by_priority(), 20) as rb:
         service = Service(rb)
         at = Listening(address_of(two[0].address, "test"), b"", None, reaching={})
-        assert draining.drain(service, Drain([two[0].address]), at) == 0
+        assert draining.drain(service, Drain([two[0].address]), partial(draining.connected, at)) == 0
         assert not service.is_drained
         assert rb.extend(rows_of(1, 900)).tolist() == [0]
         update = torch.tensor([0]), torch.tensor([9.0], dtype=torch.float64), torch.tensor([-1])
@@ -339,7 +340,7 @@ def test_what_is_edited_while_a_block_is_on_its_way_has_its_newest_content(two, 
 
         monkeypatch.setattr(RemoteStorage, "take", changed)
         at = Listening(address_of(two[0].address, "test"), b"", None, reaching={})
-        while draining.drain(service, Drain([two[0].address]), at):
+        while draining.drain(service, Drain([two[0].address]), partial(draining.connected, at)):
             pass
         service.draining._fleets[-1].close()
     two[0].stop()
@@ -361,7 +362,7 @@ def test_nothing_changes_between_the_last_look_at_rows_and_their_removal(two, tm
 
         monkeypatch.setattr(draining, "_remove", removed)
         at = Listening(address_of(two[0].address, "test"), b"", None, reaching={})
-        assert draining.drain(service, Drain([two[0].address]), at) == 0
+        assert draining.drain(service, Drain([two[0].address]), partial(draining.connected, at)) == 0
         threads[0].join()
         service.draining._fleets[-1].close()
     two[0].stop()

@@ -1,6 +1,7 @@
 """What a drain may be told: by clients, by a list of names, by a file of an earlier one, and by rows of any length."""
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
@@ -100,7 +101,7 @@ def test_a_block_of_long_rows_is_cut(tmp_path, monkeypatch):
         monkeypatch.setattr(draining, "BLOCK_BYTES", 64 * 8)
         monkeypatch.setattr(draining.Draining, "_keep", _counting(sent))
         service = Service(rb)
-        while draining.drain(service, Drain([str(target.address)], True), at):
+        while draining.drain(service, Drain([str(target.address)], True), partial(draining.connected, at)):
             pass
         service.draining._fleets[-1].close()
         assert max(sent) == 1
@@ -121,7 +122,7 @@ def test_priorities_that_come_while_a_drain_begins(tmp_path):
 
     with serving(tmp_path / "0") as target, ReplayBuffer.open(tmp_path / "1") as rb:
         service, at = Watched(rb), draining.Listening(target.address, b"", None, reaching={})
-        while draining.drain(service, Drain([str(target.address)]), at):
+        while draining.drain(service, Drain([str(target.address)]), partial(draining.connected, at)):
             pass
         service.draining._fleets[-1].close()
         assert places == [rb.storage.max_size]

@@ -63,6 +63,20 @@ def connected(path, **more):
     return ReplayBuffer.connect(f"file:{path}", generator=seeded(), batch_size=64, **more)
 
 
+def test_a_store_that_has_left_is_not_emptied(three):
+    servers, path = three
+    write(path, [server.address for server in servers])
+    with connected(path) as rb:
+        assert (len(rb), rb.stats()["capacity"]) == (60, 600)
+        write(path, [server.address for server in servers[:2]])
+        until(lambda: len(rb) == 30)
+        assert rb.stats()["capacity"] == 400
+        rb.empty()
+        assert len(rb) == 0
+    with ReplayBuffer.connect(servers[2].address) as left:
+        assert len(left) == 30
+
+
 def test_stores_join_and_leave_by_a_file(three):
     servers, path = three
     write(path, [servers[0].address])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import weakref
 from collections import deque
 from functools import partial
@@ -143,8 +142,6 @@ def connect_buffer(asked: type[Facade], address: object, arguments: ConnectArgum
 
 
 Transport = Literal["auto", "flight", "shared"]
-#: Names in Ray are looked for here, so that drivers of other jobs find them.
-NAMESPACE = "engram"
 
 
 class Shards(NamedTuple):
@@ -157,11 +154,19 @@ class Shards(NamedTuple):
     missing: Missing = "skip"
     #: The number of the one that draws all batches; None: all draw.
     stratum: int | None = None
+    #: Their actors have it in common: others may join or leave. Empty: they stay.
+    name: str = ""
 
     @property
     def is_one(self) -> bool:
         """Whether the store of the only shard is used as it is, and no fleet."""
-        return len(self.each) == 1 and self.stratum is None
+        return len(self.each) == 1 and not self.name and self.stratum is None
+
+    def now(self) -> tuple[Shard, ...]:
+        """Those that there are now."""
+        from engram.remote.shards import names_of, shards_of
+
+        return tuple(shards_of(names_of(self.name), self.each[0].patience_s, self.each)) or self.each
 
 
 class OnRay(Service):
@@ -190,7 +195,7 @@ class OnRay(Service):
             return None
         from engram.remote.shards import ShardSavers
 
-        return ShardSavers(self.shards.each, partial(_discard, weakref.ref(buffer)))
+        return ShardSavers(self.shards.now, partial(_discard, weakref.ref(buffer)))
 
 
 def _discard(known: weakref.ref[Facade]) -> None:
@@ -214,6 +219,7 @@ def attached(shards: Shards, own: Mapping[str, object]) -> Facade:
     """
     from engram.remote.shards import first_described
 
+    shards = shards._replace(each=shards.now())  # a pickle may be old
     return _made(shards, first_described(shards.each), own)
 
 
@@ -253,39 +259,32 @@ def _storage_of(shards: Shards, described: awaited.Described) -> ServedStorage:
     from engram.remote.awaited import AwaitedStorage, OneStore
     from engram.remote.fleet.members import SKIP_S
     from engram.remote.fleet.storage import AwaitedFleet, check_stratum
-    from engram.remote.shards import Shard
+    from engram.remote.shards import Listed, Shard
 
     if shards.is_one:
         return AwaitedStorage(OneStore(shards.each[0]), described)
     each = shards.each
     check_stratum(shards.stratum, len(each))
     if shards.missing == "skip":
-        each = tuple(Shard(shard.actor, min(SKIP_S, shard.patience_s)) for shard in each)
-    return AwaitedStorage(AwaitedFleet(each, shards.each, shards.missing, shards.stratum, each[0].turn), described)
-
-
-def name_of(name: str, number: int, shards: int) -> str:
-    """In Ray, of one of several shards. The first has the name of the buffer, so that it is there once."""
-    return name if number == 0 else f"{name}/{number}-of-{shards}"
+        each = tuple(Shard(shard.actor, min(SKIP_S, shard.patience_s), shard.name) for shard in each)
+    joining = Listed(shards.name, each) if shards.name else None
+    of = shards.missing, shards.stratum, each[0].turn, joining
+    return AwaitedStorage(AwaitedFleet(each, shards.each, *of), described)
 
 
 def attached_by_name(asked: type[Facade], name: str, way: Way, arguments: dict[str, object]) -> Facade:
     """A buffer of the shards of this name. Raises as ``ReplayBuffer.connect``."""
     import ray
 
-    from engram.remote.shards import Shard, first_described
+    from engram.remote.shards import first_described, names_of, shards_of
 
     if not ray.is_initialized():
         raise ConnectionError("connect: expected a Ray cluster that was joined. Call ray.init(address=…) first.")
-    number = re.compile(re.escape(name) + r"/(\d+)-of-(\d+)")
-    known = [it["name"] for it in ray.util.list_named_actors(all_namespaces=True) if it["namespace"] == NAMESPACE]
-    others = {int(found[1]): int(found[2]) for it in known if (found := number.fullmatch(it))}
-    names = [name_of(name, k, 1 + len(others)) for k in range(1 + len(others))]
-    try:
-        actors = [ray.get_actor(one, NAMESPACE) for one in names]
-    except ValueError as error:
-        raise ConnectionError(f"connect: no RayReplayBuffer(name={name!r}) is known in this Ray cluster.") from error
-    shards = Shards(tuple(Shard(actor, float(way.patience)) for actor in actors), "auto", way.missing, way.stratum)
+    several = tuple(shards_of(names_of(name), float(way.patience)))
+    each = several or tuple(shards_of([name], float(way.patience)))
+    if not each:
+        raise ConnectionError(f"connect: no RayReplayBuffer(name={name!r}) is known in this Ray cluster.")
+    shards = Shards(each, "auto", way.missing, way.stratum, name if several else "")
     described = first_described(shards.each)
     if asked._prioritized and "prioritized" not in described.served.traits_of_sampler:  # noqa: SLF001 - of the facade
         raise TypeError(

@@ -5,19 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
 import secrets
 import time
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
 
 from engram.errors import RankFailed
-from engram.remote.connection import Access, Found
+from engram.remote.connection import Access, Connection, Final, Found
+from engram.remote.storage import RemoteStorage
 from engram.storages import Storage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from engram.remote import awaited, protocol
@@ -26,6 +28,10 @@ if TYPE_CHECKING:
     Lost: TypeAlias = Callable[[int, str], bool]
 
 
+#: Names in Ray are looked for here, so that drivers of other jobs find them.
+NAMESPACE = "engram"
+#: Between two looks at which shards of a fleet there are.
+_LIST_INTERVAL_S = 5.0
 #: For how long an actor may take to end what it does.
 _CLOSE_TIMEOUT_S = 10.0
 
@@ -52,13 +58,14 @@ class Shard:
     Args:
         actor: the handle of its actor.
         patience: seconds for which it is waited for where it does not answer.
+        name: of its actor in Ray; empty: it has none.
     """
 
     #: Rows in memory are lost with their node.
     replaces_lost = True
 
-    def __init__(self, actor: Handle, patience: float) -> None:
-        self.actor = actor
+    def __init__(self, actor: Handle, patience: float, name: str = "") -> None:
+        self.actor, self.name = actor, name
         self.patience_s = patience
         #: Asked for, and not answered: while an actor is away, it is asked once.
         self._pending: dict[str | None, object] = {}
@@ -85,12 +92,11 @@ class Shard:
         """
         pending = self._pending.pop(schema, None) or self.actor.serve.remote(schema)
         try:
-            found: Found | None = self._answer(pending)
+            return cast("Found | None", self._answer(pending))
         except ConnectionError as error:
             if isinstance(error.__cause__, GetTimeoutError):
                 self._pending[schema] = pending
             raise
-        return found
 
     def find(self, known: protocol.Served | None) -> Found:
         """As ``Servers``. A store in memory that was lost with its node begins without rows."""
@@ -111,11 +117,63 @@ class Shard:
         except ConnectionError:
             return random.getrandbits(48)
 
-    def __reduce__(self) -> tuple[type[Shard], tuple[Handle, float]]:
-        return Shard, (self.actor, self.patience_s)
+    def __reduce__(self) -> tuple[type[Shard], tuple[Handle, float, str]]:
+        return Shard, (self.actor, self.patience_s, self.name)
+
+    @property
+    def id(self) -> str:
+        """Of its actor."""
+        return str(self.actor._ray_actor_id.hex())  # type: ignore[attr-defined] # noqa: SLF001 - Ray has no other name of it
 
     def __str__(self) -> str:
-        return f"ray:{self.actor._ray_actor_id.hex()[:8]}"  # type: ignore[attr-defined] # noqa: SLF001 - Ray has no other name of it
+        return f"ray:{self.id[:8]}"
+
+
+def names_of(name: str) -> list[str]:
+    """Of the actors that are the shards of a fleet now, in the order of their numbers, by Ray's own account: one that is started again is
+    among them, and one that has ended is not.
+    """
+    every = [it["name"] for it in ray.util.list_named_actors(all_namespaces=True) if it["namespace"] == NAMESPACE]
+    named = filter(re.compile(re.escape(name) + r"/\d+").fullmatch, every)
+    return sorted(named, key=lambda it: int(it.rpartition("/")[2]))
+
+
+def shards_of(names: Iterable[str], patience: float, known: Iterable[Shard] = ()) -> Iterator[Shard]:
+    """The shards whose actors have these names. One that has just ended is left out. Those that are ``known`` are given as they are: as
+    long as a process has such a handle, Ray does not end the actor.
+    """
+    there = {shard.name: shard for shard in known}
+    for name in names:
+        with contextlib.suppress(ValueError):
+            yield there.get(name) or Shard(ray.get_actor(name, NAMESPACE), patience, name)
+
+
+class Listed:
+    """The shards of a fleet that may change, as :class:`Joining`: Ray's names of actors are the list. ``each``: those known at first."""
+
+    def __init__(self, name: str, each: Sequence[Shard]) -> None:
+        self._name, self._patience_s, self._looked_at = name, each[0].patience_s, -_LIST_INTERVAL_S
+        self._names = [shard.name for shard in each]
+
+    def left(self) -> bool:
+        """Others may be listed."""
+        return True
+
+    def has_left(self, storage: RemoteStorage, *, lost: bool) -> bool:
+        """``lost``: it may have been listed when the list was looked at."""
+        name, now = cast("Shard", storage.connection.access).name, time.monotonic()
+        # To ask where Ray has ended would start another one.
+        if ray.is_initialized() and (now >= self._looked_at + _LIST_INTERVAL_S or (lost and name in self._names)):
+            with contextlib.suppress(RayError, OSError):  # Ray is away: then the shards stay as they are
+                self._names, self._looked_at = names_of(self._name), now
+        return name not in self._names
+
+    def find(self, known: Sequence[RemoteStorage]) -> Iterator[RemoteStorage]:
+        others = sorted({*self._names} - {cast("Shard", it.connection.access).name for it in known})
+        for shard in shards_of(others if ray.is_initialized() else (), self._patience_s):
+            with contextlib.suppress(Exception):  # it is looked for again
+                shard.serve(known[-1].served.schema)
+                yield RemoteStorage(Connection(shard))
 
 
 def answer_of(pending: object, seconds: float, who: str) -> Any:
@@ -128,8 +186,8 @@ def answer_of(pending: object, seconds: float, who: str) -> Any:
     except RayTaskError as error:
         raise error.cause from None
     except (RayError, GetTimeoutError) as error:
-        why = str(error).strip().splitlines()
-        raise ConnectionError(f"{who}: the shard does not answer: {why[0] if why else type(error).__name__}") from error
+        why, kind = str(error).strip().splitlines(), Final if isinstance(error, ActorDiedError) else ConnectionError
+        raise kind(f"{who}: the shard does not answer: {why[0] if why else type(error).__name__}") from error
 
 
 def close_shards(shards: Sequence[Shard]) -> None:
@@ -152,12 +210,10 @@ def first_described(shards: Sequence[Shard]) -> awaited.Described:
         one = ready[0] if ready else next(iter(pending))
         shard = pending.pop(one)
         try:
-            described: awaited.Described = answer_of(one, max(0.0, until - time.monotonic()), str(shard))
+            return cast("awaited.Described", answer_of(one, max(0.0, until - time.monotonic()), str(shard)))
         except ConnectionError:
             if not pending:
                 raise
-        else:
-            return described
 
 
 #: Calls that are made once, in threads of the actor that others do not wait for.
@@ -181,12 +237,13 @@ class ShardSavers:
     """The actors of a buffer as the ranks that save it: what a Checkpointer asks of ``Savers``.
 
     Args:
-        shards: in the order of their numbers, which are those of the ranks.
+        find: the shards that there are now, in the order of the ranks.
         restored: called when the rows are others.
     """
 
-    def __init__(self, shards: Sequence[Shard], restored: Callable[[], None]) -> None:
-        self._shards, self._restored = shards, restored
+    def __init__(self, find: Callable[[], Sequence[Shard]], restored: Callable[[], None]) -> None:
+        self._find, self._restored = find, restored
+        self._shards = find()
         self._key = ""
         self._root: Path
         self._options: SaverOptions
@@ -229,13 +286,8 @@ class ShardSavers:
                 errors[rank], gone[rank] = error, str(error)
             except Exception as error:  # noqa: BLE001 - raised when all have answered
                 errors[rank] = error
-        self._raise(what, errors)
-        return [found[rank] for rank in sorted(found)]
-
-    def _raise(self, what: str, errors: Mapping[int, Exception]) -> None:
-        """Raise what stands for the errors of some ranks, if there are any."""
         if not errors:
-            return
+            return [found[rank] for rank in sorted(found)]
         away = {rank: error for rank, error in errors.items() if isinstance(error, ConnectionError)}
         if not away and len({type(error) for error in errors.values()}) == 1:
             raise errors[min(errors)]
@@ -248,21 +300,22 @@ class ShardSavers:
         return self._options.timeout + _EXTRA_TIMEOUT_S
 
     def _ready(self) -> None:
-        """Make Checkpointers again, where an actor was started again since."""
+        """Make Checkpointers again, where an actor was started again since, or shards have joined or left."""
         try:
             known = self._answers("save", self._ask("knows"), self._timeout)
         except RankFailed:  # it may be back now
             known = [False]
-        if not all(known):
+        if not all(known) or {it.id for it in self._shards} != {it.id for it in self._find()}:
             self.open(self._root, self._options)
 
     # ---- what a Checkpointer asks for ----------------------------------------------------------------------------------
 
     def open(self, root: Path, options: SaverOptions) -> None:
-        self._root, self._options, self._key = root, options, secrets.token_hex(8)
+        self._root, self._options, self._key, self._shards = root, options, secrets.token_hex(8), self._find()
         first, patience = self._shards[0].actor, max(shard.patience_s for shard in self._shards)
+        ids = [shard.id for shard in self._shards]
         for ranks in (range(1), range(1, len(self._shards))):  # the first one answers the others
-            self._answers("Checkpointer", self._ask("open", root, options, first, ranks=ranks), patience)
+            self._answers("Checkpointer", self._ask("open", root, options, first, ids, ranks=ranks), patience)
 
     def begin(self, step: int, user: Mapping[str, object]) -> None:
         self._ready()
@@ -276,16 +329,11 @@ class ShardSavers:
     def _give_up(self, rank: int, why: str) -> bool:
         """Let another actor vote against the save for one that is gone. Whether it has."""
         self._break_off(rank, why)
-        for other, shard in enumerate(self._shards):
-            if other == rank:
-                continue
-            try:
-                if answer_of(
-                    next(iter(self._ask("give_up", rank, why, ranks=[other], **_BOARD))), _ANSWER_TIMEOUT_S, str(shard)
-                ):
+        for other in {*range(len(self._shards))} - {rank}:
+            (asked,) = self._ask("give_up", rank, why, ranks=[other], **_BOARD)
+            with contextlib.suppress(ConnectionError):
+                if answer_of(asked, _ANSWER_TIMEOUT_S, str(self._shards[other])):
                     return True
-            except ConnectionError:
-                continue
         return False
 
     def restore(self, wanted: object, options: object) -> Any:

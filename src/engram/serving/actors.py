@@ -26,9 +26,10 @@ from engram.checkpoint.ranks import Ranks
 from engram.errors import CorruptCheckpoint, RankFailed
 from engram.format.schema import decode
 from engram.remote import awaited, connection, protocol
-from engram.remote.shards import Handle, answer_of
+from engram.remote.fleet.storage import AwaitedFleet, FleetStorage, random_turn
+from engram.remote.shards import Handle, answer_of, shards_of
 from engram.saved import attempts
-from engram.serving import server, service
+from engram.serving import draining, server, service
 from engram.storages import LazyMemmapStorage, ListStorage, Storage, TensorStorage
 from engram.types import RowStorage, Sampler, Write, Writer
 
@@ -105,11 +106,10 @@ class ShardSaver:
 
     Args:
         rb: its buffer.
-        rank, world: its number, and how many shards there are.
     """
 
-    def __init__(self, rb: ReplayBuffer, rank: int, world: int) -> None:
-        self._rb, self._rank, self._world = rb, rank, world
+    def __init__(self, rb: ReplayBuffer) -> None:
+        self._rb = rb
         self.board = Board("")
         self._key = ""
         self._checkpointer: checkpointer.Checkpointer
@@ -124,11 +124,15 @@ class ShardSaver:
         if key != self._key:
             raise RankFailed(_OTHER_JOB)
 
-    def open(self, key: str, root: Path, options: reports.Options, holder: Handle) -> None:
-        """Make the Checkpointer of a job, in place of that of an older one. Raises what making it raises."""
-        if self._rank == 0:
+    def open(self, key: str, root: Path, options: reports.Options, holder: Handle, ids: Sequence[str]) -> None:
+        """Make the Checkpointer of a job, in place of that of an older one. ``ids``: of the actors, in the order of the ranks.
+
+        Raises what making it raises.
+        """
+        rank = ids.index(ray.get_runtime_context().get_actor_id())
+        if rank == 0:
             self.board = Board(key)
-        ranks = RanksOnRay(self._rank, self._world, holder, key) if self._world > 1 else None
+        ranks = RanksOnRay(rank, len(ids), holder, key) if len(ids) > 1 else None
         self._checkpointer = checkpointer.Checkpointer(root, self._rb, ranks=ranks, **options._asdict())
         with self._lock:
             self._key, self._handle = key, None
@@ -148,6 +152,12 @@ class ShardSaver:
         if self._handle is None:
             raise RankFailed("no save goes on here.")
         return self._handle.wait()
+
+    def settle(self) -> None:
+        """Wait until no save goes on: all ranks have their snapshots then, or it has failed."""
+        if self._handle is not None:
+            with contextlib.suppress(Exception):  # it is told to who saves
+                self._handle.wait()
 
     def give_up(self, key: str, rank: int, why: str) -> bool:
         """Vote against the save that goes on, for a rank that is gone. Whether it was named already, so that this could be."""
@@ -208,13 +218,15 @@ class ShardActor:
     ) -> None:
         self._kind, self._of_clients = kind, of_clients
         self._server: server.Server | None = None
+        self._service: service.Service | None = None
+        self._serving = threading.Lock()
         self._found: connection.Found | None = None
         self._failed: Exception | None = None
         self._turns = itertools.count()
         try:
             self._storage, self._temporary = storage_of(made_of["storage"], place)
             self._rb = kind(**{**made_of, "storage": self._storage})  # type: ignore[arg-type] # it checks
-            self._saver = ShardSaver(self._rb, place.number, place.of)
+            self._saver = ShardSaver(self._rb)
         except Exception as error:  # noqa: BLE001 - `describe` raises it: Ray would start the actor again and again
             self._failed = error
 
@@ -234,14 +246,17 @@ class ShardActor:
     def serve(self, schema: str | None) -> connection.Found | None:
         """Serve the store, which is made of a schema if there is none. Where; None: there is neither."""
         rb = self._rb
-        if schema is not None and not rb.storage.initialized:
-            self._storage.allocate_for(decode(schema.encode(), "extend"))
-        if self._server is None and rb.storage.initialized:
-            rb.observe(Write(torch.empty(0, dtype=torch.int64), 0), None)  # the folder notes what the buffer is
-            host, token = ray.util.get_node_ip_address(), secrets.token_hex(16)
-            self._server = server.Server(service.Service(rb), protocol.Address("grpc", host), token=token.encode())
-            self._found = connection.Found((protocol.Address("grpc", host, self._server.port),), token.encode())
-        return self._found
+        with self._serving:
+            if schema is not None and not rb.storage.initialized:
+                self._storage.allocate_for(decode(schema.encode(), "extend"))
+            if self._server is None and rb.storage.initialized:
+                draining.finish(self._storage)
+                rb.observe(Write(torch.empty(0, dtype=torch.int64), 0), None)  # the folder notes what the buffer is
+                host, token = ray.util.get_node_ip_address(), secrets.token_hex(16)
+                self._service = service.Service(rb)
+                self._server = server.Server(self._service, protocol.Address("grpc", host), token=token.encode())
+                self._found = connection.Found((protocol.Address("grpc", host, self._server.port),), token.encode())
+            return self._found
 
     def turn(self) -> int:
         """Another number for each client."""
@@ -260,12 +275,26 @@ class ShardActor:
     # ---- checkpoints, in threads of their own: see ShardSaver ------------------------------------------------------------
 
     def saver(self, name: str, *arguments: object) -> object:
-        """Call a method of its :class:`ShardSaver`."""
+        """Call a method of its :class:`ShardSaver`. Raises ``RuntimeError``: rows leave for shards that may have been saved already."""
+        if name in ("knows", "begin", "restore") and self._service is not None and self._service.is_drained:
+            raise RuntimeError("Checkpointer: expected shards that stay, but one is drained. Call it again then.")
         return getattr(self._saver, name)(*arguments)
+
+    def drain(self, command: protocol.Drain) -> int:
+        """Move some rows to other shards, by the names of their actors: how many are left. Raises as :func:`draining.drain`."""
+        self._saver.settle()
+        self.serve(None)
+        return 0 if self._service is None else draining.drain(self._service, command, _fleet_of)
 
     def board(self, key: str, what: BoardCall, *arguments: object) -> object:
         """What ranks tell each other."""
         return self._saver.board.do(key, what, *arguments)
+
+
+def _fleet_of(command: protocol.Drain) -> FleetStorage | None:
+    """A client of the shards that a command names. One that is started again meanwhile is waited for."""
+    to = [*shards_of(command.to, _BOARD_TIMEOUT_S)]
+    return AwaitedFleet(to, to, "skip", 0, random_turn).find()
 
 
 def storage_of(given: object, place: Place) -> tuple[TensorStorage, bool]:
@@ -278,7 +307,7 @@ def storage_of(given: object, place: Place) -> tuple[TensorStorage, bool]:
     if isinstance(given, partial) and given.func is LazyMemmapStorage:
         call = inspect.signature(LazyMemmapStorage).bind(*given.args, **given.keywords)
         call.apply_defaults()
-        return _in_directory(place, **call.arguments)
+        return _in_directory(place, call.arguments)
     storage: Storage = component(given, Storage, "storage", None)
     if isinstance(storage, LazyMemmapStorage) and not isinstance(given, Storage):
         raise TypeError(
@@ -289,25 +318,18 @@ def storage_of(given: object, place: Place) -> tuple[TensorStorage, bool]:
     return cast("TensorStorage", storage), False
 
 
-def _in_directory(
-    place: Place,
-    max_size: int,
-    *,
-    scratch_dir: str | None,
-    existsok: bool,
-    auto_cleanup: bool | None,
-    device: str,
-    later: Mapping[str, Any] | None = None,
-    **form: Any,
-) -> tuple[TensorStorage, bool]:
-    """The storage in a directory, with the rows that are there."""
+def _in_directory(place: Place, form: dict[str, Any]) -> tuple[TensorStorage, bool]:
+    """The storage in a directory, with the rows that are there. ``form``: all arguments of its constructor."""
+    scratch_dir, existsok, auto_cleanup = map(form.pop, ("scratch_dir", "existsok", "auto_cleanup"))
     if existsok:
         raise ValueError(
             "RayReplayBuffer: storage: existsok: expected False: a shard goes on with the rows in its directory. Remove them first."
         )
-    LazyMemmapStorage(max_size, device=device, **form, **(later or {}))  # it checks them
+    form |= form.pop("more")
+    LazyMemmapStorage(**form)  # it checks them
+    del form["device"]
     temporary = auto_cleanup is True or (auto_cleanup is None and scratch_dir is None)
-    return LazyMemmapStorage.open_or_create(place.folder(scratch_dir), max_size, **form, unclean="refuse"), temporary
+    return LazyMemmapStorage.open_or_create(place.folder(scratch_dir), **form, unclean="refuse"), temporary
 
 
 #: Another actor in its place would be empty. Threads let a write through while a draw waits for it.

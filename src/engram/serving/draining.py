@@ -8,9 +8,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Unpack, cast
+from typing import TypeAlias, Unpack, cast
 from uuid import NAMESPACE_OID, uuid5
 
 import msgspec
@@ -30,6 +30,7 @@ from engram.remote.connection import Connection
 from engram.remote.fleet import plans
 from engram.remote.fleet.members import SKIP_S, Shard
 from engram.remote.fleet.storage import FleetStorage, ask_servers, check_stores, storage_at
+from engram.remote.served import ServedStorage
 from engram.samplers import PrioritizedSampler
 from engram.saved.rows import roles_of
 from engram.serving.copies import Listening
@@ -45,15 +46,19 @@ FORWARD_S, INTERVAL_S = 60.0, 0.5
 _MOVING = threading.Lock()
 
 
-def drain(service: Service, command: protocol.Drain, at: Listening | None) -> int:
-    """Move some rows: how many are left. ``at``: of a process that only serves.
+#: A client of the stores that a command names; None: there is none yet.
+Connect: TypeAlias = Callable[[protocol.Drain], ServedStorage | None]
+
+
+def drain(service: Service, command: protocol.Drain, connect: Connect | None) -> int:
+    """Move some rows: how many are left. ``connect``: of a process that only serves.
 
     Raises ``RuntimeError``: this one does more. ``ValueError``: rows cannot be moved. ``ConnectionError``: no other store takes any.
     """
-    if at is None:
+    if connect is None:
         raise RuntimeError("drain: expected a server that engram serve runs, got one that ends with its program.")
     with _MOVING:
-        draining = cast("Draining | None", service.draining) or Draining(service, at)
+        draining = cast("Draining | None", service.draining) or Draining(service, connect)
         # Before the others are asked whether they are drained: of two that are drained into each other, one sees the other.
         service.drained_until = math.inf
         try:
@@ -68,6 +73,14 @@ def drain(service: Service, command: protocol.Drain, at: Listening | None) -> in
         return left
 
 
+def connected(at: Listening, command: protocol.Drain) -> ServedStorage:
+    """A client of the stores that a command names, of a server at an address. Raises as ``ReplayBuffer.connect``."""
+    # A list of addresses, and never the name of a file that has some: a client names it.
+    access = Way(patience=SKIP_S, **(at.reaching or {})).access(command.to, "drain")
+    named = [one._replace(certified=name) for one, name in zip(access.addresses, command.names, strict=False)]
+    return storage_at(access._replace(addresses=tuple(named) or access.addresses), "skip", 0)
+
+
 def drained(address: str, to: str, *, evict: bool, **how: Unpack[Reaching]) -> Iterator[int]:
     """Have the server at an address move its rows to others, and end: how many are left, again and again.
 
@@ -76,18 +89,24 @@ def drained(address: str, to: str, *, evict: bool, **how: Unpack[Reaching]) -> I
     way = Way(patience=0.0, **how)
     server, others = Connection(way.access(address, "drain")), way.access(to, "drain")
     own = [at for at, answer in ask_servers(others, "skip").items() if answer.store == server.served.store]
-    addresses, since = [at for at in others.addresses if at not in own], time.monotonic()
+    addresses = [at for at in others.addresses if at not in own]
     command = protocol.Drain([*map(str, addresses)], evict, names=[at.certified for at in addresses])
-    while (left := server.ask("drain", command, int)) or time.monotonic() < since + FORWARD_S:
+    yield from turns(lambda: server.ask("drain", command, int))
+    if others.members is not None:
+        others.members.remove(own)
+    with contextlib.suppress(ConnectionError):  # it may end before its answer is here
+        server.ask("drain", msgspec.structs.replace(command, ends=True), int)
+
+
+def turns(move_some: Callable[[], int]) -> Iterator[int]:
+    """How many rows are left, again and again, until none are and new priorities of those that moved were sent on for a while."""
+    since = time.monotonic()
+    while (left := move_some()) or time.monotonic() < since + FORWARD_S:
         if left:
             yield left
             since = time.monotonic()
         else:
             time.sleep(INTERVAL_S)
-    if others.members is not None:
-        others.members.remove(own)
-    with contextlib.suppress(ConnectionError):  # it may end before its answer is here
-        server.ask("drain", msgspec.structs.replace(command, ends=True), int)
 
 
 class Note(msgspec.Struct, frozen=True):
@@ -145,8 +164,8 @@ def _remove(storage: Storage, note: Note) -> None:
 class Draining:
     """The drain of a store: where its rows go, and where they went."""
 
-    def __init__(self, service: Service, at: Listening) -> None:
-        self._service, self._storage, self._at = service, cast("TensorStorage", service.buffer.storage), at
+    def __init__(self, service: Service, connect: Connect) -> None:
+        self._service, self._storage, self._open = service, cast("TensorStorage", service.buffer.storage), connect
         self._path, self._note = _noted(self._storage)
         #: The other stores, of which this is a client that does not draw: as the last command named them, and as those before did; and
         #: whether it lets their rows be replaced.
@@ -159,15 +178,12 @@ class Draining:
 
     # ---- where rows go -------------------------------------------------------------------------------------------------
 
-    def _connect(self, to: list[str], names: list[str]) -> FleetStorage:
+    def _connect(self, command: protocol.Drain) -> FleetStorage:
         """The other stores. Raises as ``ReplayBuffer.connect``; ``ValueError``: they cannot take the rows."""
-        if to and to != self._to:
-            # A list of addresses, and never the name of a file that has some: a client names it.
-            access = Way(patience=SKIP_S, **(self._at.reaching or {})).access(to, "drain")
-            at = [one._replace(certified=name) for one, name in zip(access.addresses, names, strict=False)]
-            others = storage_at(access._replace(addresses=tuple(at) or access.addresses), "skip", 0)
+        if (to := command.to) and to != self._to:
             with contextlib.ExitStack() as refused:
-                refused.callback(others.close)
+                if (others := self._open(command)) is not None:
+                    refused.callback(others.close)
                 if not isinstance(others, FleetStorage):
                     raise ValueError("drain: expected stores, got servers that wait for a first row. Nothing is moved.")
                 self._check(others)
@@ -201,7 +217,7 @@ class Draining:
 
     def move(self, command: protocol.Drain) -> None:
         """Move some rows. Raises ``ConnectionError``: no other store takes any, or one may have some and is gone."""
-        known, others = len(self._fleets), self._connect(command.to, command.names)
+        known, others = len(self._fleets), self._connect(command)
         storage, until, self._evict = self._storage, time.monotonic() + TURN_S, command.evict
         self._settle(others)
         schema, extent = storage.store.schema, storage.extent()

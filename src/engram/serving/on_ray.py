@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import itertools
 import secrets
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
 from engram._support.checks import check_choice, check_count
 from engram.buffer import configuration, services
-from engram.buffer.connecting import NAMESPACE, OnRay, Shards, Transport, attached, name_of
+from engram.buffer.connecting import OnRay, Shards, Transport, attached
 from engram.buffer.tensordict import ReplayBuffer
 
 if TYPE_CHECKING:
     from engram.remote.fleet.members import Missing
-    from engram.remote.shards import Handle
+    from engram.remote.shards import Shard
 
 
 Placement = Literal["learners", "spread", "actors"]
@@ -65,6 +66,8 @@ def options_of(
 _SHARD_OPTIONS = {"max_restarts": -1, "max_task_retries": -1, "concurrency_groups": {"saving": 1, "board": 1}}
 #: For how long a shard that does not answer is waited for: a node may be started again meanwhile.
 _PATIENCE_S = 60.0
+#: For how long one may take to move some of its rows: a save may go on, or an actor be started again.
+_MOVE_TIMEOUT_S = 600.0
 
 
 class _Checked(type):
@@ -75,10 +78,11 @@ class _Checked(type):
 
 
 class _Owner(OnRay):
-    """The service of the buffer that was made with the shards, which end with it."""
+    """The service of the buffer that was made with the shards, which end with it. ``start``: makes another one, of a number."""
 
-    def __init__(self, shards: Shards, transport: str, own: Mapping[str, object]) -> None:
+    def __init__(self, shards: Shards, transport: str, own: Mapping[str, object], start: Start) -> None:
         super().__init__(shards, transport, own)
+        self.start, self.numbers = start, itertools.count(len(shards.each))
         self._at_exit = partial(_close, weakref.ref(self))
         atexit.register(self._at_exit)  # it comes before Ray's own, which would leave temporary files
 
@@ -169,8 +173,8 @@ class RayReplayBuffer(metaclass=_Checked):
                 f"RayReplayBuffer: replay_buffer_cls: expected a buffer class of engram's, got {replay_buffer_cls!r}."
             )
         ray = services.imported_ray("RayReplayBuffer", "pyarrow.flight")
-        from engram.remote.shards import Shard
-        from engram.serving.actors import LIST_OPTIONS, is_kept_in_list, opened
+        from engram.remote.shards import close_shards, names_of, shards_of
+        from engram.serving.actors import LIST_OPTIONS, ListActor, is_kept_in_list, opened
 
         in_list = is_kept_in_list(kwargs.get("storage"))
         if in_list and (shards != 1 or name is not None or transport not in ("auto", "ray")):
@@ -182,26 +186,118 @@ class RayReplayBuffer(metaclass=_Checked):
         check_choice("RayReplayBuffer: placement", placement, get_args(Placement))
         if not ray.is_initialized():
             ray.init(**(ray_init_config or {}))
-        options = options_of(remote_config, shards, placement, LIST_OPTIONS if in_list else _SHARD_OPTIONS)
-        if name is not None:
-            named = [{"name": name_of(name, k, shards), "namespace": NAMESPACE} for k in range(shards)]
-            options = [{**one, **its} for one, its in zip(options, named, strict=True)]
+        if name is not None and [*names_of(name), *shards_of([name], _PATIENCE_S)]:
+            raise ValueError(f"RayReplayBuffer: name: expected one that no buffer here has, got {name!r}.")
         given = {"size": size, **kwargs}
-        actors, own = _started(options, replay_buffer_cls, given, in_list=in_list)
-        made = Shards(tuple(Shard(actor, _PATIENCE_S) for actor in actors), transport, missing)
+        if in_list:
+            options = options_of(remote_config, 1, placement, LIST_OPTIONS)[0]
+            return opened(ray.remote(**options)(ListActor).remote(), replay_buffer_cls, given, _PATIENCE_S)
+        fleet = (name or secrets.token_hex(16)) if shards > 1 else ""
+        start = partial(_started, replay_buffer_cls, given, placement, fleet or name or "", shards)
+        own = {one: given[one] for one in ("generator",) if given.get(one) is not None}
+        made = Shards(start(remote_config, [*range(shards)]), transport, missing, name=fleet)
         try:
-            if in_list:
-                return opened(actors[0], replay_buffer_cls, given, _PATIENCE_S)
             for shard in made.each:
                 if (alone := shard.describe().served.alone) and shards > 1:
                     raise ValueError(f"RayReplayBuffer: expected one shard, got {shards}: {alone}.")
             rb = attached(made, own)
         except BaseException:
-            for actor in actors:
-                ray.kill(actor)
+            close_shards(made.each)
             raise
-        rb._service = _Owner(made, rb.transport_kind, own)  # noqa: SLF001 - of the facade
+        rb._service = _Owner(made, rb.transport_kind, own, start)  # noqa: SLF001 - of the facade
         return cast("ReplayBuffer", rb)
+
+    @staticmethod
+    def add_shard(rb: ReplayBuffer, remote_config: Mapping[str, object] | None = None) -> None:
+        """Add a shard to a buffer that was made with several. Its clients, wherever they are, use it within seconds.
+
+        Args:
+            rb: the buffer that was made here.
+            remote_config: as for one shard; it may name the resources of a node. Default: one CPU of a node that ``placement`` chooses.
+
+        Raises:
+            ValueError: a client, or a buffer with one shard. ConnectionError: Ray has not started the actor within 60 s. What making its
+                buffer raises. Then there is no such shard.
+
+        >>> from functools import partial
+        >>> import torch
+        >>> from engram import LazyTensorStorage, RayReplayBuffer
+        >>> free = {"num_cpus": 0}
+        >>> rb = RayReplayBuffer(storage=partial(LazyTensorStorage, 1_000), batch_size=4, shards=2, remote_config=free)
+        >>> _ = rb.extend(torch.arange(10))
+        >>> RayReplayBuffer.add_shard(rb, free)
+        >>> with rb.client() as client:
+        ...     len(client), client.stats()["shards"]
+        (10, 3)
+        >>> rb.close()
+        """
+        from engram.remote.shards import close_shards
+
+        owner = _owner(rb, "add_shard")
+        (shard,) = owner.start(remote_config, [next(owner.numbers)])
+        try:
+            shard.describe()
+            with rb.client() as client:
+                len(client)  # it makes the store as those of the others are
+        except BaseException:
+            close_shards([shard])
+            raise
+        owner.shards = owner.shards._replace(each=(*owner.shards.each, shard))
+
+    @staticmethod
+    def drain_node(rb: ReplayBuffer, node: str, *, evict: bool = False) -> None:
+        """Move all rows from the shards of a node to the other shards, and end their actors. Clients go on meanwhile.
+
+        See docs/cluster.md for what moves, and what is refused. It takes a minute longer than the rows, for which new priorities are sent
+        on to rows that have moved.
+
+        Args:
+            rb: the buffer that was made here.
+            node: as ``ray.nodes()`` has it under ``"NodeID"``.
+            evict: the oldest rows of the other shards may be replaced, where they have no room.
+
+        Raises:
+            ValueError: a client, or a buffer with one shard; no shard is there, or all are; rows that cannot be moved. ConnectionError: a
+                shard is away. Then the shards that are left take rows again within a minute, and it can be called again.
+
+        >>> import ray
+        >>> from functools import partial
+        >>> from engram import LazyTensorStorage, RayReplayBuffer
+        >>> rb = RayReplayBuffer(storage=partial(LazyTensorStorage, 9), batch_size=4, shards=2, remote_config={"num_cpus": 0})
+        >>> here = ray.get_runtime_context().get_node_id()
+        >>> RayReplayBuffer.drain_node(rb, here)
+        Traceback (most recent call last):
+            ...
+        ValueError: drain_node: expected a node of some shards, not of all, got '...'. Nothing moves.
+        >>> rb.close()
+        """
+        from engram.remote import protocol
+        from engram.remote.shards import answer_of, close_shards
+        from engram.serving import draining
+
+        owner = _owner(rb, "drain_node")
+        at = {shard: shard.describe().node for shard in owner.shards.each}
+        leaving, to = [it for it in at if at[it] == node], tuple(it for it in at if at[it] != node)
+        if not leaving or not to:
+            raise ValueError(f"drain_node: expected a node of some shards, not of all, got {node!r}. Nothing moves.")
+        command = protocol.Drain([shard.name for shard in to], evict)
+
+        def move() -> int:
+            asked = [(it.actor.drain.options(concurrency_group="saving").remote(command), str(it)) for it in leaving]
+            return sum(answer_of(pending, _MOVE_TIMEOUT_S, who) for pending, who in asked)
+
+        for _ in draining.turns(move):
+            pass
+        close_shards(leaving)
+        owner.shards = owner.shards._replace(each=to)
+
+
+def _owner(rb: ReplayBuffer, call: str) -> _Owner:
+    """The service of a buffer that was made here with several shards. Raises ``ValueError``: of another one."""
+    service = rb._service  # noqa: SLF001 - of the facade
+    if not isinstance(service, _Owner) or not service.shards.name:
+        raise ValueError(f"{call}: expected the buffer that was made here, with shards=2 or more, got {rb!r:.80}.")
+    return service
 
 
 def _check(transport: object, transport_options: object, shards: int) -> None:
@@ -220,22 +316,28 @@ def _check(transport: object, transport_options: object, shards: int) -> None:
         raise ValueError(f"RayReplayBuffer: transport_options: expected none, got {transport_options!r:.100}.")
 
 
+#: Starts shards of some numbers, as ``remote_config`` says.
+Start: TypeAlias = "Callable[[object, list[int]], tuple[Shard, ...]]"
+
+
 def _started(
-    options: list[dict[str, object]], kind: type[ReplayBuffer], given: dict[str, object], *, in_list: bool
-) -> tuple[list[Handle], dict[str, object]]:
-    """Actors for a buffer, and what is of the buffer here alone. Transforms and the like are those of clients."""
+    kind: type, given: Mapping[str, object], placement: Placement, name: str, of: int, config: object, each: list[int]
+) -> tuple[Shard, ...]:
+    """Start shards of a buffer that is made with ``of``, as ``remote_config`` says. Transforms and the like are those of clients."""
     import ray
 
-    from engram.serving.actors import ListActor, Place, ShardActor
+    from engram.remote.shards import NAMESPACE, Shard
+    from engram.serving.actors import Place, ShardActor
 
-    if in_list:
-        return [ray.remote(**options[0])(ListActor).remote()], {}
-    of_clients = {name: given[name] for name in (*configuration.READING_ARGUMENTS, "priority_key") if name in given}
-    generator = of_clients.pop("generator", None)
+    of_clients = {one: given[one] for one in (*configuration.READING_ARGUMENTS, "priority_key") if one in given}
+    of_clients.pop("generator", None)
     of_client = {*configuration.READING_ARGUMENTS, "delayed_init", "shared"} - {"batch_size"}
     made_of = {name: value for name, value in given.items() if name not in of_client}
-    actors = [
-        ray.remote(**one)(ShardActor).remote(kind, made_of, of_clients, Place(secrets.token_hex(16), k, len(options)))
-        for k, one in enumerate(options)
-    ]
-    return actors, {} if generator is None else {"generator": generator}
+    found = []
+    for k in each:
+        options = options_of(config, each[-1] + 1, placement, _SHARD_OPTIONS)[k]
+        named = name if of == 1 else f"{name}/{k}"
+        its = {**options, "name": named, "namespace": NAMESPACE} if named else options
+        actor = ray.remote(**its)(ShardActor).remote(kind, made_of, of_clients, Place(secrets.token_hex(16), k, of))
+        found.append(Shard(actor, _PATIENCE_S, named))
+    return tuple(found)

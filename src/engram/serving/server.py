@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -27,7 +27,7 @@ from engram.buffer.tensordict import ReplayBuffer
 from engram.remote import protocol, wire
 from engram.serving.awaiting import Awaiting
 from engram.serving.copies import Listening, away
-from engram.serving.draining import drain, finish
+from engram.serving.draining import connected, drain, finish
 from engram.serving.dumps import TooMany
 from engram.serving.service import Service
 
@@ -130,7 +130,7 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
                 body, _, data = body.partition(b"\n")
             command = protocol.decoded(kind, body or b"{}", action.type)
             if isinstance(command, protocol.Drain):
-                return drain(self._of_store(), command, self._at)
+                return drain(self._of_store(), command, self._at and partial(connected, self._at))
             if isinstance(command, protocol.Tick):
                 return self._tick(command)
             done = self._service.do(command, data)

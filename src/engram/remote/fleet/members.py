@@ -16,6 +16,7 @@ import msgspec
 
 from engram._support import fork, words
 from engram.remote import protocol, served
+from engram.remote.connection import Final
 from engram.store.limits import Rules
 from engram.store.ragged import RowsWithin
 
@@ -178,8 +179,11 @@ class Members:
             raise ConnectionError(f"{call}: expected all stores of the fleet, but {gone[0]!r} is gone.{after}")
 
     def lose(self, shard: Shard, error: ConnectionError) -> None:
-        """Go on without a store, and look for it. Raises the error where stores are waited for. ``ConnectionError``: none is left."""
-        if self.missing == "wait":
+        """Go on without a store, and look for it, unless it has left. Raises the error where stores are waited for. ``ConnectionError``:
+        none is left.
+        """
+        shard.left = self.joining is not None and self.joining.has_left(shard.storage, lost=isinstance(error, Final))
+        if self.missing == "wait" and not shard.left:
             raise error
         with self._lock:
             known, shard.lost, shard.weight = shard.lost, True, 0.0
@@ -187,7 +191,9 @@ class Members:
             if self._poller is None:
                 self._poller = ReconnectPoller(self)
         others = len(self.present())
-        if not known:
+        if shard.left and not known:
+            _log.info("the store %r has left", shard.storage)
+        elif not known:
             words.warn(
                 f"the store {shard.storage!r} is gone, with {words.count(shard.mass.live, 'row')}: batches come from {others} of "
                 f"{len(self.shards)} stores until it is back."

@@ -91,15 +91,15 @@ class FleetStorage(ServedStorage):
 
     @property
     def max_size(self) -> int:
-        return sum(shard.storage.max_size for shard in self.members.shards)
+        return sum(shard.storage.max_size for shard in self.members.shards if not shard.left)
 
     @property
     def requested_size(self) -> int:
-        return sum(shard.storage.requested_size for shard in self.members.shards)
+        return sum(shard.storage.requested_size for shard in self.members.shards if not shard.left)
 
     @property
     def nbytes(self) -> int:
-        return sum(shard.storage.nbytes for shard in self.members.shards)
+        return sum(shard.storage.nbytes for shard in self.members.shards if not shard.left)
 
     def adopt_fields(self) -> None:
         """Once all stores have shown them."""
@@ -342,8 +342,9 @@ class FleetStorage(ServedStorage):
         return plans.shares(self.members.shards, torch.where(rows < 0, -1, rows >> plans.SHIFT), rows & _ROW)
 
     def empty(self, *, keep_write_count: bool) -> None:
+        there = self.members.known()
         self.members.check_all_present("empty", " Nothing is emptied.")
-        for shard in self.members.shards:
+        for shard in there:
             shard.storage.empty(keep_write_count=keep_write_count)
             shard.change()
         self.ledger.emptied()
@@ -361,9 +362,8 @@ class FleetStorage(ServedStorage):
     # ---- life ----------------------------------------------------------------------------------------------------------
 
     def __reduce__(self) -> tuple[type[FleetStorage], tuple[object, ...]]:
-        members = self.members
-        storages = [shard.storage for shard in members.shards]
-        return FleetStorage, (storages, members.missing, self._stratum, members.joining)
+        storages = [shard.storage for shard in self.members.shards]
+        return FleetStorage, (storages, self.members.missing, self._stratum, self.members.joining)
 
     def close(self) -> None:
         members = self.members
@@ -404,7 +404,7 @@ def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedS
         check_stores([one for one in served.values() if not one.schema], access.full)
         brief = access._replace(patience_s=_patience(access, missing), hurried=missing == "skip")
         hurried = [awaited.AtServers(one.addresses, *brief[1:]) for one in makers]
-        joining = Silent(access, silent) if access.members is not None else None
+        joining = Silent(brief, silent) if access.members is not None else None
         return awaited.awaited_at(AwaitedFleet(hurried, makers, missing, stratum, random_turn, joining), new)
     if silent:
         alone = len(stores) == 1 and access.members is None
@@ -442,7 +442,7 @@ class Silent:
 
     def has_left(self, storage: RemoteStorage, *, lost: bool) -> bool:
         members, connection = self._access.members, storage.connection
-        if members is None or not (members.has_all or lost):
+        if members is None or not (members.has_all or (lost and self._access.hurried)):
             return False
         return connection.is_replaced or self._listed.isdisjoint(connection.access.reached.addresses)
 
