@@ -420,10 +420,16 @@ def add_field(self: _Stored, key: str | tuple[str, ...], example: object, *, fil
     _add(storage, fields[0], _row(fields[0], fill))
 
 
-def _checked(storage: Storage) -> TensorStorage:
-    check_here(storage, _CALL)
+def with_fields(storage: Storage, call: str) -> TensorStorage:
+    """A storage. Raises ``TypeError``: its rows have no fields."""
     if not isinstance(storage, TensorStorage):
-        raise TypeError(f"{_CALL}: expected a tensor storage, a {type(storage).__name__} has no fields.")
+        raise TypeError(f"{call}: expected a tensor storage, a {type(storage).__name__} has no fields.")
+    return storage
+
+
+def _checked(given: Storage) -> TensorStorage:
+    check_here(given, _CALL)
+    storage = with_fields(given, _CALL)
     if storage.memory is None:
         raise RuntimeError(f"{_CALL}: expected a store; nothing was ever written. Write the field in the first row.")
     storage.memory.check_writable()
