@@ -141,12 +141,11 @@ class WindowSettings:
         length = self.slice_len if self.window is None else self.window.steps
         if self.num_slices is not None:
             count, rest = self.num_slices, batch_size % self.num_slices
-        elif not self.flat:
-            assert length is not None  # that of the window
-            return batch_size, length
         else:
             assert length is not None  # one of the three was given
-            count, rest = batch_size // length, batch_size % length
+            if not self.flat:
+                return batch_size, length
+            count, rest = divmod(batch_size, length)
         if rest or not count:
             which = f"num_slices={self.num_slices}" if self.num_slices is not None else self.named(length)
             advice = "" if self.window is None else f" With flat=False it counts windows of {length} steps."

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram import storages
 from engram._support import fork, native, tensordicts, unsupported, words
 from engram._support.checks import as_ints
 from engram._support.copies import raw_bytes
@@ -25,7 +24,7 @@ from engram.buffer.wiring import Wiring
 from engram.errors import RowError
 from engram.format.schema import Field
 from engram.inspect.plots import check_here
-from engram.storages import Rows, Storage, _columns, _structure
+from engram.storages import Rows, Storage, TensorStorage, _columns, _structure
 from engram.storages._types import as_tensor, cast
 from engram.store import adding, memory, open_rows, ragged_rows
 from engram.types import Write
@@ -115,7 +114,7 @@ class FieldUpdates:
         storage = wiring.storage
         if storage.traits.is_remote:
             raise unsupported.refused(CALL, "Edit them where the store is.")
-        if not isinstance(storage, storages.TensorStorage):
+        if not isinstance(storage, TensorStorage):
             raise RuntimeError(f"{CALL}: expected a tensor storage, a {type(storage).__name__} has no fields.")
         if not (wiring.of_writer.tracks_tickets or wiring.of_sampler.prioritized):
             raise RuntimeError(
@@ -421,10 +420,16 @@ def add_field(self: _Stored, key: str | tuple[str, ...], example: object, *, fil
     _add(storage, fields[0], _row(fields[0], fill))
 
 
-def _checked(storage: Storage) -> storages.TensorStorage:
-    check_here(storage, _CALL)
-    if not isinstance(storage, storages.TensorStorage):
-        raise TypeError(f"{_CALL}: expected a tensor storage, a {type(storage).__name__} has no fields.")
+def with_fields(storage: Storage, call: str) -> TensorStorage:
+    """A storage. Raises ``TypeError``: its rows have no fields."""
+    if not isinstance(storage, TensorStorage):
+        raise TypeError(f"{call}: expected a tensor storage, a {type(storage).__name__} has no fields.")
+    return storage
+
+
+def _checked(given: Storage) -> TensorStorage:
+    check_here(given, _CALL)
+    storage = with_fields(given, _CALL)
     if storage.memory is None:
         raise RuntimeError(f"{_CALL}: expected a store; nothing was ever written. Write the field in the first row.")
     storage.memory.check_writable()
@@ -453,7 +458,7 @@ def _row(field: Field, fill: object) -> bytes:
     return row.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _add(storage: storages.TensorStorage, field: Field, fill: bytes) -> None:
+def _add(storage: TensorStorage, field: Field, fill: bytes) -> None:
     with words.raise_as(ValueError, _CALL):
         adding.add_field(storage.store, field, fill)
 
@@ -467,7 +472,7 @@ def add_entries(storage: Storage, where: Rows, data: object, call: str, ignored:
         KeyError, RuntimeError, TypeError: the other entries are not those of the rows. Nothing is changed.
         As :func:`add_field`.
     """
-    if not isinstance(storage, storages.TensorStorage) or not storage.store.is_native or not has_entries(data):
+    if not isinstance(storage, TensorStorage) or not storage.store.is_native or not has_entries(data):
         return
     structure, schema, new = storage.written(), storage.store.schema, []
     known, dims = {field.key for field in structure.fields}, storage.ndim

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from time import monotonic, perf_counter
 from typing import Any
@@ -135,13 +135,11 @@ class _Workers:
         waiting = self.waiting
         if waiting is not None:
             waiting.withdraw()
-        try:
+        with suppress(queue.Empty):
             while True:
                 task = self.tasks.get_nowait()
                 if task is not None:
                     task[0].release()
-        except queue.Empty:
-            pass
         for _ in self.threads:
             self.tasks.put(None)
 

@@ -16,7 +16,7 @@ from engram._support import field_paths, nested, tensordicts
 from engram._support.checks import as_ints
 from engram.buffer import on_device, write_path
 from engram.buffer.configuration import Settings
-from engram.buffer.field_updates import CALL, ConditionalUpdateResult, FieldUpdates, add_entries
+from engram.buffer.field_updates import CALL, ConditionalUpdateResult, FieldUpdates, add_entries, with_fields
 from engram.buffer.prefetching import Prefetching
 from engram.buffer.read_path import ReadPath
 from engram.buffer.wiring import Wiring
@@ -133,7 +133,7 @@ class RowAccess:
     def set_field(self, key: object, value: object, index: object, call: str) -> None:
         """Replace one stored field of live rows, without transforms."""
         self._check_editable(call)
-        storage = self._fields(call)
+        storage = with_fields(self._wiring.storage, call)
         path = field_paths.checked_path(key, f"{call}: key")
         storage.notify(storage.edit_fields(self._where(index), {path: value}, call), None)
 
@@ -152,7 +152,7 @@ class RowAccess:
                 if not any(key[: len(w)] == w for key in entries):
                     raise KeyError(f"{call}: expected keys of the input, {list(entries)}, got {w}.")
             entries = {key: value for key, value in entries.items() if any(key[: len(w)] == w for w in wanted)}
-        storage = self._fields(call)
+        storage = with_fields(self._wiring.storage, call)
         storage.notify(storage.edit_fields(self._where(slice(None)), entries, call), None)
 
     def update_if_present(
@@ -204,7 +204,7 @@ class RowAccess:
         """What ``ReplayBuffer.end_trajectory`` does in these lanes, int64 ``[k]``."""
         call = "end_trajectory"
         self._check_editable(call)
-        wiring, storage = self._wiring, self._fields(call)
+        wiring, storage = self._wiring, with_fields(self._wiring.storage, call)
         if wiring.of_writer.rejects:
             raise RuntimeError(
                 f"{call}: expected rows in the order of steps, a {type(wiring.writer).__name__} keeps the best ones."
@@ -230,12 +230,6 @@ class RowAccess:
                 storage.notify(storage.edit_fields(storages.Rows(rows), entries, call), None)
         index = wiring.user_index(newest)
         return index if storage.ndim == 1 else index.where(wiring.on_device(newest).unsqueeze(-1) >= 0, -1)
-
-    def _fields(self, call: str) -> storages.TensorStorage:
-        storage = self._wiring.storage
-        if not isinstance(storage, storages.TensorStorage):
-            raise TypeError(f"{call}: expected a tensor storage, a {type(storage).__name__} has no fields.")
-        return storage
 
     def _check_editable(self, call: str) -> None:
         self._wiring.check_editable(call)

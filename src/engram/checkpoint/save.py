@@ -18,7 +18,7 @@ from engram.checkpoint.ranks import Ranks, looks
 from engram.checkpoint.reports import LatestStep, SaveReport, SaveRequest, episodes_of, forget_reports
 from engram.errors import CorruptCheckpoint, RankFailed
 from engram.reshard.plan import has_ends, saved_fields
-from engram.saved import attempts, disk, documents, parts
+from engram.saved import attempts, disk, documents, part_reader, part_writer, parts
 from engram.saved.documents import Manifest, Shard, added, rank_folder
 from engram.saved.rows import doubts
 from engram.saved.series import Series
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from engram.checkpoint.reports import Options, RestoreOptions, RestoreReport, Wanted
     from engram.format.schema import PartField
     from engram.reshard.driver import Reshard
-    from engram.saved import part_reader, part_writer
     from engram.saved.checkpoints import Checkpoint
     from engram.types import BufferLoad, Form
 

@@ -192,15 +192,13 @@ def _told_apart() -> Iterator[None]:
     except KeyboardInterrupt:
         click.echo("Interrupted.", err=True)
         sys.exit(INTERRUPTED)
-    except BrokenPipeError:
+    except OSError as error:
+        unread = isinstance(error, BrokenPipeError)
+        if not unread:
+            click.echo(f"Error: standard output: {error_text(error)}", err=True)
         with contextlib.suppress(OSError, ValueError):  # what is left in the buffer has no reader: not even at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(UNREAD)
-    except OSError as error:
-        click.echo(f"Error: standard output: {error_text(error)}", err=True)
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(REFUSED)
+        sys.exit(UNREAD if unread else REFUSED)
 
 
 #: Entries of up to so many characters share a line.

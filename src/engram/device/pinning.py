@@ -292,11 +292,7 @@ def _views(block: torch.Tensor, leaves: list[torch.Tensor], begins: list[int]) -
 
 @functools.lru_cache(1024)
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, size = [], 1
-    for n in reversed(shape):
-        strides.append(size)
-        size *= max(n, 1)
-    return tuple(reversed(strides))
+    return torch.empty(shape, device="meta").stride()
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -203,9 +203,8 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     @property
     def has_integers(self) -> bool:
         """Whether a key is an int, here or below."""
-        return b'"integers":[' in msgspec.json.encode(
-            self
-        )  # of a child called so an object follows; in texts quotes are escaped
+        # Of a child called so an object follows; in texts quotes are escaped.
+        return b'"integers":[' in msgspec.json.encode(self)
 
     @functools.cached_property
     def keys(self) -> tuple[str | int, ...]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -63,9 +62,6 @@ class Folder:
                 "Copy the dump again."
             )
         return fd
-
-    def check(self, parts: Sequence[str], nbytes: int) -> None:
-        self.open(parts, nbytes).close()
 
     def names(self, parts: Sequence[str]) -> list[str]:
         """What is in a folder, sorted; nothing if there is none."""
@@ -171,10 +167,8 @@ def _sums_of(folder: Folder, parts: tuple[str, ...], size: int | None) -> tuple[
     with folder.open(parts, size) as fd:
         nbytes = os.fstat(fd).st_size
         memory = memoryview(bytearray(min(_SUMMED_AT_ONCE, nbytes)))
-        for at in itertools.count(0, _SUMMED_AT_ONCE):
-            piece = memory[: max(0, min(_SUMMED_AT_ONCE, nbytes - at))]
-            if not piece:
-                break
+        for at in range(0, nbytes, _SUMMED_AT_ONCE):
+            piece = memory[: nbytes - at]
             if disk.read(fd, piece, at) < len(piece):
                 raise CorruptCheckpoint(f"{folder.name(parts)}: it became shorter while it was read.")
             summing.update(piece)

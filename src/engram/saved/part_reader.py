@@ -18,7 +18,7 @@ from engram._support.closing import Closes
 from engram.errors import CorruptCheckpoint
 from engram.format import layout, strict
 from engram.format.files import Descriptor
-from engram.format.schema import SPAN_BYTES
+from engram.format.schema import SPAN_BYTES, PartField
 from engram.saved import description, disk, folder
 from engram.saved.description import PART, SUMS, Geometry, Part, Sums, segment_layout, wrong_block
 from engram.saved.documents import Problem, corrupt, misfits, no_file, open_folder, problem_of, read_small
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from engram.format.schema import PartField
 
 #: States of the tickets of rows that are whole, and of those that hold nothing.
 COMMITTED, VOID = 2, 3

@@ -690,9 +690,8 @@ class Storage(Declared, parts.Dumpable, Port):
         if key is not None:
             keys.StoredKeys.of(store, key, "index_keys")
         if store.schema.ragged and self.ragged.open_rows:
-            open_rows.OpenRowIndex.of_store(
-                store, self.ragged.open_rows
-            )  # processes that open the folder have no such option
+            # Now: processes that open the folder have no such option.
+            open_rows.OpenRowIndex.of_store(store, self.ragged.open_rows)
         if self.pending_limit is not None:
             store.core.set_limit(*self.pending_limit, store.core.size())
             self.pending_limit = None
@@ -887,7 +886,7 @@ class Storage(Declared, parts.Dumpable, Port):
         >>> len(rb)
         0
         """
-        return self.prepare_rows(unwritten(), KeptRows.unread())
+        return self.prepare_rows(unwritten(), KeptRows([], []))
 
     # ---- what is saved ---------------------------------------------------------------------------------------------------
 
@@ -1184,9 +1183,8 @@ class Storage(Declared, parts.Dumpable, Port):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         where = self.resolve(index)
-        self.edit(
-            where, Storage.prepare_at(self, where, value, "storage[index] = value")
-        )  # no number stands for all fields
+        # Not the storage's own: no number stands for all fields.
+        self.edit(where, Storage.prepare_at(self, where, value, "storage[index] = value"))
 
     def __iter__(self) -> Iterator[Any]:
         for rank in range(len(self)):

@@ -407,9 +407,8 @@ class LazyTensorStorage(tensor.TensorStorage):
 
     def __getstate__(self) -> dict[str, object]:
         self.before_fork()  # other processes cannot, as long as this one has the store open
-        return {
-            name: value for name, value in super().__getstate__().items() if name != "_mirror"
-        }  # one storage writes there
+        # Without the mirror: one storage writes there.
+        return {name: value for name, value in super().__getstate__().items() if name != "_mirror"}
 
     def before_fork(self) -> None:
         """Before this process forks: give up the fields of rows that :meth:`empty` forgot, which a child could not.

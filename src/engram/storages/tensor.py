@@ -713,7 +713,7 @@ class TensorStorage(Storage):
         where = type(self).__name__
         check_keys(state_dict, (*tensor_state.ENTRIES, "rows"), where, optional=(*tensor_state.OPTIONAL, "items"))
         head = {name: value for name, value in state_dict.items() if name not in ("rows", "items")}
-        rows = tensor_state.KeptRows.unread()
+        rows = tensor_state.KeptRows([], [])
         load = self.prepare_rows(head, rows)
         rows.take(state_dict, load.schema, where)
         return load

@@ -348,16 +348,11 @@ class RowsState(NamedTuple):
 
 
 class KeptRows(NamedTuple):
-    """The rows of a ``state_dict``."""
+    """The rows of a ``state_dict``: none before :meth:`take` has found them."""
 
     columns: list[Tensor]
     #: Of ragged fields, at most one entry.
     items: list[KeptItems]
-
-    @classmethod
-    def unread(cls) -> KeptRows:
-        """Those that :meth:`take` finds."""
-        return cls([], [])
 
     def take(self, state: Mapping[str, Tensor], schema: Schema | None, where: str) -> None:
         """Find and check the rows of a state whose other entries were checked.

@@ -21,8 +21,7 @@ from engram._support.mappings import bytes_of, map_piece, open_files
 from engram._support.memory import available_memory
 from engram.errors import CorruptStore
 from engram.format import files, layout, strict
-from engram.format import schema as schemas
-from engram.format.schema import DTYPES, Field, RaggedItems, Schema
+from engram.format.schema import DTYPES, MAX_BYTES, Field, RaggedItems, Schema
 from engram.types import RowsTarget
 
 #: DLPack's type code, bits, and the shape of a row.
@@ -291,7 +290,7 @@ def segments_in(folder: Path) -> list[Segment | None] | None:
     wanted = f"{path}: expected where the rows lie, got something else"
     with words.raise_as(CorruptStore, wanted, (msgspec.DecodeError, UnicodeDecodeError)):
         strict.describe(_Adopted)
-        return msgspec.json.decode(files.read_small(path, schemas.MAX_BYTES), type=_Adopted).segments
+        return msgspec.json.decode(files.read_small(path, MAX_BYTES), type=_Adopted).segments
 
 
 @torch.inference_mode(mode=False)

@@ -19,7 +19,6 @@ from engram._support import fork, mappings, native, words
 from engram._support.memory import available_memory
 from engram.errors import CorruptStore, IncompatibleStore, ReadOnlyStore, StoreInUse, UncleanStore
 from engram.format import files, layout, sizes
-from engram.format import files as controls
 from engram.format import schema as schemas
 from engram.store import adding, lifetime, memory, ragged
 from engram.store.device.store import DeviceStore
@@ -442,7 +441,7 @@ def _upgraded(directory: Path, schema: schemas.Schema, fingerprints: Sequence[in
     control, tickets = _read_control(folder, schema, earlier=True)
     with _naming(folder):
         in_use = anyone_has_open(directory, control, tickets)
-        header = controls.parse_control(bytes(control.tensor[: controls.FIXED_BYTES].numpy()))
+        header = files.parse_control(bytes(control.tensor[: files.FIXED_BYTES].numpy()))
     if header.schema_sum not in fingerprints:
         raise adding.changed_description(folder)
     if in_use:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram._support import native
+from engram._support import native, words
 from engram._support.state import real, tensor_in, typed
 from engram.errors import IncompatibleCheckpoint, IncompatibleStore, PriorityError, RowError
 from engram.store import blocks, indexes, memory
@@ -158,10 +158,8 @@ class PriorityIndex(indexes.TicketIndex[native.Priorities]):
         """
         rows = rows.contiguous()
         out = torch.empty(len(rows), dtype=torch.float64, device="cpu")
-        try:
+        with words.raise_as(RowError, "weights", IndexError):
             self.core.weigh(rows, out)
-        except IndexError as error:
-            raise RowError(f"weights: {error}.") from error
         return out
 
     def check(self, priorities: Tensor) -> None:

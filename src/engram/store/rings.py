@@ -300,10 +300,8 @@ class RingsTarget:
         order = order[spans.offsets[order].argsort()]
         lanes = [order[saved.lane_of[order] == lane] for lane in range(self._schema.lanes)]
         for piece in saved.pieces(number):
-            rows, ends = (
-                lanes[piece.lane],
-                torch.tensor([piece.first, piece.first + len(piece.values[0])], device="cpu"),
-            )
+            rows = lanes[piece.lane]
+            ends = torch.tensor([piece.first, piece.first + len(piece.values[0])], device="cpu")
             begin, end = torch.searchsorted(spans.offsets[rows], ends).tolist()
             some = rows[begin:end]
             runs = spans.offsets[some], offsets[some] + piece.lane * group.items, spans.lengths[some]

@@ -300,13 +300,12 @@ class FlatStorageCheckpointer(checkpointers.TensorStorageCheckpointer):
     [0, 1, 2, 3]
     """
 
-    _kind = "flat"
+    _hooks: tuple[type[TED2Flat], type[Flat2TED]] = TED2Flat, Flat2TED
 
     def __init__(self, done_keys: Iterable[object] | None = None, reward_keys: Iterable[object] | None = None) -> None:
         super().__init__()
         keys = Keys.of(type(self).__name__, done_keys, reward_keys)
-        flat = self._kind == "flat"
-        save, load = (TED2Flat, Flat2TED) if flat else (TED2Nested, Nested2TED)
+        save, load = self._hooks
         self._save_hooks.append(save(done_keys=keys.flags, reward_keys=keys.rewards))
         self._load_hooks.append(load(done_keys=keys.flags, reward_keys=keys.rewards))
 
@@ -319,7 +318,7 @@ class NestedStorageCheckpointer(FlatStorageCheckpointer):
     'nested'
     """
 
-    _kind = "nested"
+    _hooks = TED2Nested, Nested2TED
 
 
 class _ShiftHook(Protocol):
@@ -343,13 +342,12 @@ class _Theirs(Protocol):
 def _of_torchrl(name: str) -> ModuleType:
     """TorchRL's module. Raises ``ImportError``: it is not installed, or h5py is not; says how to install it."""
     try:
-        import h5py
+        import h5py  # noqa: F401 - what TorchRL needs to save by it
         import torchrl.data as found
     except ImportError as error:
         raise ImportError(
             f"{name}: it is TorchRL's, which needs h5py: pip install torchrl 'engram-replay[hdf5]'. FlatStorageCheckpointer needs neither."
         ) from error
-    assert h5py
     return cast("ModuleType", found)
 
 

@@ -98,7 +98,7 @@ class DumpedStorage:
             raise IncompatibleCheckpoint(f"{name}: more than {MAX_FIELDS} fields are not possible.")
         self._check_lead(leaf.shape, f"{name}: field {key}")
         if parts is not None:
-            self.folder.check(parts, math.prod(leaf.shape) * DTYPES[dtype])
+            self.folder.open(parts, math.prod(leaf.shape) * DTYPES[dtype]).close()
             self.files[key] = parts
         self.fields.append(Field(key, dtype, leaf.shape[self.ndim :]))
         return Node("leaf", field=len(self.fields) - 1)

@@ -108,7 +108,7 @@ def read(path: StrPath, *, ndim: int = 1, max_bytes: int | None = None) -> Torch
     left_out, rng_state = components.find_pickles(folder, ((), ("sampler",), ("writer",))), components.read_rng(folder)
     dump = _read_buffer(folder, components.Places(), ndim, max_bytes, left_out)
     _tell(path, left_out)
-    return _of_buffer(dump, buffer.batch_size, rng_state, left_out)
+    return replace(dump, batch_size=buffer.batch_size, rng_state=rng_state, left_out=tuple(left_out))
 
 
 def read_ensemble(path: StrPath, ndims: Sequence[int], *, max_bytes: int | None = None) -> ForeignEnsemble:
@@ -155,15 +155,6 @@ def _tell(path: StrPath, left_out: Sequence[str]) -> None:
             f"{path}: not read, and lost unless you set it up again: {'; '.join(left_out)}. Pickles are never opened. "
             "(The dump has no checksums: sizes and descriptions were checked.)"
         )
-
-
-def _of_buffer(
-    rows: TorchRLDump | TorchRLItems, batch_size: int | None, rng_state: Tensor | None, left_out: Sequence[str]
-) -> TorchRLDump | TorchRLItems:
-    """The rows of a buffer that is no member of an ensemble."""
-    if isinstance(rows, TorchRLItems):
-        return rows._replace(batch_size=batch_size, rng_state=rng_state, left_out=tuple(left_out))
-    return replace(rows, batch_size=batch_size, rng_state=rng_state, left_out=tuple(left_out))
 
 
 def _read_buffer(
@@ -456,7 +447,7 @@ def read_state(state: _State, ndim: int) -> TorchRLDump | TorchRLItems | None:
     found = _buffer_in(state, ndim, left_out)
     if left_out:
         words.warn(f"{_WHERE}: not read, and lost unless you set it up again: {'; '.join(dict.fromkeys(left_out))}.")
-    return _of_buffer(found, batch_size, rng_state, left_out)
+    return replace(found, batch_size=batch_size, rng_state=rng_state, left_out=tuple(left_out))
 
 
 def _of_the_buffer(state: _State) -> tuple[int | None, Tensor | None, list[str]]:

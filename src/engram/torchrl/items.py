@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import torch
@@ -405,7 +405,8 @@ class Items(Protocol):
         """As :meth:`CompressedItems.read`."""
 
 
-class TorchRLItems(NamedTuple):
+@dataclass(frozen=True)
+class TorchRLItems:
     """A checked dump of a list. Rows ``[0, length)`` are live; the row written last is the one before ``cursor``."""
 
     path: Path
@@ -457,7 +458,7 @@ class TorchRLItems(NamedTuple):
 
     def prepare(self, storage: checkpointers.SavedStorage, without: Collection[str]) -> StorageLoad:
         """Read and check all items for a storage. Raises as :meth:`read`; ``IncompatibleCheckpoint``: it is no list, or another one."""
-        return storage.prepare_items(self._replace(without=without))
+        return storage.prepare_items(replace(self, without=without))
 
 
 def whole_of(

@@ -42,7 +42,7 @@ def read_tensor(folder: Folder, parts: Parts, leaf: Leaf, rows: int | None = Non
     """The first rows of a small tensor, all without ``rows``, in fresh memory. Its dtype is in the table."""
     dtype = DTYPE_OF[leaf.dtype.removeprefix("torch.")]
     nbytes = math.prod(leaf.shape) * dtype.itemsize
-    folder.check(parts, nbytes)  # before anything is allocated
+    folder.open(parts, nbytes).close()  # before anything is allocated
     values = torch.empty(leaf.shape if rows is None else (rows, *leaf.shape[1:]), dtype=dtype, device="cpu")
     if values.numel():
         folder.read_into(bytes_of(values), parts, nbytes)

@@ -63,7 +63,6 @@ class VecNorm(KeyedTransform, Stateful):
     [2.0]
     """
 
-    writes = False
     shown = ("in_keys", "out_keys", "decay", "eps")
 
     def __init__(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from types import ModuleType
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -99,9 +100,8 @@ def tree_at(address: int, leaves: int) -> Tree:
     sizes = [leaves, -(-leaves // FANOUT)]
     while sizes[-1] > 1:
         sizes.append(-(-sizes[-1] // FANOUT))
-    begin = [address + _TREE_AT]
-    for size in (*sizes, *sizes[1:]):
-        begin.append(begin[-1] + -(-size // FANOUT) * FANOUT * 8)
+    padded = [-(-size // FANOUT) * FANOUT * 8 for size in (*sizes, *sizes[1:])]
+    begin = list(accumulate(padded, initial=address + _TREE_AT))
     return Tree(tuple(begin[: len(sizes)]), tuple(sizes), begin[-2], address + _BETA_AT)
 
 
@@ -195,10 +195,7 @@ class ResidentRows:
     def __init__(self, store: Store, accelerator: Accelerator) -> None:
         capacity, fields = store.capacity, store.schema.fields
         sizes = resident_sizes(capacity, store.lanes, [field.row_bytes for field in fields])
-        begins, nbytes = [], 0
-        for size in sizes:
-            begins.append(nbytes)
-            nbytes += aligned(size)
+        *begins, nbytes = accumulate(map(aligned, sizes), initial=0)
         free, _ = accelerator.room()
         if nbytes > free:
             raise NoRoom(

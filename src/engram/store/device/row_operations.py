@@ -5,7 +5,6 @@ batch, two for an append, one for an update.
 from __future__ import annotations
 
 import math
-import struct
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -576,14 +575,10 @@ class RowKernels(RowOperations):
 
 def tree_state(tree: SumTree, powers: Tensor, eps: float, most: float) -> Tensor:
     """A tree as the kernels find it. ``powers``: float64 ``[3]``, alpha, beta and the largest priority, contiguous."""
-    words = [len(tree.sums), powers.data_ptr(), _bits_of(eps), _bits_of(most)]
+    numbers = torch.tensor([eps, most], dtype=torch.float64, device="cpu").view(torch.int64)  # their bits
+    words = [len(tree.sums), powers.data_ptr(), *numbers.tolist()]
     for level, sums in enumerate(tree.sums):  # of which the nodes behind those above the level below are padding
         size = len(tree.sums[level - 1]) // FANOUT if level else len(sums)
         lows = tree.lows[level - 1] if level else None
         words += [sums.data_ptr(), 0 if lows is None else lows.data_ptr(), size]
     return torch.tensor(words, dtype=torch.int64, device="cpu").to(sums.device)
-
-
-def _bits_of(number: float) -> int:
-    (bits,) = struct.unpack("<q", struct.pack("<d", number))
-    return int(bits)
