@@ -626,7 +626,7 @@ def served_by(
         sampler.draws_of_a_row,
         alone,
         compressions=wire.COMPRESSIONS,
-        level=2,
+        level=protocol.LEVEL,
     )
 
 
