@@ -24,7 +24,7 @@ ROOMS = {
     "reshard": 987,
     "samplers": 1_933,
     "saved": 5_035,
-    "serving": 2_347,
+    "serving": 2_355,
     "storages": 4_834,
     "store": 6_605,
     "testing": 559,

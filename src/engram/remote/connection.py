@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -633,6 +633,8 @@ class Exchange:
         if not left and any(not message.again for message in self.waiting):
             self._drop()
             self.waiting.clear()
+            with suppress(OSError, ValueError):  # what is sent next goes to one that answers
+                self._connection.again(self._client, hurried=True)
             raise ConnectionError(IN_DOUBT) from error
         self.resumed += 1
         while True:
@@ -676,10 +678,8 @@ class Exchange:
     def _drop(self) -> None:
         writer, self._writer, self._reader = self._writer, None, None
         if writer is not None:
-            try:
+            with suppress(*GONE, pa.ArrowException):
                 writer.close()
-            except (*GONE, pa.ArrowException):
-                pass
 
     def close(self) -> None:
         """Repeatable."""

@@ -199,9 +199,14 @@ class Copies:
             if self._arrived < wanted:
                 raise away("the server hands over to its copy")
 
+    @property
+    def is_followed(self) -> bool:
+        """Whether a follower was heard of lately."""
+        return self._turn.locked() or time.monotonic() < self._heard + _SILENT_S
+
     def check_follower(self, command: protocol.Tick) -> None:
         """Raise ``RuntimeError``: there is another one, or this one takes over before it has followed."""
-        is_there = self._turn.locked() or time.monotonic() < self._heard + _SILENT_S
+        is_there = self.is_followed
         if command.address != self.note.other and (command.last or is_there):
             why = f"but {self.note.other} follows this server" if is_there else "before another takes over"
             raise RuntimeError(f"follow: expected one follower, {why}.")

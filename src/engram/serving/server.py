@@ -158,6 +158,7 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
         """Answer a follower. Raises ``OSError``: there is no store yet. ``RuntimeError``: what clients asked for is not finished."""
         if not isinstance(service := self._service, Service):
             raise OSError("there is no store yet: nothing was ever written.")
+        service.check_stays("follow")
         service.copies.check_follower(command)
         service.copies.hand_over(begins=command.last)
         try:
