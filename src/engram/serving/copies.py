@@ -357,7 +357,11 @@ class Follower:
         self._address = str(at.address._replace(host=socket.gethostname()) if everywhere else at.address)
         disk.make_folders(str(self._root))
         self._held = disk.open_folder(self._root)
-        if not disk.lock(self._held):
+        deadline = time.monotonic() + _RETRY_S
+        while not disk.lock(self._held):  # a promotion that finds no follower has it for a moment
+            if time.monotonic() < deadline:
+                time.sleep(_RETRY_S / 10)
+                continue
             raise FileExistsError(f"serve: --follow: another process keeps a copy in {str(self._root)!r}.")
         disk.remove(self._root / _PROMOTE)
         newest = next(iter(attempts.names(self._root)), None)
