@@ -1,13 +1,20 @@
-"""What a second copy has of rows of any length and of limits, and what it and its leader do where a disk is full or rows move away."""
+"""A second copy of rows of any length and of limits, what its servers say of it, and what they do where a disk is full."""
 
+import json
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from engram import ConsumingSampler, LazyMemmapStorage, MaxInFlight, Ragged, RateLimited, ReplayBuffer
+from engram.cli import main
+from engram.remote import connection
+from engram.remote.fleet.members import SKIP_S
+from engram.saved import disk
 from tests import fresh
 from tests.fleet.test_drain import drain
 from tests.fleet.test_fleets import made, rows_of
@@ -192,3 +199,93 @@ def test_a_full_disk_of_a_leader(pair, sync):
     pair.promote()
     assert a.program.wait() == 0
     assert pair.rows("b")[-1][0] == 5002
+
+
+def test_a_promotion_that_finds_nothing_stops_no_follower_that_begins(pair):
+    """It holds the lock of the folder for a moment, by which it sees that no other process has it."""
+    root = pair.root / "b-copy"
+    root.mkdir()
+    held = [disk.open_folder(root)]
+    assert disk.lock(held[0])
+    ends = threading.Timer(0.3, held.clear)
+    ends.start()
+    pair.follower()
+    ends.join()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("missing", ["skip", "wait"])
+def test_no_client_waits_for_a_follower(pair, missing):
+    """It has no address before it is promoted, which its leader says."""
+    store(pair.root / "a")
+    a, _ = pair.start("a"), pair.program("b", follow="a")
+    pair.copied(10)
+    began = time.monotonic()
+    with ReplayBuffer.connect([pair.at["b"], pair.at["a"]], missing=missing) as remote:
+        assert time.monotonic() - began < SKIP_S, "it waits for the follower"
+        assert remote.extend({"a": torch.tensor([10])}).tolist() == [10]
+        pair.copied(11)
+        a.kill()
+        pair.promote()
+        assert remote.extend({"a": torch.tensor([11])}).tolist() == [11]
+
+
+def test_the_age_of_a_copy_is_told(pair):
+    store(pair.root / "a")
+
+    def age(remote):
+        return remote.stats().get("copy_age_s")
+
+    def said(*command):
+        done = CliRunner().invoke(main, [*command, pair.at["a"]])
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    a = pair.start("a")
+    with ReplayBuffer.connect(pair.at["a"]) as remote:
+        assert age(remote) is None
+        assert said("health") == "ok\n"
+        b = pair.program("b", follow="a")
+        pair.copied(10)
+        until(lambda: age(remote) < 1)
+        assert "its copy is 0." in said("health")
+        assert json.loads(said("health", "--json"))["copy_age_s"] >= 0
+        b.kill()
+        until(lambda: age(remote) > 1.5)
+        remote.extend({"a": torch.tensor([10])})
+        follower = pair.follower()
+        follower.fetch()
+        assert age(remote) > 1.5, "it is not known to have arrived"
+        follower.fetch()
+        assert age(remote) < 1.5
+        assert " s behind" in said("top", "--count", "1", "--every", "0.1")
+        a.kill()
+        pair.start("a")
+        assert age(remote) >= 0
+
+
+def test_a_leader_that_starts_again_sends_what_the_follower_lacks(pair, monkeypatch):
+    sent, append = [], connection._append
+
+    def counted(folder, name, data, before):
+        sent.append(len(data or b""))
+        append(folder, name, data, before)
+
+    monkeypatch.setattr(connection, "_append", counted)
+    store(pair.root / "a", rows=300_000, capacity=1 << 19)
+    a, follower = pair.start("a"), pair.follower()
+    follower.fetch()
+    whole = sum(sent)
+    assert whole > 2_400_000
+    for more in (0, 5):
+        a.kill()
+        if more:
+            with ReplayBuffer.open(pair.root / "a", unclean="accept") as rb:
+                rb.extend({"a": torch.arange(300_000, 300_000 + more)})
+        a = pair.start("a")
+        sent.clear()
+        follower.fetch()
+        assert 0 < sum(sent) < (whole * 2 / 3 if more else 100_000), "all of it came again"
+    a.kill()
+    follower.make()
+    assert pair.rows("b") == [*range(300_005)]

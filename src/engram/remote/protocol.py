@@ -261,7 +261,10 @@ class Gauges(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Health(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Command that any server answers: ``{"store": NAME}``; ``{}`` where there is no store yet, and of an older engram."""
+    """Command that any server answers: ``{"store": NAME}``, and ``copy_age_s`` where there was a copy ever.
+
+    ``{}`` where there is no store yet, and of an older engram.
+    """
 
 
 class CanSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

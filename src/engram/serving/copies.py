@@ -152,8 +152,10 @@ class Copies:
         self._turn, self._heard, self._changed = threading.Lock(), -_SILENT_S, threading.Condition()
         #: The numbers of the newest snapshot, of the newest checkpoint that arrived, and of the one that a write waits for.
         self._begun = self._arrived = self._wanted = 0
-        #: The newest checkpoint: its name and number, and what the store was.
-        self._name, self._number, self._was = "", 0, object()
+        #: The newest checkpoint: its name and number, what the store was, and when it was so.
+        self._name, self._number, self._was, self._saved_at = "", 0, object(), 0.0
+        #: The newest moment of which the follower has all, as far as it was heard of since the server began.
+        self._copied_at = time.monotonic()
 
     @property
     def why_replaced(self) -> str:
@@ -200,6 +202,10 @@ class Copies:
             if self._arrived < wanted:
                 raise away("the server hands over to its copy")
 
+    def gauges(self) -> dict[str, float]:
+        """How old the copy is, where there was one ever: it grows while no follower is heard of."""
+        return {"copy_age_s": time.monotonic() - self._copied_at} if self.note.other else {}
+
     @property
     def is_followed(self) -> bool:
         """Whether a follower was heard of lately."""
@@ -219,7 +225,9 @@ class Copies:
                 other = protocol.address_of(command.address, "follow")  # no name of a file, which would be read
                 self.note = self.note.noted(self._folder, other=str(other))
             with self._changed:
-                self._arrived = self._number if command.have == self._name else self._arrived
+                if command.have == self._name:
+                    unchanged = self._looks() == self._was
+                    self._arrived, self._copied_at = self._number, time.monotonic() if unchanged else self._saved_at
                 self._changed.notify_all()
             if self._is_due(command):
                 self._save()
@@ -252,7 +260,7 @@ class Copies:
         with storage.paused:  # the table of writers and the rows are of one moment
             with self._changed:
                 self._begun = number = self._begun + 1
-            user = msgspec.to_builtins(self._origin())
+            self._saved_at, user = time.monotonic(), msgspec.to_builtins(self._origin())
             saving = self._checkpoints.save(0 if newest is None else newest.step + 1, user=user, wait=False)
         self._name, self._number, self._was = saving.wait().name, number, was
 

@@ -169,11 +169,12 @@ class Service:
             case protocol.Describe():
                 return self._describe(command)
             case protocol.Health():
-                return {"store": self.name}
+                return {"store": self.name, **self.copies.gauges()}
             case protocol.Stats():
                 return self._state()
             case protocol.Gauges():
-                return gauges(wiring.storage, wiring.source) | {"server_streams": self.open_streams}
+                own = self.copies.gauges() | {"server_streams": self.open_streams}
+                return gauges(wiring.storage, wiring.source) | own
             case protocol.CanSample():
                 return wiring.can_sample(command.rows)
             case protocol.CanRemove():
@@ -211,8 +212,7 @@ class Service:
         recipe = json.loads((self._folder / layout.FOLDER / layout.BUFFER).read_bytes())
         served = served_by(self._rb, self.name, encode(self._schema).decode(), recipe, why_alone(self._rb))
         limited = self.limits_number() < 0
-        client = self._number_of_client()
-        of = {"limited": limited, "participant": client, "drained": self.is_drained}
+        of = {"limited": limited, "participant": self._number_of_client(), "drained": self.is_drained}
         note = self.copies.note
         return msgspec.structs.replace(served, generation=note.generation, lost=note.lost, other=note.other, **of)
 
