@@ -458,19 +458,21 @@ def export(directory: Path, out: Path, kind: str, repeat_final: bool, fps: float
 @_reaching
 @_JSON
 def health(address: str, as_json: bool, **how: Unpack[Reaching]) -> None:
-    """Ask the server at ADDRESS whether it answers.
+    """Ask the server at ADDRESS whether it answers, and how old the second copy of its store is, where there was one.
 
     Exit code: 0 if it does, 1 if not.
     """
     with refusing("serve", oserror=Refusal), _by_options():
         from engram.buffer.connecting import Way
         from engram.remote.connection import Connection
+        from engram.remote.protocol import Health
 
-        Connection(Way(patience=0.0, **how).access(address, "health")).close()
+        with contextlib.closing(Connection(Way(patience=0.0, **how).access(address, "health"))) as connection:
+            age_s = connection.ask("health", Health(), dict[str, object]).get("copy_age_s")
     if as_json:
-        print_json({"address": address, "good": True, "problems": []})
+        print_json({"address": address, "good": True, "copy_age_s": age_s, "problems": []})
     else:
-        click.echo("ok")
+        click.echo("ok" if age_s is None else f"ok, and its copy is {age_s:.1f} s old")
 
 
 @main.command()

@@ -137,7 +137,9 @@ def lines(now: Mapping[str, float], before: Mapping[str, float], seconds: float)
 
 
 def _of_rows(now: Mapping[str, float]) -> Iterator[str]:
-    """How old they are, and how diverse draws of them."""
+    """How old they and their copy are, and how diverse draws of them."""
+    if "copy_age_s" in now:
+        yield f"{'copy':<10} {now['copy_age_s']:,.1f} s behind"
     if "age_p99" in now:
         yield f"{'age':<10} {now['age_mean']:,.0f} writes, 99 % below {now['age_p99']:,.0f}"
     if "priority_ess" in now:

@@ -106,6 +106,7 @@ METRICS = (
     ),
     _gauge("priority_mass", "Sum of what rows are drawn by: priority ** alpha.", "priority_mass"),
     _gauge("consumer_version", "Policy version that the learner has come to.", "consumer_version"),
+    _gauge("copy_age_seconds", "Since the second copy of the store had all of its rows.", "copy_age_s"),
     _gauge("server_streams", "Streams of clients, of which a server takes 1,024.", "server_streams"),
     _gauge("prefetched_batches", "Batches that are ahead of the learner.", "prefetch_queue_size"),
     _gauge(

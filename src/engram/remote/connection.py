@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -477,6 +477,11 @@ def _short(error: object) -> str:
     return f"{text:.200}.{hint}" if text else f"{type(error).__name__}."
 
 
+def _is_gone(error: BaseException) -> bool:
+    """Whether a stream ended as its server is gone, or another engram is there now, which has no such stream."""
+    return isinstance(error, GONE) or (isinstance(error, flight.FlightError) and protocol.NO_STREAM in str(error))
+
+
 class Message(NamedTuple):
     """A message to a server."""
 
@@ -500,10 +505,7 @@ class Exchange:
     """A stream of messages, answered in order. Its server may change between two of them."""
 
     def __init__(self, connection: Connection, stream: protocol.Stream) -> None:
-        self._connection = connection
-        self._named = flight.FlightDescriptor.for_command(
-            wire.stream_name(stream, connection.access.reached.compression)
-        )
+        self._connection, self._stream = connection, stream
         #: Held by the thread that sends, or waits for an answer.
         self.lock = fork.rlock()
         self._client: flight.FlightClient | None = None
@@ -542,14 +544,14 @@ class Exchange:
             self._put(message)
             if answered:
                 self.waiting.append(message)
-        except GONE as error:
+        except BaseException as error:  # it may have been sent: its answer would be taken for that of the next
+            if not _is_gone(error):
+                self._drop()
+                self.waiting = deque(other for other in self.waiting if other is not message)
+                raise
             if answered:
                 self.waiting.append(message)
             self._resume(error)
-        except BaseException:  # it may have been sent: its answer would be taken for that of the next
-            self._drop()
-            self.waiting = deque(other for other in self.waiting if other is not message)
-            raise
 
     def _put_all(self) -> None:
         """Send what waits, by a new stream."""
@@ -592,10 +594,10 @@ class Exchange:
                 metadata = chunk.app_metadata.to_pybytes()
                 if metadata == protocol.LEAVING:
                     raise StopIteration
-            except GONE as error:
-                self._resume(error)
-                continue
-            except BaseException:
+            except BaseException as error:
+                if _is_gone(error):
+                    self._resume(error)
+                    continue
                 self._drop()
                 self.waiting = deque(message for message in self.waiting if message.again)
                 raise
@@ -609,7 +611,9 @@ class Exchange:
     def _put(self, message: Message) -> None:
         if self._writer is None:
             self._client = self._connection.client(hurried=self.hurried)
-            self._writer, self._reader = self._client.do_exchange(self._named, self._connection.options)
+            how, level = self._connection.access.reached.compression, min(self._connection.served.level, protocol.LEVEL)
+            name = flight.FlightDescriptor.for_command(wire.stream_name(self._stream, how, level))
+            self._writer, self._reader = self._client.do_exchange(name, self._connection.options)
             self._schema, self._columns = None, []
         if message.rows is None:
             self._writer.write_metadata(message.command)
@@ -624,11 +628,13 @@ class Exchange:
         self._writer.write_with_metadata(message.rows, message.command)
 
     def _resume(self, error: BaseException) -> None:
-        """Go on at a server that answers, with all messages that wait. One that left said so, and did none of them."""
-        left = isinstance(error, StopIteration)
+        """Go on at a server that answers, with all messages that wait. One that left said so, or has no such stream: it did none."""
+        left = isinstance(error, StopIteration) or protocol.NO_STREAM in str(error)
         if not left and any(not message.again for message in self.waiting):
             self._drop()
             self.waiting.clear()
+            with suppress(OSError, ValueError):  # what is sent next goes to one that answers
+                self._connection.again(self._client, hurried=True)
             raise ConnectionError(IN_DOUBT) from error
         self.resumed += 1
         while True:
@@ -649,10 +655,12 @@ class Exchange:
                 raise
             try:
                 self._put_all()
-            except GONE as again:
+            except BaseException as again:
+                if not _is_gone(again):
+                    raise
                 error = again
-                continue
-            return
+            else:
+                return
 
     def _await_stream(self, error: BaseException) -> None:
         """Pause before the next try. Raises ``ConnectionError``: all streams have been taken for too long."""
@@ -670,10 +678,8 @@ class Exchange:
     def _drop(self) -> None:
         writer, self._writer, self._reader = self._writer, None, None
         if writer is not None:
-            try:
+            with suppress(*GONE, pa.ArrowException):
                 writer.close()
-            except (*GONE, pa.ArrowException):
-                pass
 
     def close(self) -> None:
         """Repeatable."""

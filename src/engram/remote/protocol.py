@@ -120,6 +120,8 @@ def token_in(path: str | os.PathLike[str] | None, call: str) -> bytes:
 
 #: A client and a server must have the same number.
 PROTOCOL = 1
+#: What this engram can do, as :attr:`Served.level` counts it. Client and server speak the lower one.
+LEVEL = 3
 MAX_COMMAND = 4096
 #: Batches in one message at most, and the bytes that more than one may have.
 MAX_BATCHES = 8
@@ -131,6 +133,8 @@ MAX_MESSAGE, BESIDE_ROW = 1 << 30, 32
 LEAVING = b"{}"
 #: A header of calls: the store that they are for, as :class:`Served` names it. The server of another one refuses them.
 MEANT_STORE = "engram-store"
+#: What one says that has no stream of this name: it did nothing of what came.
+NO_STREAM = "expected one of the streams"
 #: What one says that has no stream left.
 STREAMS_TAKEN = "all streams are taken"
 
@@ -257,7 +261,10 @@ class Gauges(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Health(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Command that any server answers: ``{"store": NAME}``; ``{}`` where there is no store yet, and of an older engram."""
+    """Command that any server answers: ``{"store": NAME}``, and ``copy_age_s`` where there was a copy ever.
+
+    ``{}`` where there is no store yet, and of an older engram.
+    """
 
 
 class CanSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -438,7 +445,7 @@ class Served(msgspec.Struct, frozen=True):
     participant: int = 0
     #: Whether it takes no rows, as they are moved to other stores.
     drained: bool = False
-    #: 1: it knows :class:`Call`, and batches by tokens. 2: :class:`Move`, too. 0: it is of an older engram.
+    #: 1: it knows :class:`Call`, and batches by tokens. 2: :class:`Move`, too. 3: streams named by levels. 0: it is of an older engram.
     level: int = 0
     #: How often a copy of the store took over, and how many rows the last one lacked, at least.
     generation: int = 0

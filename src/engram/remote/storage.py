@@ -268,7 +268,6 @@ class RemoteStorage(ServedStorage):
                     self._under_way.newest = known
                     raise native.NotAdmitted(n)
             answer = self._sent(wire.record_batch(schema, columns, n))
-            self.limits.tell(msgspec.json.decode(answer.metadata, type=protocol.Written).limits)
             (rows,) = wire.tensors_in(answer.rows, answer.columns)
             if self._under_way is not None:
                 self._under_way.length *= self._once  # else the writer of the store says which rows are replaced
@@ -339,9 +338,11 @@ class RemoteStorage(ServedStorage):
                     self._rename()
                     raise
                 else:
+                    written = msgspec.json.decode(answer.metadata, type=protocol.Written)
+                    self.limits.tell(written.limits)
                     if self._once:
                         self._numbers[: len(each)] = [n + count for n, count in zip(self._numbers, each, strict=False)]
-                        self._keep(command, batch, msgspec.json.decode(answer.metadata, type=protocol.Written))
+                        self._keep(command, batch, written)
                     return answer
 
     def _keep(self, command: protocol.Append, batch: RecordBatch, written: protocol.Written) -> None:

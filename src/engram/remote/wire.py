@@ -234,9 +234,13 @@ class Rows:
 COMPRESSIONS = (None, "zstd")
 
 
-def stream_name(stream: str, compression: str | None) -> bytes:
-    """What a client asks for: a stream whose messages are compressed in both directions, or are not."""
-    return (stream if compression is None else f"{stream}+{compression}").encode()
+def stream_name(stream: str, compression: str | None, level: int = 0) -> bytes:
+    """What a client asks for: a stream whose messages are compressed in both directions, or are not, of a server that has said this level.
+
+    A server of a lower one, which is at its address now, has no such stream. Those of engrams before level 3 do not name it.
+    """
+    how, of = "" if compression is None else f"+{compression}", f"@{level}" if level >= 3 else ""
+    return f"{stream}{how}{of}".encode()
 
 
 def options(compression: str | None) -> pa.ipc.IpcWriteOptions:

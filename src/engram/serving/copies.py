@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import logging
 import os
 import secrets
@@ -151,8 +152,10 @@ class Copies:
         self._turn, self._heard, self._changed = threading.Lock(), -_SILENT_S, threading.Condition()
         #: The numbers of the newest snapshot, of the newest checkpoint that arrived, and of the one that a write waits for.
         self._begun = self._arrived = self._wanted = 0
-        #: The newest checkpoint: its name and number, and what the store was.
-        self._name, self._number, self._was = "", 0, object()
+        #: The newest checkpoint: its name and number, what the store was, and when it was so.
+        self._name, self._number, self._was, self._saved_at = "", 0, object(), 0.0
+        #: The newest moment of which the follower has all, as far as it was heard of since the server began.
+        self._copied_at = time.monotonic()
 
     @property
     def why_replaced(self) -> str:
@@ -199,9 +202,18 @@ class Copies:
             if self._arrived < wanted:
                 raise away("the server hands over to its copy")
 
+    def gauges(self) -> dict[str, float]:
+        """How old the copy is, where there was one ever: it grows while no follower is heard of."""
+        return {"copy_age_s": time.monotonic() - self._copied_at} if self.note.other else {}
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether a follower was heard of lately."""
+        return self._turn.locked() or time.monotonic() < self._heard + _SILENT_S
+
     def check_follower(self, command: protocol.Tick) -> None:
         """Raise ``RuntimeError``: there is another one, or this one takes over before it has followed."""
-        is_there = self._turn.locked() or time.monotonic() < self._heard + _SILENT_S
+        is_there = self.is_followed
         if command.address != self.note.other and (command.last or is_there):
             why = f"but {self.note.other} follows this server" if is_there else "before another takes over"
             raise RuntimeError(f"follow: expected one follower, {why}.")
@@ -213,7 +225,9 @@ class Copies:
                 other = protocol.address_of(command.address, "follow")  # no name of a file, which would be read
                 self.note = self.note.noted(self._folder, other=str(other))
             with self._changed:
-                self._arrived = self._number if command.have == self._name else self._arrived
+                if command.have == self._name:
+                    unchanged = self._looks() == self._was
+                    self._arrived, self._copied_at = self._number, time.monotonic() if unchanged else self._saved_at
                 self._changed.notify_all()
             if self._is_due(command):
                 self._save()
@@ -246,7 +260,7 @@ class Copies:
         with storage.paused:  # the table of writers and the rows are of one moment
             with self._changed:
                 self._begun = number = self._begun + 1
-            user = msgspec.to_builtins(self._origin())
+            self._saved_at, user = time.monotonic(), msgspec.to_builtins(self._origin())
             saving = self._checkpoints.save(0 if newest is None else newest.step + 1, user=user, wait=False)
         self._name, self._number, self._was = saving.wait().name, number, was
 
@@ -272,8 +286,13 @@ class Copies:
             if path.is_file():
                 file = path.relative_to(root / name)
                 old = root / before / file
-                for part in (None,) if before and old.exists() and old.samefile(path) else parts_of(path):
+                for part in (None,) if before and old.exists() and _same(old, path) else parts_of(path):
                     yield pa.record_batch([[str(file)], [part]], schema=schema)
+
+
+def _same(old: Path, new: Path) -> bool:
+    """Whether two files have the same bytes: the first checkpoint of a server has files of its own, of rows that did not change."""
+    return old.samefile(new) or (old.stat().st_size == new.stat().st_size and filecmp.cmp(old, new, shallow=False))
 
 
 def name_of(folder: Path, *, readonly: bool) -> str:
@@ -352,7 +371,11 @@ class Follower:
         self._address = str(at.address._replace(host=socket.gethostname()) if everywhere else at.address)
         disk.make_folders(str(self._root))
         self._held = disk.open_folder(self._root)
-        if not disk.lock(self._held):
+        deadline = time.monotonic() + _RETRY_S
+        while not disk.lock(self._held):  # a promotion that finds no follower has it for a moment
+            if time.monotonic() < deadline:
+                time.sleep(_RETRY_S / 10)
+                continue
             raise FileExistsError(f"serve: --follow: another process keeps a copy in {str(self._root)!r}.")
         disk.remove(self._root / _PROMOTE)
         newest = next(iter(attempts.names(self._root)), None)

@@ -35,7 +35,12 @@ _FILES = pa.schema([("name", pa.string()), ("data", pa.binary())])
 #: Streams at a time: each holds a thread.
 MAX_STREAMS = 1024
 #: By what clients ask for them.
-_STREAMS = {wire.stream_name(name, how): (name, how) for name in protocol.STREAMS for how in wire.COMPRESSIONS}
+_STREAMS = {
+    wire.stream_name(name, how, level): (name, how)
+    for name in protocol.STREAMS
+    for how in wire.COMPRESSIONS
+    for level in range(protocol.LEVEL + 1)
+}
 #: Between two questions to the server of the other copy.
 WATCH_INTERVAL_S = 1.0
 #: For how long a server that is to end waits for its clients.
@@ -153,6 +158,7 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
         """Answer a follower. Raises ``OSError``: there is no store yet. ``RuntimeError``: what clients asked for is not finished."""
         if not isinstance(service := self._service, Service):
             raise OSError("there is no store yet: nothing was ever written.")
+        service.check_stays("follow")
         service.copies.check_follower(command)
         service.copies.hand_over(begins=command.last)
         try:
@@ -211,7 +217,7 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
         """A stream of batches that are drawn (``learn``), of rows that are written (``write``), or of rows that go (``edit``)."""
         asked = _STREAMS.get(descriptor.command)
         if asked is None:
-            raise broken(f"expected one of the streams {[*_STREAMS]}, got {descriptor.command!r:.40}.")
+            raise broken(f"{protocol.NO_STREAM} {[*_STREAMS]}, got {descriptor.command!r:.40}.")
         with self._calling(context):
             stream = _Stream(self._of_store(), *asked, reader, writer)
             with self._stream(stream):

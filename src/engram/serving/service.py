@@ -131,7 +131,7 @@ class Service:
         assert store.directory is not None
         self._store, self._schema = store, store.schema
         self._folder = Path(store.directory)
-        self._requests, self._calls = Requests(store), Calls(rb, self._check_stays)
+        self._requests, self._calls = Requests(store), Calls(rb, self.check_stays)
         self._answers, self._dumps = Answers(), Dumps()
         self._key = ThreadKey()
         #: Bytes of a row, as it is stored, and of one of batches, whose stacks are wider.
@@ -169,11 +169,12 @@ class Service:
             case protocol.Describe():
                 return self._describe(command)
             case protocol.Health():
-                return {"store": self.name}
+                return {"store": self.name, **self.copies.gauges()}
             case protocol.Stats():
                 return self._state()
             case protocol.Gauges():
-                return gauges(wiring.storage, wiring.source) | {"server_streams": self.open_streams}
+                own = self.copies.gauges() | {"server_streams": self.open_streams}
+                return gauges(wiring.storage, wiring.source) | own
             case protocol.CanSample():
                 return wiring.can_sample(command.rows)
             case protocol.CanRemove():
@@ -181,7 +182,7 @@ class Service:
             case protocol.Empty():
                 self._rb.empty(empty_write_count=not command.keep_write_count)
             case protocol.EndTrajectory():
-                self._check_stays("end_trajectory")
+                self.check_stays("end_trajectory")
                 roles = {field_paths.public(path): role for path, role in command.roles} or None
                 return self._rb.end_trajectory(command.lanes, terminated=command.terminated, roles=roles).tolist()
             case protocol.Limit():
@@ -197,7 +198,7 @@ class Service:
         """Whether it takes no rows, as they are moved to other stores."""
         return time.monotonic() < self.drained_until
 
-    def _check_stays(self, call: str) -> None:
+    def check_stays(self, call: str) -> None:
         """Raise ``TakesNone``: the store is drained."""
         if self.is_drained:
             raise protocol.TakesNone(
@@ -211,8 +212,7 @@ class Service:
         recipe = json.loads((self._folder / layout.FOLDER / layout.BUFFER).read_bytes())
         served = served_by(self._rb, self.name, encode(self._schema).decode(), recipe, why_alone(self._rb))
         limited = self.limits_number() < 0
-        client = self._number_of_client()
-        of = {"limited": limited, "participant": client, "drained": self.is_drained}
+        of = {"limited": limited, "participant": self._number_of_client(), "drained": self.is_drained}
         note = self.copies.note
         return msgspec.structs.replace(served, generation=note.generation, lost=note.lost, other=note.other, **of)
 
@@ -488,7 +488,7 @@ class Service:
     def _check_room(self, lane: int, columns: Sequence[Tensor], n: int, *, evict: bool) -> None:
         """Raise ``TakesNone``: a lane does not take so many rows of another store. ``NotOnce``: the writer says where rows go."""
         if n:  # else the writer only asks what became of its rows
-            self._check_stays("extend")
+            self.check_stays("extend")
         self._check_groups(columns)
         if not self._wiring.appends_natively:
             raise protocol.NotOnce("expected a writer that appends rows.")
@@ -514,7 +514,7 @@ class Service:
         self._check_groups(columns)
         once = command.writer
         if self.is_drained and (once is None or self._requests.next_request(once) <= command.number):
-            self._check_stays("extend")
+            self.check_stays("extend")
         if once is not None:
             return self._append_once(command, columns, lane, n)
         if not wiring.appends_natively:
@@ -626,7 +626,7 @@ def served_by(
         sampler.draws_of_a_row,
         alone,
         compressions=wire.COMPRESSIONS,
-        level=2,
+        level=protocol.LEVEL,
     )
 
 

@@ -315,11 +315,11 @@ def at_once(ask: Callable[[K], T], each: Sequence[K]) -> list[T | ConnectionErro
 
 _SUMS = ("bytes_ram", "bytes_disk", "sample_count", "add_per_s", "sample_per_s", "server_streams")
 #: Of which the largest is the worst, or the largest of all rows.
-_WORST = ("sample_wait_ms_p50", "sample_wait_ms_p99", "checkpoint_age_s", "age_p99", "priority_max")
+_WORST = ("sample_wait_ms_p50", "sample_wait_ms_p99", "checkpoint_age_s", "copy_age_s", "age_p99", "priority_max")
 #: Shares and means, which rows of all stores count in alike.
 _MEANS = ("age_mean", "never_sampled_frac", "priority_mean")
-#: What a store need not have to be left out: no call has waited there.
-_WHERE_KNOWN = ("sample_wait_ms_p50", "sample_wait_ms_p99")
+#: What a store need not have to be left out: no call has waited there, or it has no copy.
+_WHERE_KNOWN = ("sample_wait_ms_p50", "sample_wait_ms_p99", "copy_age_s")
 #: What a store without rows lacks.
 _OF_ROWS = ("age_p99", "priority_max", *_MEANS)
 

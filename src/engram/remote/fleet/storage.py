@@ -406,7 +406,7 @@ def storage_at(access: Access, missing: Missing, stratum: int | None) -> ServedS
         hurried = [awaited.AtServers(one.addresses, *brief[1:]) for one in makers]
         joining = Silent(brief, silent) if access.members is not None else None
         return awaited.awaited_at(AwaitedFleet(hurried, makers, missing, stratum, random_turn, joining), new)
-    if silent:
+    if {*map(str, silent)} - {it.other for it in served.values()}:
         alone = len(stores) == 1 and access.members is None
         others = "are taken for further servers of the one that does" if alone else "join when they answer"
         words.warn(f"connect: no server answers at {', '.join(map(str, silent))}: these addresses {others}.")
@@ -519,20 +519,20 @@ def ask_servers(access: Access, missing: Missing) -> dict[protocol.Address, prot
         silent = [it for it in access.addresses if isinstance(found.get(it, ConnectionError()), ConnectionError)]
         found |= zip(silent, at_once(partial(_served_at, access), silent), strict=True)
         served = {it: answer for it in access.addresses if not isinstance(answer := found[it], ConnectionError)}
-        errors = [answer for answer in found.values() if isinstance(answer, ConnectionError)]
-        if (final := next((error for error in errors if isinstance(error, Final)), None)) is not None:
+        copies = {answer.other for answer in served.values()}  # they have no address before they are promoted
+        errors = {at: it for at, it in found.items() if isinstance(it, ConnectionError) and str(at) not in copies}
+        if (final := next((error for error in errors.values() if isinstance(error, Final)), None)) is not None:
             raise final
-        waits_all = missing == "wait" or not served
-        patience_s = access.patience_s if waits_all else min(SKIP_S, access.patience_s)
+        patience_s = _patience(access, missing) if served else access.patience_s
         if not errors or time.monotonic() + pause > begun + patience_s:
             break
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_S)
-    if errors and waits_all:
-        where = ", ".join(str(it) for it in access.addresses if it not in served)
+    if errors and (missing == "wait" or not served):
+        where = f"{words.format_wait(patience_s)} at {', '.join(map(str, errors))}"
         raise ConnectionError(
-            f"connect: no server answered{words.format_wait(patience_s)} at {where}. Start it with engram serve, or pass another address."
-        ) from errors[0]
+            f"connect: no server answered{where}. Start it with engram serve, or pass another address."
+        ) from next(iter(errors.values()))
     return served
 
 
