@@ -14,12 +14,13 @@ from typing import Any, TypeGuard, cast
 import numpy as np
 import torch
 
-from engram._support.tensordicts import TensorDictBase, children, is_bare, is_non_tensor, is_tensor_collection, wrap
+from engram._support import tensordicts
+from engram._support.tensordicts import children, is_bare, is_non_tensor, is_tensor_collection, wrap
 
 Path = tuple[str, ...]
 
 
-def is_tensordict(data: object) -> TypeGuard[TensorDictBase]:
+def is_tensordict(data: object) -> TypeGuard[tensordicts.TensorDictBase]:
     """Whether data is a TensorDict or a tensorclass, which has its methods."""
     return is_tensor_collection(data)
 
