@@ -35,6 +35,7 @@ _FIRST = 16
 class SampleArguments(TypedDict, total=False):
     """Keywords of ``sample``, as it documents them."""
 
+    include_info: bool | None
     device: Device
     timeout: Wait
     layout: LayoutOfCall

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engram import inspect, storages, writers
-from engram._support import fork, overrides, unsupported
+from engram._support import fork, overrides, unsupported, words
 from engram._support.closing import end
 from engram.buffer import base, connecting, following, growing, on_device, read_path, row_access, window_marks
 from engram.buffer import configuration as conf
@@ -523,6 +523,7 @@ class ReplayBuffer(base.Shown, growing.Grows, base.Iterates[Batch]):
         self,
         batch_size: int | None = None,
         return_info: bool = False,
+        include_info: bool | None = None,
         *,
         device: Device = None,
         timeout: Wait = WAIT_S,
@@ -534,6 +535,7 @@ class ReplayBuffer(base.Shown, growing.Grows, base.Iterates[Batch]):
         Args:
             batch_size: rows; default the constructor's, and nothing else with ``prefetch``.
             return_info: return ``(batch, info)``; ``info["index"]`` is int64 ``[B]`` (with ``ndim > 1`` a tuple of those).
+            include_info: deprecated, and without effect: TensorDicts always have ``"index"``.
             device: where every tensor of the batch and of ``info`` is to be. A GPU reads rows in RAM or in shared memory by itself, as
                 with ``DeviceReplay``, whose one-line form this is: nothing waits, and after a first call outside a CUDA graph may
                 capture it. Where something of a batch needs the host (``docs/gpu.md`` says what), the host draws and sends it, from
@@ -559,7 +561,8 @@ class ReplayBuffer(base.Shown, growing.Grows, base.Iterates[Batch]):
 
         Raises:
             RuntimeError: no batch size is known; the buffer was shut down; with ``prefetch``, it was closed, or one of its own
-                transforms is calling.
+                transforms is calling; of TensorDicts, a transform or collate function changed the batch size, so that keys cannot be
+                attached.
             NoSampleable: the buffer is empty (a ``RuntimeError``).
             RateLimited: the limits of the store did not admit the batch in time. Nothing is drawn.
             ValueError, TypeError: ``layout`` or ``max_tokens`` of a buffer without ragged fields, or with ``prefetch``; ``max_tokens`` with
@@ -583,6 +586,8 @@ class ReplayBuffer(base.Shown, growing.Grows, base.Iterates[Batch]):
         torch.Size([4])
         """
         settings, reading = self._settings, self._reading
+        if include_info is not None:
+            words.warn("sample: include_info is deprecated: samples always carry their index.")
         if layout is not None or max_tokens is not None:
             form = BatchForm.checked(layout, max_tokens)
             reading = form.of(reading, self._wiring, ahead=self._prefetching is not None)

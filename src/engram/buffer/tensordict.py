@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, Unpack, cast
 
 import torch
 from torch import Tensor
 
 from engram import samplers, storages, writers
-from engram._support import devices, field_paths, nested, words
+from engram._support import devices, field_paths, nested
 from engram._support.tensordicts import (
     children,
     is_lazy_stack,
@@ -24,7 +24,7 @@ from engram.buffer import read_path, recipe, row_access, window_marks, write_pat
 from engram.buffer.replay_buffer import ReplayBuffer, shows
 from engram.buffer.wiring import checked_size, component
 from engram.store.limits import WAIT_S, checked_timeout
-from engram.types import Sampler, Size, Told
+from engram.types import Sampler
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from engram.buffer.configuration import BufferArguments
     from engram.buffer.lanes import Lane, Layout
-    from engram.buffer.ragged_batches import SampleArguments
 
     M = TypeVar("M", bound=Callable[..., object])
 
@@ -237,52 +236,6 @@ class TensorDictReplayBuffer(ReplayBuffer["TensorDictBase"]):
                 raise TypeError("extend: expected one of tensordicts and data, which are the same, got both.")
             tensordicts = data
         return self._writing.extend(tensordicts, lane, layout, lane_key, timeout, update_priority)
-
-    @overload
-    def sample(
-        self,
-        batch_size: Size = ...,
-        return_info: Literal[False] = ...,
-        include_info: bool | None = ...,
-        **how: Unpack[SampleArguments],
-    ) -> TensorDictBase: ...
-    @overload
-    def sample(
-        self,
-        batch_size: Size = ...,
-        *,
-        return_info: Literal[True],
-        include_info: bool | None = ...,
-        **how: Unpack[SampleArguments],
-    ) -> Told[TensorDictBase]: ...
-    @overload
-    def sample(
-        self, batch_size: Size, return_info: bool, include_info: bool | None = ..., **how: Unpack[SampleArguments]
-    ) -> Any: ...
-    def sample(
-        self,
-        batch_size: int | None = None,
-        return_info: bool = False,
-        include_info: bool | None = None,
-        **how: Unpack[SampleArguments],
-    ) -> Any:
-        """As :meth:`ReplayBuffer.sample`: a TensorDict with ``"index"``. ``include_info`` is deprecated, without effect.
-
-        Raises:
-            RuntimeError: a transform or collate function changed the batch size, so the keys cannot be attached.
-
-        >>> import torch
-        >>> from tensordict import TensorDict
-        >>> from engram import LazyTensorStorage, TensorDictReplayBuffer
-        >>> rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
-        >>> _ = rb.extend(TensorDict({"obs": torch.zeros(5, 3)}, [5]))
-        >>> batch = rb.sample()
-        >>> batch.shape, sorted(batch.keys())
-        (torch.Size([4]), ['index', 'obs'])
-        """
-        if include_info is not None:
-            words.warn("sample: include_info is deprecated: samples always carry their index.")
-        return super().sample(batch_size, return_info, **how)
 
     def update_tensordict_priority(self, data: Any) -> None:
         """Hand the priorities of a sampled batch to the sampler; no effect on samplers without priorities.
@@ -621,7 +574,7 @@ class RemoteTensorDictReplayBuffer(TensorDictReplayBuffer):
         >>> batch["obs"].shape, info["index"].shape
         (torch.Size([4, 3]), torch.Size([4]))
         """
-        return super().sample(batch_size, return_info, include_info, **more)
+        return super().sample(batch_size, return_info, include_info=include_info, **more)
 
     add = _by_reference(TensorDictReplayBuffer.add)
     extend = _by_reference(TensorDictReplayBuffer.extend)
