@@ -203,6 +203,8 @@ class ReplayBuffer(base.Shown, growing.Grows, base.Iterates[Batch]):
             KeyError, RuntimeError, TypeError: fields, shapes or dtypes, or kinds differ from the first row's; or an entry is no
                 tensor, such as a string, for which there is ``ListStorage``. Names the field. Nothing is written.
             RowError: no such lane. RuntimeError: several lanes, of which none was named.
+            ValueError: a ``TensorDictReplayBuffer`` is given no TensorDict, or one whose ``priority_key`` holds no priority
+                (``PriorityError``). Nothing is written.
             RateLimited: the limits of the store did not admit the row in time. Nothing is written.
             OSError: first write to a full disk.
 
@@ -1509,11 +1511,9 @@ class ReplayBuffer(base.Shown, growing.Grows, base.Iterates[Batch]):
 
     # ---- names that TorchRL has ------------------------------------------------------------------------------------------
 
-    service_backend: str = shows(
-        lambda self: self._service.backend, 'Where rows are: ``"direct"``, here, or ``"ray"``: docs/ray.md.'
-    )
+    service_backend: str = shows(lambda self: self._service.backend, 'Where rows are: ``"direct"``, or ``"ray"``.')
     transport_kind: str = shows(
-        lambda self: self._service.transport, 'How rows go: ``"direct"``; on Ray ``"shared"`` or ``"flight"``.'
+        lambda self: self._service.transport, 'How: ``"direct"``, ``"shared"`` or ``"flight"``.'
     )
     start = conf.returns_itself("Returns the buffer: it runs already.")
     as_remote: ClassVar[Any] = classmethod(as_remote)

@@ -183,22 +183,6 @@ class TensorDictReplayBuffer(ReplayBuffer["TensorDictBase"]):
         assert self._priority_key is not None
         return self._priority_key
 
-    def add(self, data: Any, *, lane: int | None = None, timeout: float | None = WAIT_S) -> Any:
-        """As :meth:`ReplayBuffer.add`, for one TensorDict.
-
-        Raises:
-            ValueError: not a TensorDict.
-            PriorityError: ``priority_key`` holds no priority. Nothing is written.
-
-        >>> import torch
-        >>> from tensordict import TensorDict
-        >>> from engram import LazyTensorStorage, TensorDictReplayBuffer
-        >>> rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
-        >>> rb.add(TensorDict({"obs": torch.zeros(3)}))
-        0
-        """
-        return self._writing.add(data, lane, timeout if timeout is WAIT_S else checked_timeout(timeout, "add"))
-
     def extend(  # type: ignore[override] # the first name is TorchRL's
         self,
         tensordicts: Any = None,

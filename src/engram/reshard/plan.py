@@ -66,12 +66,12 @@ class Target(NamedTuple):
 class Incomplete(NamedTuple):
     """The policy for trajectories of which a part is missing. Both entries count for those that lack both ends."""
 
+    #: Without a last step: there is none yet, or a row that holds nothing or another's first step follows. ``truncate``: the last
+    #: one there is becomes one, marked as cut short. ``keep``: a row that holds nothing follows it, where it ends.
     open: Literal["drop", "truncate", "keep"] = "drop"
-    """Without a last step: there is none yet, or a row that holds nothing or another's first step follows. ``truncate``: the last
-    one there is becomes one, marked as cut short. ``keep``: a row that holds nothing follows it, where it ends."""
+    #: Without a first step: it was overwritten, or a row that holds nothing stands before. Of those that are longer than any lane
+    #: ``keep`` keeps the newest steps.
     headless: Literal["drop", "keep"] = "drop"
-    """Without a first step: it was overwritten, or a row that holds nothing stands before. Of those that are longer than any lane
-    ``keep`` keeps the newest steps."""
 
 
 class ReshardPlan(NamedTuple):

@@ -181,20 +181,20 @@ class Lane(NamedTuple):
 
     next_position: int
     live_rows: int
+    #: A trajectory has begun and not ended.
     is_open: bool
-    """A trajectory has begun and not ended."""
 
 
 class Trajectory(NamedTuple):
     """Consecutive live steps of one lane. By lane and position in their table."""
 
     lane: int
+    #: Position of the first live step.
     first: int
-    """Position of the first live step."""
+    #: Beyond the last one. With columns, positions step by their number.
     end: int
-    """Beyond the last one. With columns, positions step by their number."""
+    #: Ticket number of the last row, or ``t_end`` of the lane's next trajectory if that is smaller.
     t_end: int
-    """Ticket number of the last row, or ``t_end`` of the lane's next trajectory if that is smaller."""
     flags: int
 
 
@@ -205,12 +205,12 @@ class Segment(NamedTuple):
     k: int
     first_row: int
     rows: int
+    #: Of its file; these entries are filled in when it is written.
     nbytes: int = 0
-    """Of its file; these entries are filled in when it is written."""
+    #: xxh3-64 of the saved tickets: an equal one means equal rows.
     tickets_sum: int = 0
-    """xxh3-64 of the saved tickets: an equal one means equal rows."""
+    #: Number of its first sum in ``sums.bin``.
     sums_at: int = 0
-    """Number of its first sum in ``sums.bin``."""
     flags: int = 0
 
     @property
