@@ -719,7 +719,6 @@ class Expander(SamplerAround):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._rules = TrajectoryKeys(*self._rules)  # a plain tuple, if pickled by an earlier version
         self._attach()
 
 

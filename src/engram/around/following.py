@@ -697,9 +697,6 @@ class NextFromFollowing(Expander):
     def config(self) -> dict[str, object]:
         return {**super().config(), "finals": plain(self._keys) if not self.marks else self.finals}
 
-    def __setstate__(self, state: dict[str, object]) -> None:
-        super().__setstate__({"_keys": (), "marks": True, **state})  # which earlier versions did not have
-
     def __repr__(self) -> str:
         finals = [*map(public, self._keys)] if not self.marks else self.finals
         return f"NextFromFollowing({self.sampler!r}, {finals!r})"

@@ -276,7 +276,6 @@ class FrameStack(expander.Expander):
     """
 
     noted = ("n", "dim", "in_keys", "padding", "padding_value", "whole")
-    whole = False  # of those that an earlier version pickled
 
     def __init__(
         self,

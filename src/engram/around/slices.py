@@ -792,12 +792,6 @@ class SliceSamplerWithoutReplacement(WindowSampler):
             self._begin(began if known or now - base == clock else _NO_EPOCH, known)
             self._ran_out = ran_out
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_pass" in state:  # pickled by an earlier version
-            state["_epoch"] = state.pop("_pass")
-        state["_ran_out"] = state.pop("ran_out", state.get("_ran_out"))
-        super().__setstate__({"_known": b"", "_needed": 1, **state})
-
 
 class PrioritizedSliceSampler(SliceSampler):
     """A :class:`SliceSampler` whose windows start at rows drawn as by a :class:`PrioritizedSampler`.

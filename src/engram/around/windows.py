@@ -484,10 +484,7 @@ class WindowSampler(_base.NativeSampler):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._unbind()
-        entries = {entry.name: state.pop(entry.name) for entry in fields(WindowSettings) if entry.name in state}
-        # Pickled by an earlier version.
-        static = {name: state.pop(f"_{name}", None) for name in ("ends", "trajectories")}
-        self.settings = WindowSettings(**{**static, **entries})
+        self.settings = WindowSettings(**{entry.name: state.pop(entry.name) for entry in fields(WindowSettings)})
         vars(self).update(state)
 
 
