@@ -7,43 +7,34 @@ from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-#: Modules by the paths that they had in the package, which are imported until 1.0, and where they are. Those inside of a folder
-#: moved with it, unless they are named, too.
-_MOVED = {
-    "cluster": "serving.on_ray",
-    "collate": "storages.items",
-    "ensembles": "members",
-    "expanders": "around",
-    "expanders.cat_frames": "around.reductions",
-    "expanders.n_step": "around.reductions",
-    "expanders.next_from_following": "around.following",
-    "expanders.reward_to_go": "around.reductions",
-    "fleet": "remote.fleet",
-    "format.tables": "saved.description",
-    "format.verify": "saved.inspection",
-    "layouts": "torchrl.checkpointers",
-    "layouts.checkpointers": "torchrl.checkpointers",
-    "limits": "store.limits",
-    "loader": "device.loader",
-    "metrics": "inspect.metrics",
-    "migrate": "torchrl",
-    "migrate.torchrl": "torchrl",
-    "offline_to_online": "members.offline_to_online",
-    "plotting": "inspect.plots",
-    "query": "around.query",
-    "query.predicates": "around.query",
-    "query.trajectory": "around.trajectory",
-    "ranks": "checkpoint.ranks",
-    "removers": "writers.removers",
-    "samplers.prioritized_slices": "around.slices",
-    "samplers.slices": "around.slices",
-    "samplers.slices_epoch": "around.slices",
-    "samplers.window_spec": "around.settings",
-    "samplers.windows": "around.windows",
-    "schedulers": "buffer.schedulers",
-    "sizing": "inspect.sizing",
-    "trajectories": "around",
-    "units": "around",
+#: Where modules are that had other paths in the package, by which they are imported until 1.0. Those inside of a folder moved with it,
+#: unless they are named, too.
+_MOVED_MODULES = {
+    "around": "expanders trajectories units",
+    "around.following": "expanders.next_from_following",
+    "around.query": "query query.predicates",
+    "around.reductions": "expanders.cat_frames expanders.n_step expanders.reward_to_go",
+    "around.settings": "samplers.window_spec",
+    "around.slices": "samplers.prioritized_slices samplers.slices samplers.slices_epoch",
+    "around.trajectory": "query.trajectory",
+    "around.windows": "samplers.windows",
+    "buffer.schedulers": "schedulers",
+    "checkpoint.ranks": "ranks",
+    "device.loader": "loader",
+    "inspect.metrics": "metrics",
+    "inspect.plots": "plotting",
+    "inspect.sizing": "sizing",
+    "members": "ensembles",
+    "members.offline_to_online": "offline_to_online",
+    "remote.fleet": "fleet",
+    "saved.description": "format.tables",
+    "saved.inspection": "format.verify",
+    "serving.on_ray": "cluster",
+    "storages.items": "collate",
+    "store.limits": "limits",
+    "torchrl": "migrate migrate.torchrl",
+    "torchrl.checkpointers": "layouts layouts.checkpointers",
+    "writers.removers": "removers",
 }
 #: Names that modules had, which are where they were, and where the names are.
 _MOVED_NAMES = {
@@ -123,6 +114,7 @@ class StoreStorage:
         )
 
 
+_MOVED = {name: there for there, names in _MOVED_MODULES.items() for name in names.split()}
 _MODULES = {name: where for where, names in _ELSEWHERE.items() for name in names.split()}
 
 

@@ -42,13 +42,13 @@ class Progress(NamedTuple):
     saving: 100%
     """
 
+    #: ``"saving"``, ``"loading"``, ``"restoring"``, ``"checking"`` or ``"copying"``.
     what: str
-    """``"saving"``, ``"loading"``, ``"restoring"``, ``"checking"`` or ``"copying"``."""
+    #: Bytes. It never becomes less, and is ``total`` at most.
     done: int
-    """Bytes. It never becomes less, and is ``total`` at most."""
+    #: Bytes, as far as is known by now: it grows where a damaged checkpoint is passed over. 0: not known yet; the last call has 1 or
+    #: more.
     total: int
-    """Bytes, as far as is known by now: it grows where a damaged checkpoint is passed over. 0: not known yet; the last call has 1 or
-    more."""
 
 
 class Work:

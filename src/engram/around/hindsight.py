@@ -26,14 +26,14 @@ class HindsightStrategy(StrEnum):
     ('final', ['future', 'final', 'episode', 'random'])
     """
 
+    #: This one or a later one, each equally often.
     FUTURE = "future"
-    """This one or a later one, each equally often."""
+    #: The last one; of an open trajectory, the newest.
     FINAL = "final"
-    """The last one; of an open trajectory, the newest."""
+    #: Any, each equally often.
     EPISODE = "episode"
-    """Any, each equally often."""
+    #: Any step that is stored, of whatever trajectory.
     RANDOM = "random"
-    """Any step that is stored, of whatever trajectory."""
 
     def __repr__(self) -> str:
         return repr(str(self))

@@ -727,12 +727,12 @@ class AnchorPriorities(NamedTuple):
     >>> rb.update_priority(it.anchors, it.priority, generation=it.generation)
     """
 
+    #: int64 ``[k]``; with ``ndim > 1`` ``[k, ndim]``.
     anchors: Tensor
-    """int64 ``[k]``; with ``ndim > 1`` ``[k, ndim]``."""
+    #: ``[k]``, of the dtype of the errors.
     priority: Tensor
-    """``[k]``, of the dtype of the errors."""
+    #: int64 ``[k]``; None: the batch says none, and every anchor that is live is updated.
     generation: Tensor | None
-    """int64 ``[k]``; None: the batch says none, and every anchor that is live is updated."""
 
 
 def r2d2_priority(td_error: Tensor, mask: Tensor | None = None, *, eta: float = 0.9) -> Tensor:

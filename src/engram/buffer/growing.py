@@ -383,8 +383,7 @@ class GrowingRows:
         named = public(schema.fields[leader].key)
         if leader not in items:
             raise RuntimeError(
-                f"{call}: {public(schema.fields[number].key)!r}: expected it beside {named!r}, whose lengths it has, got it alone. "
-                "Give both at once."
+                f"{call}: {public(schema.fields[number].key)!r}: expected it beside {named!r}, whose lengths it has, got it alone."
             )
         if before + n > most:
             raise RuntimeError(

@@ -164,21 +164,21 @@ class SaveReport(NamedTuple):
     name: str
     step: int
     path: Path
+    #: Rows that were saved.
     steps: int
-    """Rows that were saved."""
+    #: Trajectories and their steps, by what is there of them: ``complete``, ``open``, ``headless``, …
     episodes: dict[str, dict[str, int]]
-    """Trajectories and their steps, by what is there of them: ``complete``, ``open``, ``headless``, …"""
+    #: Rows that were overwritten before they were copied.
     lost_rows: int
-    """Rows that were overwritten before they were copied."""
     bytes_written: int
+    #: Of files that are also an older checkpoint's.
     bytes_linked: int
-    """Of files that are also an older checkpoint's."""
+    #: For how long writers waited.
     paused_s: float
-    """For how long writers waited."""
     seconds: float
+    #: Of ``episodes``, those that are dropped if ranks of another number or size load them, unless ``restore(incomplete=…)`` says
+    #: otherwise.
     would_drop: dict[str, dict[str, int]] = {}  # noqa: RUF012 - a value
-    """Of ``episodes``, those that are dropped if ranks of another number or size load them, unless ``restore(incomplete=…)`` says
-    otherwise."""
 
     def __str__(self) -> str:
         episodes = ", ".join(f"{it['episodes']:,} {kind}" for kind, it in self.episodes.items())
@@ -205,24 +205,24 @@ class RestoreReport(NamedTuple):
     name: str
     step: int
     path: Path
+    #: Rows that are there now.
     steps: int
-    """Rows that are there now."""
     user: dict[str, object]
+    #: Newer ones that were damaged or not complete.
     passed_over: list[documents.Problem]
-    """Newer ones that were damaged or not complete."""
     seconds: float
+    #: Ranks whose shards there are none of.
     missing: tuple[int, ...] = ()
-    """Ranks whose shards there are none of."""
+    #: If trajectories were redistributed: episodes and steps ``saved``, by ``kinds``, ``kept``, ``dropped`` by reason and
+    #: ``truncated``, in total and of each of the ``shards``; ``lost`` with missing ones, as far as an older checkpoint says it; the least
+    #: and most steps of a rank and of a lane and the rows that are unused, in total and of each of the ``targets``; and the digest of
+    #: the ``plan``. None: every rank has its own shard.
     dealt: dict[str, Any] | None = None
-    """If trajectories were redistributed: episodes and steps ``saved``, by ``kinds``, ``kept``, ``dropped`` by reason and
-    ``truncated``, in total and of each of the ``shards``; ``lost`` with missing ones, as far as an older checkpoint says it; the least
-    and most steps of a rank and of a lane and the rows that are unused, in total and of each of the ``targets``; and the digest of
-    the ``plan``. None: every rank has its own shard."""
+    #: Rows of the own shard that are not there: the oldest of each full lane whose newest trajectory was open, as its place marks
+    #: that this ends.
     given_up: int = 0
-    """Rows of the own shard that are not there: the oldest of each full lane whose newest trajectory was open, as its place marks
-    that this ends."""
+    #: With ``convert=True``, of a checkpoint of another sampler's buffer: how its rows are drawn now; else empty.
     converted: str = ""
-    """With ``convert=True``, of a checkpoint of another sampler's buffer: how its rows are drawn now; else empty."""
 
     def __str__(self) -> str:
         text = f"{self.name}: {words.count(self.steps, 'row')} in {self.seconds:.2f} s"

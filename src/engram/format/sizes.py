@@ -100,25 +100,25 @@ class DevicePlan(msgspec.Struct, frozen=True):
     """
 
     device: str
+    #: Free memory of the device; None: that is not known, as on a machine without one.
     free: int | None
-    """Free memory of the device; None: that is not known, as on a machine without one."""
+    #: On the device: the rows of ``LazyTensorStorage(device=)``, with final observations that a sampler needs.
     storage: int
-    """On the device: the rows of ``LazyTensorStorage(device=)``, with final observations that a sampler needs."""
+    #: On the device, beside those: what a sampler by priority needs.
     priorities: int
-    """On the device, beside those: what a sampler by priority needs."""
+    #: On the device, and as much pinned memory of the host: what ``mirror=`` needs.
     mirror: int
-    """On the device, and as much pinned memory of the host: what ``mirror=`` needs."""
+    #: On the device: all rows, with ``transport="resident"``.
     resident: int
-    """On the device: all rows, with ``transport="resident"``."""
+    #: On the device: one batch. A ``DeviceLoader`` has at most :attr:`batches` under way, each in a block of its own.
     batch: int
-    """On the device: one batch. A ``DeviceLoader`` has at most :attr:`batches` under way, each in a block of its own."""
     batches: int
+    #: On the host: what ``transport="direct"`` pins, which is the whole store.
     pinned: int
-    """On the host: what ``transport="direct"`` pins, which is the whole store."""
+    #: On the host: pinned blocks of ``transport="block"``, all together.
     block: int
-    """On the host: pinned blocks of ``transport="block"``, all together."""
+    #: Memory of the host that this process may have.
     available: int
-    """Memory of the host that this process may have."""
 
     @classmethod
     def of(

@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator, Mapping
 from time import monotonic
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -33,10 +33,13 @@ class HasStats(Protocol):
     def stats(self) -> dict[str, float]: ...
 
 
+Kind: TypeAlias = Literal["gauge", "counter"]
+
+
 class Metric(NamedTuple):
     """One metric. ``engram_`` comes before its name; ``_total`` behind that of a counter."""
 
-    kind: Literal["gauge", "counter"]
+    kind: Kind
     name: str
     help: str
     #: The number in ``stats()``; or by the value of ``label`` several.
@@ -50,7 +53,14 @@ class Metric(NamedTuple):
         return last if last in ("bytes", "seconds") else ""
 
 
-_gauge, _counter = functools.partial(Metric, "gauge"), functools.partial(Metric, "counter")
+def _metric(kind: Kind, name: str, text: str, stats: str = "", **label: dict[str, str]) -> Metric:
+    """``label``: its name, and by each of its values the number in ``stats()``."""
+    for labelled, by_value in label.items():
+        return Metric(kind, name, text, by_value, labelled)
+    return Metric(kind, name, text, stats)
+
+
+_gauge, _counter = functools.partial(_metric, "gauge"), functools.partial(_metric, "counter")
 METRICS = (
     _gauge("rows", "Live rows.", "size"),
     _gauge("capacity_rows", "Rows that fit.", "capacity"),
@@ -62,34 +72,29 @@ METRICS = (
     _gauge(
         "recent_rows_per_second",
         "Rows over the last 10 to 20 seconds.",
-        {"insert": "add_per_s", "sample": "sample_per_s"},
-        "call",
+        call={"insert": "add_per_s", "sample": "sample_per_s"},
     ),
     _gauge(
         "sample_wait_ms",
         "How long calls took to get a batch, in the last two minutes in which there were some.",
-        {"0.5": "sample_wait_ms_p50", "0.99": "sample_wait_ms_p99"},
-        "quantile",
+        quantile={"0.5": "sample_wait_ms_p50", "0.99": "sample_wait_ms_p99"},
     ),
     _gauge(
         "stored_bytes",
         "Rows, tickets and indexes, when all rows are written.",
-        {"ram": "bytes_ram", "disk": "bytes_disk"},
-        "where",
+        where={"ram": "bytes_ram", "disk": "bytes_disk"},
     ),
     _gauge(
         "age_writes",
         "How many rows were written since a row was, of 4,096 rows.",
-        {"mean": "age_mean", "p99": "age_p99"},
-        "of",
+        of={"mean": "age_mean", "p99": "age_p99"},
     ),
     _gauge("usage_counted", "1: samples of each row are counted.", "usage_counted"),
     _gauge("never_sampled_share", "Rows that were never sampled, of 4,096 rows.", "never_sampled_frac"),
     _gauge(
         "priority",
         "Priorities: the largest so far, and the mean of 4,096 rows.",
-        {"max": "priority_max", "mean": "priority_mean"},
-        "of",
+        of={"max": "priority_max", "mean": "priority_mean"},
     ),
     _gauge(
         "priority_effective_rows", "The number of equally likely rows that draws are as diverse as.", "priority_ess"
@@ -101,8 +106,7 @@ METRICS = (
     _counter(
         "gone_rows",
         "Rows that are drawn no more: used up, too old, or overwritten, removed or lost before they were used up.",
-        {"used": "used_rows", "expired": "expired_rows", "evicted": "evicted_rows", "dropped": "dropped_rows"},
-        "of",
+        of={"used": "used_rows", "expired": "expired_rows", "evicted": "evicted_rows", "dropped": "dropped_rows"},
     ),
     _gauge("priority_mass", "Sum of what rows are drawn by: priority ** alpha.", "priority_mass"),
     _gauge("consumer_version", "Policy version that the learner has come to.", "consumer_version"),
@@ -117,21 +121,18 @@ METRICS = (
     _counter(
         "dropped_updates",
         "Updates of rows that were overwritten since they were drawn.",
-        {"priority": "priority_updates_dropped", "field": "field_updates_dropped"},
-        "of",
+        of={"priority": "priority_updates_dropped", "field": "field_updates_dropped"},
     ),
     _counter("field_updates", "Rows that update_if_present has written.", "field_updates"),
     _counter(
         "file_transfers",
         "Reads and writes of the store's files, past the memory.",
-        {"read": "file_reads", "write": "file_writes"},
-        "way",
+        way={"read": "file_reads", "write": "file_writes"},
     ),
     _counter(
         "file_transferred_bytes",
         "Bytes that these moved.",
-        {"read": "file_bytes_read", "write": "file_bytes_written"},
-        "way",
+        way={"read": "file_bytes_read", "write": "file_bytes_written"},
     ),
     _gauge("limit_ratio", "Samples per insert that SamplesPerInsert asks for; 0: no such limit.", "limit_ratio"),
     _gauge("limit_min_rows", "Live rows before the first is sampled.", "limit_min_size"),
@@ -139,19 +140,19 @@ METRICS = (
     _counter("limit_inserted_rows", "Rows inserted since the limits were set.", "limit_inserts"),
     _counter("limit_sampled_rows", "Rows sampled since the limits were set.", "limit_samples"),
     _gauge("limit_level", "Rows that may be sampled for those inserted: see docs/flow-control.md.", "limit_level"),
-    _gauge("limit_bound", "The band of the level.", {"lowest": "limit_lowest", "highest": "limit_highest"}, "end"),
+    _gauge("limit_bound", "The band of the level.", end={"lowest": "limit_lowest", "highest": "limit_highest"}),
     _gauge(
         "limit_error",
         "How far the level is from the middle of its band, as a part of that. Above 0: inserts are ahead.",
         "limit_error",
     ),
     _gauge("in_flight_rows", "Rows inserted and not used up, for MaxInFlight.", "limit_in_flight"),
-    _counter("waits", "Calls that a limit made wait.", {"insert": "insert_waits", "sample": "sample_waits"}, "call"),
+    _counter("waits", "Calls that a limit made wait.", call={"insert": "insert_waits", "sample": "sample_waits"}),
     _counter(
-        "waited_seconds", "How long they waited.", {"insert": "insert_waited_s", "sample": "sample_waited_s"}, "call"
+        "waited_seconds", "How long they waited.", call={"insert": "insert_waited_s", "sample": "sample_waited_s"}
     ),
-    _gauge("waiting", "Calls that wait now.", {"insert": "inserts_waiting", "sample": "samples_waiting"}, "call"),
-    _gauge("stores", "Stores of a fleet.", {"all": "shards", "missing": "shards_missing"}, "which"),
+    _gauge("waiting", "Calls that wait now.", call={"insert": "inserts_waiting", "sample": "samples_waiting"}),
+    _gauge("stores", "Stores of a fleet.", which={"all": "shards", "missing": "shards_missing"}),
     _gauge("missing_rows", "Rows of its stores that are gone, as far as they were known.", "rows_missing"),
     _counter("lost_stores", "How often a store was gone.", "stores_lost"),
     _gauge("imbalance", "The largest mass of a store, over the mean of all.", "imbalance"),

@@ -35,26 +35,26 @@ class StoragePlan(NamedTuple):
 
     capacity: int
     fields: tuple[schema.Field, ...]
+    #: Bytes of one row.
     row_bytes: int
-    """Bytes of one row."""
+    #: Bytes of all rows, and of the items of ragged ones.
     nbytes: int
-    """Bytes of all rows, and of the items of ragged ones."""
+    #: Bytes beside the rows: a ticket and a lap per row, and the control block of a store with one lane.
     overhead: int
-    """Bytes beside the rows: a ticket and a lap per row, and the control block of a store with one lane."""
+    #: Those that were given, by the fields' paths.
     dtypes: _types.Dtypes = _types.NO_DTYPES
-    """Those that were given, by the fields' paths."""
+    #: With a sampler that stacks frames or reads next observations from other rows: bytes of a row that held them ready. Else 0.
     ready_bytes: int = 0
-    """With a sampler that stacks frames or reads next observations from other rows: bytes of a row that held them ready. Else 0."""
+    #: Bytes of the final observations that such a sampler needs.
     finals_bytes: int = 0
-    """Bytes of the final observations that such a sampler needs."""
+    #: Bytes that the store may have in memory, as they were given. 0: none were.
     memory: int = 0
-    """Bytes that the store may have in memory, as they were given. 0: none were."""
+    #: Bytes that every draw touches, which must fit into memory: those beside the rows, and the priorities of one sampler.
     resident: int = 0
-    """Bytes that every draw touches, which must fit into memory: those beside the rows, and the priorities of one sampler."""
+    #: ``group_small_fields``, as it was given.
     grouped: int = 0
-    """``group_small_fields``, as it was given."""
+    #: What rows take on the ``device`` that was given, and what that device takes on the host.
     on_device: DevicePlan | None = None
-    """What rows take on the ``device`` that was given, and what that device takes on the host."""
 
     def from_disk(self, batch_size: int) -> float:
         """Bytes that a uniform batch reads from disk on average, in whole pages, while memory is full.

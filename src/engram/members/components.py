@@ -539,8 +539,8 @@ class SamplerEnsemble(_Samplers):
     [0.25, 0.75]
     """
 
+    #: 1.0: each member has its own, ``sampler[i].default_priority``.
     default_priority = 1.0
-    """1.0: each member has its own, ``sampler[i].default_priority``."""
 
     @property
     def samplers(self) -> tuple[Sampler, ...]:

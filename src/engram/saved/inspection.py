@@ -42,10 +42,10 @@ class Report(NamedTuple):
     path: Path
     kind: Kind
     level: Level
+    #: What is damaged; empty: it is good.
     problems: list[documents.Problem]
-    """What is damaged; empty: it is good."""
+    #: What is not damage: attempts that were aborted or not decided, a hint that is out of date.
     notes: list[documents.Problem]
-    """What is not damage: attempts that were aborted or not decided, a hint that is out of date."""
 
     @property
     def good(self) -> bool:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
+from itertools import product
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -35,12 +36,8 @@ _FILES = pa.schema([("name", pa.string()), ("data", pa.binary())])
 #: Streams at a time: each holds a thread.
 MAX_STREAMS = 1024
 #: By what clients ask for them.
-_STREAMS = {
-    wire.stream_name(name, how, level): (name, how)
-    for name in protocol.STREAMS
-    for how in wire.COMPRESSIONS
-    for level in range(protocol.LEVEL + 1)
-}
+_LEVELS = range(protocol.LEVEL + 1)
+_STREAMS = {wire.stream_name(*it): it[:2] for it in product(protocol.STREAMS, wire.COMPRESSIONS, _LEVELS)}
 #: Between two questions to the server of the other copy.
 WATCH_INTERVAL_S = 1.0
 #: For how long a server that is to end waits for its clients.

@@ -60,10 +60,10 @@ class Ragged:
 
     __slots__ = ("dtype", "kind", "like", "max_length", "shape")
 
+    #: Of an item, by name; uint8 of texts.
     dtype: str
-    """Of an item, by name; uint8 of texts."""
+    #: ``"utf-8"``, ``"bytes"`` or ``"json"``; empty: numbers.
     kind: ItemsKind
-    """``"utf-8"``, ``"bytes"`` or ``"json"``; empty: numbers."""
     like: Path | None
     max_length: int | None
     shape: tuple[int, ...]

@@ -141,6 +141,16 @@ class TicketIndex(LockedIndex[K]):
         self.core.put_in_order()
 
 
+OneIndex = TypeVar("OneIndex", bound=AnyIndex)
+
+
+def caught_up(index: OneIndex, *, readonly: bool) -> OneIndex:
+    """An index as the rows are now, also of a store that this process only reads."""
+    if readonly:
+        index.core.catch_up()
+    return index
+
+
 _INDEX_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 

@@ -9,7 +9,7 @@ from engram._support import checks, native
 from engram._support.field_paths import FieldPath, public
 from engram.errors import IncompatibleStore
 from engram.format.schema import DTYPES, Field, Schema
-from engram.store.indexes import TicketIndex
+from engram.store.indexes import TicketIndex, caught_up
 from engram.store.row_indexes import MAX_KEY_BYTES, TEXTS, content_of, is_text, key_bytes_of
 from engram.store.store import Store
 
@@ -92,20 +92,14 @@ class StoredKeys:
     def newest(self, keys: object, call: str) -> tuple[torch.Tensor, torch.Tensor]:
         """As ``ReplayBuffer.rows_of``: int64 rows and generations ``[n]``. Raises what it raises of keys."""
         packed, n = packed_keys(self._field, keys, call)
-        rows, writes = self._current().core.find(packed.data_ptr(), n)
+        rows, writes = caught_up(self._index, readonly=self._store.readonly).core.find(packed.data_ptr(), n)
         return rows, writes
 
     def all(self, keys: object, call: str) -> tuple[torch.Tensor, torch.Tensor]:
         """All live rows with one of these keys, and their generations. Raises what ``ReplayBuffer.remove`` raises of keys."""
         packed, n = packed_keys(self._field, keys, call)
-        rows, writes = self._current().core.find_all(packed.data_ptr(), n)
+        rows, writes = caught_up(self._index, readonly=self._store.readonly).core.find_all(packed.data_ptr(), n)
         return rows, writes
-
-    def _current(self) -> KeyIndex:
-        """The index as the rows are now, also of a store that this process only reads."""
-        if self._store.readonly:
-            self._index.core.catch_up()
-        return self._index
 
 
 def no_index(call: str) -> RuntimeError:

@@ -446,12 +446,6 @@ class Groups:
         check_native(store, "PromptGroupSampler")
         self._store, self._reward, self._index = store, reward, GroupIndex.of_store(store, name, key, rules)
 
-    def _current(self) -> GroupIndex:
-        """The groups as they are now, also of a store that this process only reads."""
-        if self._store.readonly:
-            self._index.core.catch_up()
-        return self._index
-
     @property
     def count(self) -> int:
         """How many there are."""
@@ -459,7 +453,7 @@ class Groups:
 
     def of_size(self, least: int, floor: float = math.nan) -> int:
         """How many there are of at least so many rows. ``floor``: as :attr:`GroupDraw.floor`."""
-        return self._current().core.groups(least, floor)
+        return indexes.caught_up(self._index, readonly=self._store.readonly).core.groups(least, floor)
 
     def draw(self, key: int, draw: GroupDraw, without: torch.Tensor) -> Drawn:
         """Rows of some groups.
@@ -472,7 +466,7 @@ class Groups:
             draw: what is drawn.
             without: int64, contiguous: rows whose groups are left out, if there are enough others.
         """
-        core, store = self._current().core, self._store
+        core, store = indexes.caught_up(self._index, readonly=self._store.readonly).core, self._store
         _, groups, each, complete, floor, which = draw
         if draw.strategy in ("random", "recency"):
             return core.draw(key, groups, each, draw.strategy == "recency", without, complete, floor, which)

@@ -260,8 +260,7 @@ class _Adapted(NativeWriter):
 
     @property
     def ranking(self) -> Ranking | Literal["newest"] | None:
-        made: Ranking | Literal["newest"] | None = getattr(self._inner, "ranking", None)
-        return made
+        return cast("Ranking | Literal['newest'] | None", getattr(self._inner, "ranking", None))
 
     def __repr__(self) -> str:
         return repr(self._inner)
