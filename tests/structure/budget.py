@@ -10,7 +10,7 @@ ROOMS = {
     "_support": 1_642,
     "adapters": 1_592,
     "around": 3_752,
-    "buffer": 6_322,
+    "buffer": 6_320,
     "checkpoint": 1_881,
     "cli": 1_732,
     "datasets": 1_263,
@@ -30,7 +30,7 @@ ROOMS = {
     "testing": 559,
     "torchrl": 1_891,
     "transforms": 729,
-    "writers": 635,
+    "writers": 637,
 }
 
 

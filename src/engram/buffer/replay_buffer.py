@@ -270,9 +270,8 @@ class ReplayBuffer(base.Shown, growing.Grows, base.Iterates[Batch]):
         """
         if update_priority is not None:
             raise NotImplementedError("extend: update_priority is for prioritized TensorDict buffers.")
-        if timeout is not WAIT_S:
-            timeout = checked_timeout(timeout, "extend")
-        return self._writing.extend(data, lane, layout, lane_key, timeout)
+        wait = timeout if timeout is WAIT_S else checked_timeout(timeout, "extend")
+        return self._writing.extend(data, lane, layout, lane_key, wait)
 
     listens: bool = shows(lambda self: self._wiring.of_sampler.listens, "Whether the sampler wants to hear of writes.")
 

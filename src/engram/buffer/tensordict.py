@@ -213,13 +213,12 @@ class TensorDictReplayBuffer(ReplayBuffer["TensorDictBase"]):
         >>> rb.extend(TensorDict({"obs": torch.zeros(5, 3)}, [5])).tolist()
         [0, 1, 2, 3, 4]
         """
-        if timeout is not WAIT_S:
-            timeout = checked_timeout(timeout, "extend")
+        wait = timeout if timeout is WAIT_S else checked_timeout(timeout, "extend")
         if data is not None:
             if tensordicts is not None:
                 raise TypeError("extend: expected one of tensordicts and data, which are the same, got both.")
             tensordicts = data
-        return self._writing.extend(tensordicts, lane, layout, lane_key, timeout, update_priority)
+        return self._writing.extend(tensordicts, lane, layout, lane_key, wait, update_priority)
 
     def update_tensordict_priority(self, data: Any) -> None:
         """Hand the priorities of a sampled batch to the sampler; no effect on samplers without priorities.

@@ -142,6 +142,9 @@ class _Ranked:
         found = ("_store", "_changes", "_since", "_ranking", "_numbers", "_counts", "_ages")
         return {name: value for name, value in vars(self).items() if name not in found}
 
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
