@@ -15,6 +15,7 @@ from engram.cli import main
 from engram.remote import connection
 from engram.remote.fleet.members import SKIP_S
 from engram.saved import disk
+from engram.serving import copies
 from tests import fresh
 from tests.fleet.test_drain import drain
 from tests.fleet.test_fleets import made, rows_of
@@ -201,8 +202,9 @@ def test_a_full_disk_of_a_leader(pair, sync):
     assert pair.rows("b")[-1][0] == 5002
 
 
-def test_a_promotion_that_finds_nothing_stops_no_follower_that_begins(pair):
+def test_a_promotion_that_finds_nothing_stops_no_follower_that_begins(pair, monkeypatch):
     """It holds the lock of the folder for a moment, by which it sees that no other process has it."""
+    monkeypatch.setattr(copies, "_RETRY_S", 5.0)  # a busy machine lets the timer wait
     root = pair.root / "b-copy"
     root.mkdir()
     held = [disk.open_folder(root)]
@@ -218,7 +220,7 @@ def test_a_promotion_that_finds_nothing_stops_no_follower_that_begins(pair):
 def test_no_client_waits_for_a_follower(pair, missing):
     """It has no address before it is promoted, which its leader says."""
     store(pair.root / "a")
-    a, _ = pair.start("a"), pair.program("b", follow="a")
+    a, b = pair.start("a"), pair.program("b", follow="a")
     pair.copied(10)
     began = time.monotonic()
     with ReplayBuffer.connect([pair.at["b"], pair.at["a"]], missing=missing) as remote:
@@ -226,6 +228,7 @@ def test_no_client_waits_for_a_follower(pair, missing):
         assert remote.extend({"a": torch.tensor([10])}).tolist() == [10]
         pair.copied(11)
         a.kill()
+        until(lambda: "the newest copy here is ckpt-" in b.err)
         pair.promote()
         assert remote.extend({"a": torch.tensor([11])}).tolist() == [11]
 
@@ -248,16 +251,16 @@ def test_the_age_of_a_copy_is_told(pair):
         b = pair.program("b", follow="a")
         pair.copied(10)
         until(lambda: age(remote) < 1)
-        assert "its copy is 0." in said("health")
+        until(lambda: "its copy is 0." in said("health"))
         assert json.loads(said("health", "--json"))["copy_age_s"] >= 0
         b.kill()
         until(lambda: age(remote) > 1.5)
         remote.extend({"a": torch.tensor([10])})
-        follower = pair.follower()
+        follower, began = pair.follower(), time.monotonic()
         follower.fetch()
         assert age(remote) > 1.5, "it is not known to have arrived"
         follower.fetch()
-        assert age(remote) < 1.5
+        assert age(remote) <= time.monotonic() - began
         assert " s behind" in said("top", "--count", "1", "--every", "0.1")
         a.kill()
         pair.start("a")

@@ -396,7 +396,7 @@ class Follower:
                     self.fetch(last=takes_over)
                 except ConnectionError as error:
                     self._connection = None
-                    why = f"{self._leader} does not answer, and there is no whole copy: {error}"
+                    why = f"{self._leader} does not answer, and the newest copy here is {self._have or 'none'}: {error}"
                 if takes_over and self._have:
                     self.make()
                     disk.remove(asked)
