@@ -633,7 +633,7 @@ class Exchange:
         if not left and any(not message.again for message in self.waiting):
             self._drop()
             self.waiting.clear()
-            with suppress(OSError, ValueError):  # what is sent next goes to one that answers
+            with suppress(Exception):  # what is sent next goes to one that answers, or says why not
                 self._connection.again(self._client, hurried=True)
             raise ConnectionError(IN_DOUBT) from error
         self.resumed += 1
