@@ -333,11 +333,10 @@ def _started(
     of_clients.pop("generator", None)
     of_client = {*configuration.READING_ARGUMENTS, "delayed_init", "shared"} - {"batch_size"}
     made_of = {name: value for name, value in given.items() if name not in of_client}
-    found = []
+    found, options = [], options_of(config, each[-1] + 1, placement, _SHARD_OPTIONS)
     for k in each:
-        options = options_of(config, each[-1] + 1, placement, _SHARD_OPTIONS)[k]
         named = name if of == 1 else f"{name}/{k}"
-        its = {**options, "name": named, "namespace": NAMESPACE} if named else options
+        its = {**options[k], "name": named, "namespace": NAMESPACE} if named else options[k]
         actor = ray.remote(**its)(ShardActor).remote(kind, made_of, of_clients, Place(secrets.token_hex(16), k, of))
         found.append(Shard(actor, _PATIENCE_S, named))
     return tuple(found)
