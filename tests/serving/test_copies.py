@@ -19,20 +19,12 @@ from engram.serving import copies
 from tests import fresh
 from tests.fleet.test_drain import drain
 from tests.fleet.test_fleets import made, rows_of
-from tests.serving.pairs import SERVER, Pair, store
+from tests.serving.pairs import SERVER, store
 from tests.serving.servers import Served
 from tests.serving.test_kills import is_whole, row_of
 from tests.waiting import until
 
 pytestmark = pytest.mark.filterwarnings("ignore:connect. no server answers", "ignore:connect. .* took over")
-
-
-@pytest.fixture
-def pair(tmp_path):
-    made = Pair(tmp_path)
-    yield made
-    for one in made.running:
-        one.kill()
 
 
 @pytest.mark.parametrize("layout", ["ring", "slots"])

@@ -26,21 +26,13 @@ from engram.remote.connection import Connection
 from engram.serving import copies
 from engram.serving.copies import Follower, Note
 from engram.serving.server import listening
-from tests.serving.pairs import Pair, store
+from tests.serving.pairs import store
 from tests.serving.servers import token_file
 from tests.serving.test_doors import certificate
 from tests.waiting import until
 
 #: A copy is at no address before it is promoted, and lacks rows then.
 pytestmark = pytest.mark.filterwarnings("ignore:connect. no server answers", "ignore:connect. .* took over")
-
-
-@pytest.fixture
-def pair(tmp_path):
-    made = Pair(tmp_path)
-    yield made
-    for one in made.running:
-        one.kill()
 
 
 class Writer:
