@@ -81,19 +81,20 @@ class TestBesideWriters:
 
     def test_rows_of_a_unit_of_ones_own_are_those_of_one_moment(self):
         rb = ReplayBuffer(storage=LazyTensorStorage(8), sample_unit=Pairs(), batch_size=4)
-        rb.extend({"lap": torch.zeros(8, dtype=torch.int64), "wide": torch.zeros(8, 2000)})
+        rb.extend({"lap": torch.zeros(8, dtype=torch.int64), "wide": torch.zeros(8, 20_000)})
         stop = threading.Event()
 
         def write():
             lap = 0
-            while not stop.is_set():
+            # Each write replaces all rows: without a pause there may be no moment for a read.
+            while not stop.wait(0.0005):
                 lap += 1
-                rb.extend({"lap": torch.full((8,), lap), "wide": torch.full((8, 2000), float(lap))})
+                rb.extend({"lap": torch.full((8,), lap), "wide": torch.full((8, 20_000), float(lap))})
 
         thread = threading.Thread(target=write)
         thread.start()
         try:
-            for _ in range(100):
+            for _ in range(300):
                 batch, info = rb.sample(return_info=True)
                 assert bool((batch["wide"] == batch["lap"].unsqueeze(1)).all())
                 pairs = info["index"].reshape(-1, 2)
