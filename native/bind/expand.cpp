@@ -35,12 +35,13 @@ struct BoundExpansion {
   std::deque<RowSpec> specs;
 };
 
-nb::tuple read(const BoundExpansion& self, const Store& store, Trajectories& table, Numbers rows, Numbers expected) {
+nb::tuple read(const BoundExpansion& self, const Store& store, Trajectories& table, Numbers rows, Numbers expected,
+               std::uint64_t oldest) {
   const std::uint64_t n = rows.size;
   check(n < std::uint64_t{1} << 48, "a batch of more rows than there is memory");
   const auto count = static_cast<std::int64_t>(n);
   OutputBuffers buffers;
-  std::vector<std::int64_t> moved;
+  std::vector<std::int64_t> moved, old;
   {
     nb::gil_scoped_release release;
     for (const RowSpec& spec : self.specs) buffers.add(spec, count);
@@ -48,8 +49,11 @@ nb::tuple read(const BoundExpansion& self, const Store& store, Trajectories& tab
     const std::size_t outputs = self.specs.size();
     moved = expand(store, table, self.what, rows.data, n, expected.of_any(n), buffers.first(outputs),
                    buffers.at<std::int64_t>(outputs));
+    for (std::int64_t i = 0; oldest > 0 && i < count; ++i) {
+      if (store.control().among_oldest(static_cast<std::uint64_t>(rows.data[i]), oldest)) old.push_back(i);
+    }
   }
-  return nb::make_tuple(std::move(buffers).tensors(count), moved);
+  return nb::make_tuple(std::move(buffers).tensors(count), moved, old);
 }
 
 // An output that is no field.
@@ -129,8 +133,8 @@ void bind_expand(nb::module_& m) {
           "after",
           [](BoundExpansion& self, std::uint64_t ahead) { add_count(self, Kind::after, kByte, ahead); },
           "ahead"_a, "uint8 [n]. 0: a step comes after that one. 1: none so far. 2: none, as an end flag says. 3: another trajectory.")
-      .def("read", &read, "store"_a, "table"_a, "rows"_a, "expected"_a.none(),
-           "Of n rows: ([one tensor per output, int64 ticket numbers [n]], positions that moved).");
+      .def("read", &read, "store"_a, "table"_a, "rows"_a, "expected"_a.none(), "oldest"_a,
+           "Of n rows: ([a tensor per output, int64 ticket numbers [n]], positions that moved, positions of the `oldest` of a full lane).");
 }
 
 }  // namespace engram

@@ -210,6 +210,11 @@ std::uint64_t Control::cursor_row(std::uint64_t i) const {
   return i * geometry_.lane_length + end(i) % geometry_.lane_length;
 }
 
+bool Control::among_oldest(std::uint64_t row, std::uint64_t n) const {
+  const std::uint64_t lane = lane_of(row), length = lane_length();
+  return filled(lane) == length && (row + length - cursor_row(lane)) % length < n;
+}
+
 std::uint64_t Control::size() const {
   std::uint64_t rows = 0;
   for (std::uint64_t i = 0; i < geometry_.lanes; ++i) rows += filled(i);

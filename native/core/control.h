@@ -342,6 +342,8 @@ class Control {
   std::uint64_t end(std::uint64_t lane) const;
   /// The row that the lane's next step will take.
   std::uint64_t cursor_row(std::uint64_t lane) const;
+  /// Whether a row is among the oldest n of its lane, which is full.
+  bool among_oldest(std::uint64_t row, std::uint64_t n) const;
   /// Notes who appends at a position of a lane.
   void note_writer(Lane& lane, std::uint64_t position, const Participant& by) const;
   /// Live rows of the store.

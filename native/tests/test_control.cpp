@@ -297,6 +297,11 @@ TEST(extents_follow_a_model) {
         size += filled;
         EXPECT_EQ(control.filled(i), filled);
         EXPECT_EQ(control.cursor_row(i), i * length + model[i].steps % length);
+        const std::uint64_t oldest = dice.in(0, length + 1);
+        for (std::uint64_t age = 0; age < length; ++age) {  // from the row that the next step will take
+          const std::uint64_t row = i * length + (model[i].steps + age) % length;
+          EXPECT_EQ(control.among_oldest(row, oldest), filled == length && age < oldest);
+        }
       }
       EXPECT_EQ(control.size(), size);
     }

@@ -151,13 +151,13 @@ def rows_of(steps, tensordict, dim=-3):
     return TensorDict({**{key: torch.as_tensor(value) for key, value in rows.items()}, "next": below}, [len(steps)])
 
 
-def wrapped(sampler, order, finals, frames, steps, padding, keys=("frame", ("next", "frame")), dim=-3):
+def wrapped(sampler, order, finals, frames, steps, padding, keys=("frame", ("next", "frame")), dim=-3, views=False):
     for kind in order:
         match kind:
             case "next":
                 sampler = NextFromFollowing(sampler, finals)
             case "stack":
-                sampler = FrameStack(sampler, frames, dim, list(keys), padding=padding, padding_value=-7)
+                sampler = FrameStack(sampler, frames, dim, list(keys), padding=padding, padding_value=-7, views=views)
             case "steps":
                 sampler = NStep(sampler, steps, GAMMA)
             case _:
@@ -206,8 +206,8 @@ def test_against_recorded_episodes(data):
     lanes, tensordict = len(recording.lanes), draw(st.booleans())
     finals = FinalObservations(["frame"], LazyTensorStorage(200))
     keys = draw(st.sampled_from([["frame"], ["frame", ("next", "frame")]]))
-    dim = draw(st.sampled_from([-3, None]))
-    sampler = wrapped(SAMPLERS[name](), order, finals, recording.frames, steps, recording.padding, keys, dim)
+    dim, views = draw(st.sampled_from([-3, None])), draw(st.booleans())
+    sampler = wrapped(SAMPLERS[name](), order, finals, recording.frames, steps, recording.padding, keys, dim, views)
     rb = (TensorDictReplayBuffer if tensordict else ReplayBuffer)(
         storage=LazyTensorStorage(lanes * CAPACITY, lanes=lanes), sampler=sampler, transform=finals,
         generator=torch.Generator().manual_seed(0),
@@ -270,6 +270,27 @@ def test_all_that_may_be_drawn_is(name):
         rb.update_priority(torch.arange(3 * CAPACITY), torch.ones(3 * CAPACITY) * 1e-6)
         rows = rb.sample(120, return_info=True)[1]["index"]
         assert len(rows[0] if isinstance(rows, tuple) else rows) == 120
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_stacks_that_are_views_of_the_same_frames(views):
+    """Five frames of a row in place of eight, of which both stacks are views; those that no view gives are copies."""
+    finals = FinalObservations(["frame"], LazyTensorStorage(9))
+    for dim in (-3, -1, None):
+        sampler = FrameStack(NextFromFollowing(RandomSampler(), finals), 4, dim, ["frame"], views=views)
+        rb = ReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler, transform=finals)
+        frames = torch.arange(10 * 12, dtype=torch.float32).reshape(10, 1, 3, 4)
+        rb.extend({"frame": frames[:-1], "next": {"frame": frames[1:], "done": torch.arange(9) == 8}})
+        batch, info = rb.sample(32, return_info=True)
+        row, padded = info["index"], torch.cat([frames[:1]] * 3 + [frames])
+        for key, first in ((batch["frame"], 0), (batch["next"]["frame"], 1)):
+            expected = torch.stack([padded[row + first + at] for at in range(4)], 1)
+            if dim:
+                expected = expected.movedim(1, dim - 1).flatten(dim - 1, dim)
+            assert torch.equal(key, expected)
+        now, after = (x.untyped_storage() for x in (batch["frame"], batch["next"]["frame"]))
+        assert (now.data_ptr() == after.data_ptr()) == views
+        assert now.nbytes() == 32 * 12 * 4 * (5 if views else 4)
 
 
 def test_final_observations_of_rows_that_are_cast():

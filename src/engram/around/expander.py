@@ -10,7 +10,6 @@ import re
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -73,6 +72,8 @@ class Column(NamedTuple):
     padding: float | None = None
     #: Of ``row`` and ``frames``: those of the step after ``ahead``. Where none comes after it, the caller puts the newest one in.
     following: bool = False
+    #: Of ``frames``: whether they may be a view of those up to the following step, which are read with one frame more.
+    views: bool = False
 
     @property
     def is_number(self) -> bool:
@@ -185,10 +186,20 @@ class Expansion:
         specs = dlpack_specs(reading.fields)
         columns = [*reading.columns, *reading.entries.values()]
         names = [*reading.entries]
+        #: Stacks that are views: their places, those of the following stacks, the dimension, and its lengths of a frame and of a stack.
+        self._views: list[tuple[int, int, int, int, int]] = []
         if reading.following is not None:
             reading.following.check(memory)
+            places = enumerate(reading.following.fields.values(), len(columns))
             columns += reading.following.columns(columns)
             names += reading.following.names
+            for at, number in places:
+                now = columns[number]
+                if now.views and now.ahead == columns[at].ahead:
+                    columns[number] = Column("after")  # a byte, in whose place the view comes
+                    columns[at] = columns[at]._replace(frames=now.frames + 1)
+                    size = reading.fields[number].shape[now.dim] if now.dim else 1
+                    self._views.append((number, at, now.dim or 1, size, now.frames * size))
         #: Ragged fields by how many steps ahead they are read. Their items are read apart, after the spans and the steps to their rows.
         self._ragged = _ragged_ahead(columns, reading, f"sample: {who}")
         columns += [Column("steps", ahead=ahead) for ahead in self._ragged if ahead]
@@ -210,7 +221,7 @@ class Expansion:
         }
         #: Whether the columns are those of the rows alone.
         self.plain = all(column.kind == "row" and not (column.ahead or column.following) for column in columns)
-        self._following, self._oldest = reading.following, reading.oldest
+        self._following, self._oldest = reading.following, reading.oldest * math.prod(memory.schema.columns)
         #: Puts goals into what was read; None: rows keep their own.
         self.relabelling = reading.relabelling
         #: What windows leave out, as ``WindowSampler.sample_apart`` takes it.
@@ -239,7 +250,7 @@ class Expansion:
         if self.table.mixed():
             words.warn_of_mixed(self._who)
         try:
-            tensors, moved = self.native.read(self.memory.core, self.table, rows, tickets)
+            tensors, moved, old = self.native.read(self.memory.core, self.table, rows, tickets, self._oldest)
         except IndexError as error:
             raise RowError(f"sample: {error}.") from error
         waiting = False
@@ -247,7 +258,7 @@ class Expansion:
             moved = self._read_items(rows, tensors, moved)
         if self._following is not None:
             moved, waiting = self._following.complete(self.memory, rows, tensors, moved)
-        if self._oldest and (old := self._old(rows)):
+        if old:
             moved, waiting = sorted({*moved, *old}), waiting or not moved
         return tensors, moved, waiting
 
@@ -269,24 +280,15 @@ class Expansion:
             moved = sorted({*moved, *(memory.tickets_of(rows) != tickets).nonzero().flatten().tolist()})
         return moved
 
-    def _old(self, rows: Tensor) -> list[int]:
-        """The places of rows that are among the oldest of a full lane: as it is after the read, which a writer may have overtaken."""
-        length, extent = self.memory.lane_length, self.memory.extent()
-        lanes, at = np.divmod(rows.numpy(), length)
-        filled, seam = np.array((extent.filled, extent.seam))[:, lanes]
-        count = self._oldest * math.prod(self.memory.schema.columns)
-        return ((filled == length) & ((at - seam) % length < count)).nonzero()[0].tolist()  # type: ignore[no-any-return]
-
     def read_windows(self, draw: Draw, goals: Goals | None = None) -> tuple[list[Tensor], list[int]]:
         """Columns of windows, and the places of rows that have changed since. A row with a neighbour that moves is read again."""
         tensors, moved, _ = self.read(draw)
-        tickets = draw.tickets
-        assert tickets is not None  # windows have them
         for _ in range(retries.TRIES_WITHOUT_PAUSE):
             if not moved:
                 break
             places = torch.tensor(moved, device="cpu")
-            fresh, still, _ = self.read(Draw(draw.rows[places], tickets[places]))
+            # Windows have tickets.
+            fresh, still, _ = self.read(Draw(draw.rows[places], cast("Tensor", draw.tickets)[places]))
             moved = _patch(tensors, places, fresh, moved, still)
         if goals is not None and not moved:
             moved = goals.read_windows(draw.rows, tensors[-1], cast("Tensor", draw.info[LAST_STEPS]))
@@ -333,7 +335,10 @@ class Expansion:
         for at, dim in self._stacked:
             frames = tensors[at]
             place = frames.ndim - 1 + dim
-            tensors[at] = frames.movedim(1, place).flatten(place, place + 1)
+            tensors[at] = (frames if place == 1 else frames.movedim(1, place)).flatten(place, place + 1)
+        for now, following, dim, size, length in self._views:
+            both = tensors[following]
+            tensors[now], tensors[following] = both.narrow(dim, 0, length), both.narrow(dim, size, length)
 
     def fields(self, tensors: list[Tensor], info: Info) -> list[Tensor]:
         """The stored fields of a batch; the entries that are not stored go to ``info``."""

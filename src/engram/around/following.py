@@ -9,6 +9,7 @@ from pathlib import Path
 from threading import get_ident
 from typing import Any, Self, Unpack, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -760,43 +761,39 @@ class Following:
 
         Raises ``RuntimeError``: a final observation is in another storage, or none was kept.
         """
-        numbers, after = tensors.pop(), tensors.pop()
+        numbers, after = tensors.pop(), tensors.pop().numpy()
         tensors.append(numbers)
-        if not after.numpy().any():  # all have a step after them
+        at = after.nonzero()[0]
+        if moved:
+            at = np.setdiff1d(at, moved)
+        if not len(at):  # all have a step after them
             return moved, False
-        stands = torch.ones(len(rows), dtype=torch.bool, device="cpu")
-        stands[moved] = False
-        mark = tensors[self.mark]
-        final = stands & (mark[:, 0] >= 0) if self._finals is not None else torch.zeros_like(stands)
-        at, alone = final.nonzero().flatten(), stands & ~final & (after != 0)
+        ended = tensors[self.mark].numpy()[at, 0] >= 0 if self._finals is not None else np.zeros(len(at), np.bool_)
+        final, alone = at[ended], at[~ended]
         for number in self._terminated if self._finals is None else ():  # what was read as the next one is their own
-            alone &= (tensors[number] == 0).reshape(len(rows), -1).all(1)
-        unmarked = alone & (after == _ANOTHER)
-        if self._finals is not None and len(at):
-            columns, found = self._finals.read(mark[at])
-            gone = at[~found]
-            if len(gone):  # unless the row is, too
-                lost = gone[memory.tickets_of(rows[gone]) == numbers[gone]]
+            alone = alone[(tensors[number][alone] == 0).reshape(len(alone), -1).all(1).numpy()]
+        if self._finals is not None and len(unmarked := alone[after[alone] == _ANOTHER]):
+            raise RuntimeError(
+                f"sample: NextFromFollowing: row {int(rows[unmarked[0]])}, or one that follows it, is the last of its trajectory, but was "
+                "written without an end flag, so its final observation was not kept. Set one of the end keys of FinalObservations at the "
+                "last step of every episode."
+            )
+        if self._finals is not None and len(final):
+            columns, there = self._finals.read(tensors[self.mark][final])
+            found = there.numpy()
+            if not found.all():  # unless the row is gone, too
+                gone = final[~found]
+                lost = gone[(memory.tickets_of(rows[gone]) == numbers[gone]).numpy()]
                 if len(lost) and not self._finals.pass_over(memory, self.mark):
                     raise RuntimeError(
                         f"sample: NextFromFollowing: the final observation of row {int(rows[lost[0]])} is not in "
                         f"{self._finals.storage!r}: that is not the one that was written to. Draw with the FinalObservations that the "
                         "rows were written through."
                     )
-                stands[gone] = False
-                stands[lost] = alone[lost] = True  # they wait for good
+                alone = np.union1d(alone, lost)  # they wait for good
+                moved = [*moved, *np.setdiff1d(gone, lost).tolist()]
             for place, column in zip(range(-1 - len(self.fields), -1), columns, strict=False):
-                tensor = tensors[place]
-                values = column[found].to(tensor.dtype)  # rows may have been cast at the door
-                if tensor.ndim > values.ndim:  # frames, [B, frames, *shape]: the newest one
-                    tensor[at[found], -1] = values
-                else:
-                    tensor[at[found]] = values
-        if self._finals is not None and bool(unmarked.any()):
-            raise RuntimeError(
-                f"sample: NextFromFollowing: row {int(rows[unmarked.nonzero()[0, 0]])}, or one that follows it, is the last of its "
-                "trajectory, but was written without an end flag, so its final observation was not kept. Set one of the end keys of "
-                "FinalObservations at the last step of every episode."
-            )
-        again = (~stands | alone).nonzero().flatten().tolist()
-        return again, bool(alone.any()) and bool(stands.all())
+                # Of frames, [B, frames, *shape], the newest one.
+                last = tensors[place] if tensors[place].ndim == column.ndim else tensors[place][:, -1]
+                last[final[found]] = column[there].to(last.dtype)  # rows may have been cast at the door
+        return sorted({*moved, *alone.tolist()}), bool(len(alone)) and not moved

@@ -253,6 +253,8 @@ class FrameStack(expander.Expander):
         padding_value: for ``"constant"``.
         whole: draw no row whose older frames may be overwritten: where a lane is full, its oldest ``n - 1`` steps. Rows of windows are
             padded all the same.
+        views: around or inside a :class:`NextFromFollowing`, let ``k`` and ``("next", k)`` be views of the same ``n + 1`` frames, in
+            place of ``2 * n`` that are copied: a change of one in place changes the other. Next to an :class:`NStep` they are copies.
         traj_key, end_keys, index, end_when: as for :class:`NStep`.
 
     Raises: as :class:`NStep`, and
@@ -261,8 +263,8 @@ class FrameStack(expander.Expander):
         TypeError: an expander inside has already changed a field; when a buffer takes it: ``("next", k)`` of a
             :class:`NextFromFollowing` is named, but not ``k``.
 
-    Cost: drawing ``B`` rows copies ``B * n`` frames. The first draw scans every row once, and every write records where
-    trajectories end, as for slice samplers.
+    Cost: drawing ``B`` rows copies ``B * n`` frames, with a :class:`NextFromFollowing` ``2 * B * n``, and with ``views``
+    ``B * (n + 1)``. The first draw scans every row once, and every write records where trajectories end, as for slice samplers.
 
     >>> import torch
     >>> from tensordict import TensorDict
@@ -275,7 +277,7 @@ class FrameStack(expander.Expander):
     [[0.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.0, 1.0, 2.0], [1.0, 2.0, 3.0], [2.0, 3.0, 4.0]]
     """
 
-    noted = ("n", "dim", "in_keys", "padding", "padding_value", "whole")
+    noted = ("n", "dim", "in_keys", "padding", "padding_value", "whole", "views")
 
     def __init__(
         self,
@@ -287,13 +289,14 @@ class FrameStack(expander.Expander):
         padding: str = "same",
         padding_value: float = 0,
         whole: bool = False,
+        views: bool = False,
         **trajectories: Unpack[expander.TrajectoryArguments],
     ) -> None:
         self.n = expander.check_steps("FrameStack: n", n)
         self.dim = None if dim is None else checked_dim("FrameStack: dim", dim)
         self.padding_value = _checked_padding("FrameStack", padding, padding_value)
         self.in_keys = field_paths.checked_paths(in_keys, "FrameStack: in_keys")
-        self.padding, self.whole = padding, whole
+        self.padding, self.whole, self.views = padding, whole, views
         super().__init__(sampler, **trajectories)
 
     @property
@@ -324,7 +327,7 @@ class FrameStack(expander.Expander):
                 before = -1
             padding = self.padding_value if self.padding == "constant" else None
             stack = column._replace(kind="frames", frames=self.n, dim=self.dim, first=before, padding=padding)
-            reading.columns[number] = stack
+            reading.columns[number] = stack._replace(views=self.views)
 
 
 class NStep(expander.Expander):
