@@ -12,6 +12,7 @@ arrays of Stable-Baselines3's default buffer, and those of engram's store with i
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -95,7 +96,7 @@ class _Steps:
 
 def _filled(side: str, name: str, n_envs: int) -> Any:
     buffer, steps = _made(side, name, n_envs), _Steps(name, n_envs)
-    for _ in range(CAPACITY // n_envs + 1):
+    for _ in range(CAPACITY // n_envs):
         buffer.add(*steps.next())
     batch = buffer.sample(32)
     if not buffer.full or batch.observations.shape != (32, *_spaces(name)[0].shape):
@@ -105,14 +106,11 @@ def _filled(side: str, name: str, n_envs: int) -> Any:
 
 
 def _calls(buffer: Any, batch: int) -> Callable[[], object]:
-    """One ``add`` and one ``sample``. Stacks go on from step to step, so making them is part of a call, of both sides alike."""
-    steps = None if buffer.steps.stacked else [buffer.steps.next() for _ in range(EPISODE)]
-    at = 0
+    """One ``add`` and one ``sample``: of the steps of an episode, which are made before, again and again."""
+    steps = cycle([buffer.steps.next() for _ in range(EPISODE)])
 
     def call() -> object:
-        nonlocal at
-        at += 1
-        buffer.add(*(buffer.steps.next() if steps is None else steps[at % EPISODE]))
+        buffer.add(*next(steps))
         return buffer.sample(batch)
 
     return call

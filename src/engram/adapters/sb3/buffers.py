@@ -26,7 +26,6 @@ from engram.types import Draw, Extent, Sampler
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from types import EllipsisType
 
     from numpy.typing import NDArray
     from stable_baselines3.common.vec_env import VecNormalize
@@ -117,6 +116,11 @@ class Frames:
             )
         check_choice(f"{who}: frame_padding", padding, ("zeros", "first"))
         self.n, self.padding, self.size = n, padding, shape[self.axis] // n
+        after = (slice(None),) * (-self.axis - 1)
+        #: Of stacks the newest frame, all but the newest one, and all but the oldest one.
+        self.newest, self._older, self._newer = (
+            (..., frames, *after) for frames in (slice(-self.size, None), slice(-self.size), slice(self.size, None))
+        )
 
     def column(self, stacks: Column) -> Column:
         """What one frame is stored as."""
@@ -124,28 +128,22 @@ class Frames:
         shape[self.axis] = self.size
         return stacks._replace(shape=tuple(shape))
 
-    def cut(self, stacks: Array, start: int, stop: int | None = None) -> Array:
-        """Some frames of each stack: -1 is the newest one."""
-        part = slice(start * self.size, None if stop is None else stop * self.size)
-        index: tuple[slice | EllipsisType, ...] = (..., part, *(slice(None),) * (-self.axis - 1))
-        return stacks[index]
-
-    def check(self, stacks: Array, following: Array, starts: NDArray[np.bool_]) -> None:
+    def check(self, stacks: Array, following: Array, starts: list[int]) -> None:
         """Raise ``ValueError`` unless sampling can build these stacks again of single frames.
 
         Args:
             stacks, following: ``[n, *shape]``, observed before and after a step.
-            starts: whose episode begins, bool ``[n]``.
+            starts: the environments whose episode begins.
         """
-        if not np.array_equal(self.cut(stacks, 1), self.cut(following, 0, -1)):
+        if stacks[self._newer].tobytes() != following[self._older].tobytes():
             raise ValueError(
                 f"add: next_obs: expected the last {self.n - 1} frames of obs before its newest, as frame_stack={self.n} says, got others."
             )
-        if starts.any():
+        if starts:
             begun = stacks[starts]
-            repeated = np.concatenate([self.cut(begun, -1)] * (self.n - 1), self.axis)
+            repeated = np.concatenate([begun[self.newest]] * (self.n - 1), self.axis)
             expected = repeated if self.padding == "first" else np.zeros_like(repeated)
-            if not np.array_equal(self.cut(begun, 0, -1), expected):
+            if not np.array_equal(begun[self._older], expected):
                 raise ValueError(
                     f"add: obs: expected older frames that are {self.padding} where an episode begins, got others. VecFrameStack pads with "
                     "frame_padding='zeros', FrameStackObservation with 'first'."
@@ -156,31 +154,26 @@ class Following:
     """Which episodes begin, of observations that are read from the following rows."""
 
     def __init__(self, n: int) -> None:
-        #: Of each environment, whether the next step begins an episode.
-        self.starts = np.ones(n, np.bool_)
-        self._after: list[Array] = []
+        #: The environments whose next step begins an episode.
+        self.starts = [*range(n)]
+        self._after: list[bytes] = []
 
-    def cut(self, observed: Nested) -> NDArray[np.bool_]:
-        """Whose observation is not what followed the last step, though no flag ended the episode: bool ``[n]``."""
-        differ = np.zeros_like(self.starts)
-        for before, now in zip(self._after, _parts(observed), strict=False):
-            differ |= (_bytes(before) != _bytes(now)).any(1)
-        return differ & ~self.starts
+    def cut(self, observed: Nested) -> list[int]:
+        """Whose observation is not what followed the last step, though no flag ended the episode."""
+        cut: set[int] = set()
+        for before, part in zip(self._after, _parts(observed), strict=False):
+            if before != (now := part.tobytes()):  # of bytes NaN equals itself
+                size = len(now) // len(part)
+                cut |= {at for at in range(len(part)) if before[at * size :][:size] != now[at * size :][:size]}
+        return sorted(cut.difference(self.starts))
 
-    def stepped(self, following: Nested, over: NDArray[np.bool_]) -> None:
-        """Remember what was observed after a step, and which episodes it ended."""
-        self._after = [part.copy() for part in _parts(following)]
-        self.starts = over.reshape(-1).copy()
+    def stepped(self, following: Nested, ended: list[int]) -> None:
+        """Remember what was observed after a step, and which environments ended an episode with it."""
+        self._after, self.starts = [part.tobytes() for part in _parts(following)], ended
 
 
 def _parts(observed: Nested) -> Iterator[Array]:
     yield from observed.values() if isinstance(observed, dict) else (observed,)
-
-
-def _bytes(array: Array) -> Array:
-    """Bytes ``[n, …]``, eight at a time where they are as many: NaN equals itself."""
-    rows = np.ascontiguousarray(array).reshape(len(array), -1).view(np.uint8)
-    return rows if rows.shape[1] % 8 else rows.view(np.uint64)
 
 
 class StoreArguments(TypedDict, total=False):
@@ -225,7 +218,8 @@ class ReplayBuffer(Scratch, sb3.ReplayBuffer):
             algorithm does not reach a custom class.
         frame_stack: observations are stacks of so many frames, channels first or last, or flat; with ``optimize_memory_usage`` only
             the newest frame of each is stored, and stacks are built again when drawn. Needs a ``Box``. Of a full buffer the oldest
-            ``frame_stack - 1`` steps of each environment are not drawn, as their older frames are overwritten.
+            ``frame_stack - 1`` steps of each environment are not drawn, as their older frames are overwritten. ``observations`` and
+            ``next_observations`` of a batch of single steps are views of the same frames: change neither in place.
         frame_padding: what older frames are where an episode begins: ``"zeros"``, as ``VecFrameStack`` has it, or ``"first"``, the
             first frame, as Gymnasium's ``FrameStackObservation`` does.
 
@@ -292,7 +286,7 @@ class ReplayBuffer(Scratch, sb3.ReplayBuffer):
         self._form: Callable[..., Samples] = (
             DictReplayBufferSamples if isinstance(observation_space, spaces.Dict) else ReplayBufferSamples
         )
-        self._following = Following(self.n_envs)
+        self._following, self._no_finals = Following(self.n_envs), np.full((self.n_envs, 2), -1)
         self._open()
 
     # ---- the store -----------------------------------------------------------------------------------------------------
@@ -330,7 +324,8 @@ class ReplayBuffer(Scratch, sb3.ReplayBuffer):
         if (frames := self._frames) is not None:
             padding = "same" if frames.padding == "first" else "constant"
             keys = [OBSERVATION, ("next", *OBSERVATION)]
-            source = FrameStack(source, frames.n, frames.axis, keys, padding=padding, whole=True, end_keys=[DONE])
+            at = (frames.n, frames.axis, keys)
+            source = FrameStack(source, *at, padding=padding, whole=True, views=True, end_keys=[DONE])
         return source
 
     def _fields(self) -> dict[Path, Column]:
@@ -391,8 +386,8 @@ class ReplayBuffer(Scratch, sb3.ReplayBuffer):
         # Gymnasium's infos are a dict, which is as good as any where time-outs are not asked for.
         if got != n and (self.handle_timeout_termination or got != "a dict"):
             raise ValueError(f"add: infos: expected one of each of {n} environments, got {got}.")
-        over: NDArray[np.bool_] = _FLAG.of(done, n, "done").astype(np.bool_, copy=False)
-        terminated: Array = _ONE.of(done, n, "done")
+        over: NDArray[np.bool_] = _FLAG.of(done, n, "done")  # type: ignore[assignment]
+        terminated = over.astype(np.float32)
         if self.handle_timeout_termination and any(info.get("TimeLimit.truncated") for info in infos):
             cut = np.array([[bool(info.get("TimeLimit.truncated"))] for info in infos])
             over, terminated = over | cut, np.where(cut, np.float32(0), terminated)
@@ -400,28 +395,33 @@ class ReplayBuffer(Scratch, sb3.ReplayBuffer):
         then: dict[str, object] = {"reward": _ONE.of(reward, n, "reward"), "terminated": terminated, "done": over}
         row = {"action": self._actions.of(action, n, "action"), "next": then, **self._more(infos)}
         if self.optimize_memory_usage:
-            self._add_once(before, after, row, over)
+            self._add_once(before, after, row, then, over.nonzero()[0].tolist())
         else:
             then["observation"] = after
             self.rb.extend({"observation": before, **row}, lane=self._lane)
 
-    def _add_once(self, before: Nested, after: Nested, row: dict[str, object], over: NDArray[np.bool_]) -> None:
-        """Write a step whose next observations are those of the following step, or kept apart where it ends an episode."""
-        following, then = self._following, cast("dict[str, object]", row["next"])
-        cut, observed, last = following.cut(before), before, after
-        if self._frames is not None:
-            self._frames.check(cast("Array", before), cast("Array", after), following.starts | cut)
-            observed, last = (self._frames.cut(cast("Array", stacks), -1) for stacks in (before, after))
-        if cut.any():
-            self.rb.end_trajectory(cut.nonzero()[0])
-        if over.any():
+    def _add_once(self, before: Nested, after: Nested, row: Rows, then: Rows, ended: list[int]) -> None:
+        """Write a step whose next observations are those of the following step, or kept apart where it ends an episode.
+
+        Args:
+            row, then: its other fields, and what ``"next"`` holds.
+            ended: the environments whose episode ends with it.
+        """
+        following, observed, last = self._following, before, after
+        cut = following.cut(before)
+        if self._frames is not None and not (isinstance(before, dict) or isinstance(after, dict)):
+            self._frames.check(before, after, following.starts + cut)
+            observed, last = before[self._frames.newest], after[self._frames.newest]
+        if cut:
+            self.rb.end_trajectory(cut)
+        if ended:
             rb, then["observation"] = self.rb, last
         else:
-            rb, then["final"] = self._unended, np.full((self.n_envs, 2), -1)
+            rb, then["final"] = self._unended, self._no_finals
             if isinstance(observed, dict):
                 then["observation"] = {}  # as the transform leaves it
         rb.extend({"observation": observed, **row}, lane=self._lane)
-        following.stepped(after, over)
+        following.stepped(after, ended)
 
     def reset(self) -> None:
         """Forget all rows, in the directory too."""
@@ -461,14 +461,16 @@ class ReplayBuffer(Scratch, sb3.ReplayBuffer):
 
     def _parts(self, batch: Rows, env: VecNormalize | None) -> tuple[Part | None, ...]:
         """What the named tuple of a batch holds, in its order."""
-        after = cast("Rows", batch["next"])
-        seen, following = (cast("Part", rows["observation"]) for rows in (batch, after))
-        reward = cast("torch.Tensor", after["reward"])
+        now: dict[str, Part] = batch  # type: ignore[assignment]
+        after: dict[str, torch.Tensor] = batch["next"]  # type: ignore[assignment]
+        seen, following, reward = now["observation"], cast("Part", after["observation"]), after["reward"]
         if env is not None:
             seen, following = (_normalized(part, env) for part in (seen, following))
             reward = self._normalized_reward(reward, env)
-        parts = (seen, batch["action"], following, after["terminated"], reward, batch.get("gamma"))
-        return cast("tuple[Part | None, ...]", nested.map_tensors(parts, lambda x: x.to(self.device)))
+        parts: tuple[Part | None, ...] = (seen, now["action"], following, after["terminated"], reward, now.get("gamma"))
+        if self.device.type != "cpu":
+            parts = nested.map_tensors(parts, lambda x: x.to(self.device))
+        return parts
 
     def _normalized_reward(self, reward: torch.Tensor, env: VecNormalize) -> torch.Tensor:
         if self.n_steps > 1:
