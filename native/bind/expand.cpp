@@ -6,6 +6,7 @@
 
 #include <cstring>
 #include <deque>
+#include <optional>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -27,12 +28,15 @@ struct BoundExpansion {
       : what(std::move(ends), std::move(step_types), std::move(whole)) {}
 
   void add(Output output, RowSpec spec) {
+    if (output.kind == Output::Kind::after) after = specs.size();
     specs.push_back(std::move(spec));
     what.add(std::move(output));
   }
 
   Expansion what;
   std::deque<RowSpec> specs;
+  /// The output that says what comes after the rows, the last one added.
+  std::optional<std::size_t> after;
 };
 
 nb::tuple read(const BoundExpansion& self, const Store& store, Trajectories& table, Numbers rows, Numbers expected,
@@ -41,7 +45,7 @@ nb::tuple read(const BoundExpansion& self, const Store& store, Trajectories& tab
   check(n < std::uint64_t{1} << 48, "a batch of more rows than there is memory");
   const auto count = static_cast<std::int64_t>(n);
   OutputBuffers buffers;
-  std::vector<std::int64_t> moved, old;
+  std::vector<std::int64_t> moved, old, last;
   {
     nb::gil_scoped_release release;
     for (const RowSpec& spec : self.specs) buffers.add(spec, count);
@@ -52,8 +56,11 @@ nb::tuple read(const BoundExpansion& self, const Store& store, Trajectories& tab
     for (std::int64_t i = 0; oldest > 0 && i < count; ++i) {
       if (store.control().among_oldest(static_cast<std::uint64_t>(rows.data[i]), oldest)) old.push_back(i);
     }
+    for (std::int64_t i = 0; self.after && i < count; ++i) {
+      if (buffers.at<std::uint8_t>(*self.after)[i] != 0) last.push_back(i);
+    }
   }
-  return nb::make_tuple(std::move(buffers).tensors(count), moved, old);
+  return nb::make_tuple(std::move(buffers).tensors(count), moved, old, last);
 }
 
 // An output that is no field.
@@ -134,7 +141,7 @@ void bind_expand(nb::module_& m) {
           [](BoundExpansion& self, std::uint64_t ahead) { add_count(self, Kind::after, kByte, ahead); },
           "ahead"_a, "uint8 [n]. 0: a step comes after that one. 1: none so far. 2: none, as an end flag says. 3: another trajectory.")
       .def("read", &read, "store"_a, "table"_a, "rows"_a, "expected"_a.none(), "oldest"_a,
-           "Of n rows: ([a tensor per output, int64 ticket numbers [n]], positions that moved, positions of the `oldest` of a full lane).");
+           "Of n rows: ([a tensor per output, int64 ticket numbers [n]], positions that moved, of the `oldest` of a full lane, `after` > 0).");
 }
 
 }  // namespace engram

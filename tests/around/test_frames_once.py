@@ -366,3 +366,19 @@ def test_what_cannot_be_composed_is_refused_when_it_is_built():
         NStep(FrameStack(RandomSampler(), 2, -1, [("next", "reward")]), 2, 1.0)
     with pytest.raises(TypeError, match="expected one with replacement"):
         FrameStack(NextFromFollowing(SamplerWithoutReplacement(), finals), 2, -1, ["frame"])
+
+
+@pytest.mark.parametrize("name", ["uint16", "float8_e5m2", "bool"])
+def test_final_observations_of_any_dtype(name):
+    """Whatever torch has operations for."""
+    finals = FinalObservations(["frame"])
+    sampler = FrameStack(NextFromFollowing(RandomSampler(), finals), 2, None, ["frame", ("next", "frame")], views=True)
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, transform=finals, batch_size=64)
+    frames = torch.tensor([[0, 1], [1, 0], [1, 1]]).to(getattr(torch, name))
+    ends = torch.tensor([False, True])
+    rb.extend({"frame": frames[:2], "next": {"frame": frames[1:], "done": ends}})
+    batch = rb.sample()
+    for now, after in zip(batch["frame"].float().tolist(), batch["next"]["frame"].float().tolist(), strict=True):
+        first, second, last = frames.float().tolist()
+        assert (now, after) in (([first, first], [first, second]), ([first, second], [second, last]))
+    assert batch["frame"].data_ptr() + frames[0].nbytes == batch["next"]["frame"].data_ptr()  # views of three frames

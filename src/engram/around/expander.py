@@ -186,8 +186,8 @@ class Expansion:
         specs = dlpack_specs(reading.fields)
         columns = [*reading.columns, *reading.entries.values()]
         names = [*reading.entries]
-        #: Stacks that are views: their places, those of the following stacks, the dimension, and its lengths of a frame and of a stack.
-        self._views: list[tuple[int, int, int, int, int]] = []
+        #: Stacks that are views: their places, those of the following stacks, the dimension, the shape, and what it has of a frame.
+        self._views: list[tuple[int, int, int, tuple[int, ...], int]] = []
         if reading.following is not None:
             reading.following.check(memory)
             places = enumerate(reading.following.fields.values(), len(columns))
@@ -196,10 +196,13 @@ class Expansion:
             for at, number in places:
                 now = columns[number]
                 if now.views and now.ahead == columns[at].ahead:
+                    frame = reading.fields[number].shape if now.dim else (1, *reading.fields[number].shape)
+                    dim = now.dim or -len(frame)
                     columns[number] = Column("after")  # a byte, in whose place the view comes
-                    columns[at] = columns[at]._replace(frames=now.frames + 1)
-                    size = reading.fields[number].shape[now.dim] if now.dim else 1
-                    self._views.append((number, at, now.dim or 1, size, now.frames * size))
+                    # Along their first dimension frames lie one after the other already.
+                    columns[at] = columns[at]._replace(frames=now.frames + 1, dim=None if dim == -len(frame) else dim)
+                    shape = (*frame[:dim], frame[dim] * now.frames, *frame[dim:][1:])
+                    self._views.append((number, at, dim, shape, frame[dim]))
         #: Ragged fields by how many steps ahead they are read. Their items are read apart, after the spans and the steps to their rows.
         self._ragged = _ragged_ahead(columns, reading, f"sample: {who}")
         columns += [Column("steps", ahead=ahead) for ahead in self._ragged if ahead]
@@ -250,14 +253,14 @@ class Expansion:
         if self.table.mixed():
             words.warn_of_mixed(self._who)
         try:
-            tensors, moved, old = self.native.read(self.memory.core, self.table, rows, tickets, self._oldest)
+            tensors, moved, old, ended = self.native.read(self.memory.core, self.table, rows, tickets, self._oldest)
         except IndexError as error:
             raise RowError(f"sample: {error}.") from error
         waiting = False
         if self._ragged:
             moved = self._read_items(rows, tensors, moved)
         if self._following is not None:
-            moved, waiting = self._following.complete(self.memory, rows, tensors, moved)
+            moved, waiting = self._following.complete(self.memory, rows, tensors, moved, ended)
         if old:
             moved, waiting = sorted({*moved, *old}), waiting or not moved
         return tensors, moved, waiting
@@ -336,9 +339,12 @@ class Expansion:
             frames = tensors[at]
             place = frames.ndim - 1 + dim
             tensors[at] = (frames if place == 1 else frames.movedim(1, place)).flatten(place, place + 1)
-        for now, following, dim, size, length in self._views:
+        for now, following, dim, shape, step in self._views:
             both = tensors[following]
-            tensors[now], tensors[following] = both.narrow(dim, 0, length), both.narrow(dim, size, length)
+            size, at = (len(both), *shape), int(both.storage_offset())
+            strides = (both.stride(0), *both.stride()[-len(shape) :])
+            tensors[now] = both.as_strided(size, strides, at)
+            tensors[following] = both.as_strided(size, strides, at + step * strides[dim])
 
     def fields(self, tensors: list[Tensor], info: Info) -> list[Tensor]:
         """The stored fields of a batch; the entries that are not stored go to ``info``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import weakref
 from collections.abc import Sequence
@@ -9,7 +10,6 @@ from pathlib import Path
 from threading import get_ident
 from typing import Any, Self, Unpack, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -433,14 +433,22 @@ class FinalObservations(Stateful):
         >>> observations[0].tolist(), found.tolist()
         ([2], [True])
         """
-        mark = mark.cpu()
-        rows = mark[:, 0].contiguous()
-        if self.storage.memory is None or bool((rows >= self.storage.max_size).any()):
-            return [], torch.zeros(len(rows), dtype=torch.bool, device="cpu")
-        columns, moved = self.storage.read(rows)
-        found = columns[-1] == mark[:, 1]
-        found[moved] = False
-        return columns[:-1], found
+        columns, found = self.named(mark.tolist())
+        return columns, torch.tensor(found, dtype=torch.bool, device="cpu")
+
+    def named(self, marks: list[list[int]]) -> tuple[list[Tensor], list[bool]]:
+        """As :meth:`read`, of a few marks.
+
+        >>> from engram import FinalObservations, LazyTensorStorage
+        >>> FinalObservations(["obs"], LazyTensorStorage(10)).named([[3, 0]])  # nothing is there
+        ([], [False])
+        """
+        rows = [row for row, _ in marks]
+        if self.storage.memory is None or max(rows, default=0) >= self.storage.max_size:
+            return [], [False] * len(rows)
+        columns, moved = self.storage.read(torch.tensor(rows, dtype=torch.int64, device="cpu"))
+        numbers = zip(columns[-1].tolist(), marks, strict=True)
+        return columns[:-1], [held == mark[1] and at not in moved for at, (held, mark) in enumerate(numbers)]
 
     def state_dict(self) -> dict[str, object]:
         """The state of :attr:`storage`: copies.
@@ -748,7 +756,9 @@ class Following:
         """The field :attr:`mark`, and how many steps at the end of a trajectory have no next observation if that is negative."""
         return self.mark, self._ahead(others) + 1
 
-    def complete(self, memory: Store, rows: Tensor, tensors: list[Tensor], moved: list[int]) -> tuple[list[int], bool]:
+    def complete(
+        self, memory: Store, rows: Tensor, tensors: list[Tensor], moved: list[int], ended: list[int]
+    ) -> tuple[list[int], bool]:
         """Put final observations where no row follows: ``(places to draw again, whether all of those wait for a next step)``.
 
         Args:
@@ -756,44 +766,44 @@ class Following:
             rows: int64 ``[B]``.
             tensors: what was read: columns, then tickets. The column before the tickets is removed.
             moved: places whose rows have changed since they were drawn.
+            ended: places of rows that no step follows.
 
         Rows whose final observations were overwritten are drawn again, as those whose next step is not there yet.
 
         Raises ``RuntimeError``: a final observation is in another storage, or none was kept.
         """
-        numbers, after = tensors.pop(), tensors.pop().numpy()
+        numbers, after = tensors.pop(), tensors.pop()
         tensors.append(numbers)
-        at = after.nonzero()[0]
-        if moved:
-            at = np.setdiff1d(at, moved)
-        if not len(at):  # all have a step after them
+        if not (at := sorted({*ended}.difference(moved))):  # all have a step after them
             return moved, False
-        ended = tensors[self.mark].numpy()[at, 0] >= 0 if self._finals is not None else np.zeros(len(at), np.bool_)
-        final, alone = at[ended], at[~ended]
+        marks = tensors[self.mark].numpy()[at].tolist() if self._finals is not None else [[-1]] * len(at)
+        final = {place: mark for place, mark in zip(at, marks, strict=True) if mark[0] >= 0}
+        alone = [place for place in at if place not in final]
         for number in self._terminated if self._finals is None else ():  # what was read as the next one is their own
-            alone = alone[(tensors[number][alone] == 0).reshape(len(alone), -1).all(1).numpy()]
-        if self._finals is not None and len(unmarked := alone[after[alone] == _ANOTHER]):
+            going_on = (tensors[number][alone] == 0).reshape(len(alone), -1).all(1)
+            alone = [*itertools.compress(alone, going_on.tolist())]
+        if self._finals is not None and (unmarked := [place for place in alone if after[place] == _ANOTHER]):
             raise RuntimeError(
                 f"sample: NextFromFollowing: row {int(rows[unmarked[0]])}, or one that follows it, is the last of its trajectory, but was "
                 "written without an end flag, so its final observation was not kept. Set one of the end keys of FinalObservations at the "
                 "last step of every episode."
             )
-        if self._finals is not None and len(final):
-            columns, there = self._finals.read(tensors[self.mark][final])
-            found = there.numpy()
-            if not found.all():  # unless the row is gone, too
-                gone = final[~found]
-                lost = gone[(memory.tickets_of(rows[gone]) == numbers[gone]).numpy()]
-                if len(lost) and not self._finals.pass_over(memory, self.mark):
+        if self._finals is not None and final:
+            columns, found = self._finals.named([*final.values()])
+            if not all(found):  # unless the row is gone, too
+                gone = [place for place, there in zip(final, found, strict=True) if not there]
+                lost = [*itertools.compress(gone, (memory.tickets_of(rows[gone]) == numbers[gone]).tolist())]
+                if lost and not self._finals.pass_over(memory, self.mark):
                     raise RuntimeError(
                         f"sample: NextFromFollowing: the final observation of row {int(rows[lost[0]])} is not in "
                         f"{self._finals.storage!r}: that is not the one that was written to. Draw with the FinalObservations that the "
                         "rows were written through."
                     )
-                alone = np.union1d(alone, lost)  # they wait for good
-                moved = [*moved, *np.setdiff1d(gone, lost).tolist()]
-            for place, column in zip(range(-1 - len(self.fields), -1), columns, strict=False):
-                # Of frames, [B, frames, *shape], the newest one.
-                last = tensors[place] if tensors[place].ndim == column.ndim else tensors[place][:, -1]
-                last[final[found]] = column[there].to(last.dtype)  # rows may have been cast at the door
-        return sorted({*moved, *alone.tolist()}), bool(len(alone)) and not moved
+                alone += lost  # they wait for good
+                moved = [*moved, *{*gone}.difference(lost)]
+            for number, column in zip(range(-1 - len(self.fields), -1), columns, strict=False):
+                newest = (-1,) * (tensors[number].ndim - column.ndim)  # of frames, [B, frames, *shape]
+                # One by one, as some dtypes have no other way. Rows may have been cast at the door.
+                for i, place in itertools.compress(enumerate(final), found):
+                    tensors[number][place, *newest] = column[i]
+        return sorted({*moved, *alone}), bool(alone) and not moved

@@ -292,24 +292,17 @@ class ReplayBuffer(Scratch, sb3.ReplayBuffer):
     # ---- the store -----------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        finals = self._finals() if self.optimize_memory_usage else None
+        observed = [*self._columns.paths(*OBSERVATION)]
+        finals = FinalObservations(observed, end_keys=[DONE]) if self.optimize_memory_usage else None
         self._source = self._new_source()
         what = f"steps of n_envs={self.n_envs}, which are lanes, and of buffer_size={self.buffer_size} for each"
         size, sampler = self.buffer_size * self.n_envs, self._around(self._source, finals)
         self._open_rows(size, self.n_envs, what, sampler, finals)
-        if self.scratch_dir is not None:
-            self._check_fields()
+        self._check_fields()
         #: Writes rows that end no episode, past the transform: they have no final observation.
         self._unended = self.rb if finals is None else engram.ReplayBuffer[Rows](storage=self.rb.storage)
         if len(self.rb):
             self.rb.end_trajectory("each")
-
-    def _finals(self) -> FinalObservations:
-        keys = [*self._columns.paths(*OBSERVATION)]
-        if self.scratch_dir is None:
-            return FinalObservations(keys, end_keys=[DONE])
-        folder, size = self.scratch_dir.with_name(f"{self.scratch_dir.name}-finals"), self.buffer_size * self.n_envs
-        return FinalObservations.open_or_create(keys, folder, size, end_keys=[DONE])
 
     def _new_source(self) -> Sampler:
         """What draws rows."""
@@ -323,8 +316,7 @@ class ReplayBuffer(Scratch, sb3.ReplayBuffer):
             source = NextFromFollowing(source, finals, end_keys=[DONE])
         if (frames := self._frames) is not None:
             padding = "same" if frames.padding == "first" else "constant"
-            keys = [OBSERVATION, ("next", *OBSERVATION)]
-            at = (frames.n, frames.axis, keys)
+            at = (frames.n, frames.axis, [OBSERVATION, ("next", *OBSERVATION)])
             source = FrameStack(source, *at, padding=padding, whole=True, views=True, end_keys=[DONE])
         return source
 
