@@ -1,4 +1,4 @@
-"""Keeps the rows of highest rank."""
+"""Writers that choose which rows stay: those of highest rank, or all but those that a remover names."""
 
 from __future__ import annotations
 
