@@ -269,8 +269,10 @@ def _is_attribute(method):
     return any(one in ("property", "cached_property", "setter", "overload") for one in said)
 
 
-def without_examples():
-    return [name for name, said in public_functions() if ">>> " not in said]
+def _listed(found):
+    """How many, and which."""
+    found = list(found)
+    return len(found), ", ".join(found)
 
 
 def documents():
@@ -284,7 +286,7 @@ def _long_lines():
         for line in path.read_text().splitlines():
             code ^= line.lstrip().startswith("```")
             if len(line) > 100 and not code and not line.lstrip().startswith("|"):
-                yield path.name, line
+                yield f"{path.name}: {line[:40]}"
 
 
 def _replaced_words(paths):
@@ -326,9 +328,9 @@ def measured():
         "functions that return Callable[[], None]": (len(list(_deferred_calls())), ""),
         "lines of the longest native function": (native_function[0], f"{native_function[1]}, {native_function[2]}"),
         "native functions above 80 lines": (sum(lines > 80 for _, lines, _ in native()), ""),
-        "public functions without a docstring": (sum(not said for _, said in public_functions()), ""),
-        "public functions without an example": (len(without_examples()), ""),
-        "lines of documents above 100 columns": (len(list(_long_lines())), ""),
+        "public functions without a docstring": _listed(name for name, said in public_functions() if not said),
+        "public functions without an example": _listed(name for name, said in public_functions() if ">>> " not in said),
+        "lines of documents above 100 columns": _listed(_long_lines()),
         "words of the README": (_words_of(ROOT / "README.md"), ""),
         "replaced words in code": (_replaced_words(source.path for source in sources), ""),
         "replaced words in native code": (

@@ -7,7 +7,7 @@ import pytest
 
 import engram
 from engram import samplers
-from engram.writers import max_value
+from engram.writers import removers
 from tests.structure import public_names
 
 
@@ -70,4 +70,4 @@ def test_what_a_store_notes_can_be_made_again():
     of = lambda room: {n for n, v in public.items() if inspect.isclass(v) and v.__module__.startswith(room)}  # noqa: E731
     protocols = {name for name, value in public.items() if getattr(value, "_is_protocol", False)}
     assert of("engram.samplers.") - protocols - {"FieldReader"} == {cls.__name__ for cls in samplers.OF_ROWS}
-    assert of("engram.writers.removers") - protocols == {*max_value._KNOWN}
+    assert of("engram.writers.removers") - protocols == {*removers.KNOWN}

@@ -156,6 +156,19 @@ class CountsCapacityAsRows(Ring):
         return Extent(self.capacity, (self.capacity,), (self.seam,))
 
 
+class CountsAppendedRowsOnly(Ring):
+    """A file of its own says how many rows it has, and a write by number does not change it."""
+
+    filled = 0
+
+    def extent(self):
+        return Extent(self.capacity, (self.filled,), (self.seam,))
+
+    def write(self, rows, data, *, append):
+        super().write(rows, data, append=append)
+        self.filled = len(self.rows) if append else self.filled
+
+
 class WritesTheFirstRowOnly(Ring):
     def write(self, rows, data, *, append):
         first = {name: value[:1].expand_as(value) for name, value in data.items()}
@@ -200,6 +213,7 @@ def test_good_ones_keep_all_rules(good):
         (KeepsRowsWhenEmptied, "test_empty_forgets_all", "no rows after empty"),
         (DeclaresWhatItHasNot, "test_follows_the_protocol", "empties=True"),
         (CountsCapacityAsRows, "test_begins_without_rows", "no rows at first"),
+        (CountsAppendedRowsOnly, "test_rows_are_replaced_by_number", "rows after the live ones to make them live"),
         (WritesTheFirstRowOnly, "test_holds_what_was_written", "hold what was written"),
         (TwoLanes, "test_begins_without_rows", "one lane"),
     ],

@@ -173,6 +173,15 @@ def test_the_model_notices_other_rows(kind, monkeypatch):
         run_program(kind, [("write", [5, 3, 1, 4, 2]), ("update", [0, 1, 2]), ("write", [3, 3]), ("write", [2, 2])])
 
 
+def test_the_path_of_a_version_is_noted(tmp_path):
+    remover = StalestFirst(("next", "version"))
+    with ReplayBuffer(storage=LazyMemmapStorage(3, scratch_dir=tmp_path), remover=remover) as rb:
+        rb.extend({"next": {"version": torch.tensor([3, 1, 2])}})
+    with ReplayBuffer.open(tmp_path) as rb:
+        assert rb.add({"next": {"version": torch.tensor(4)}}) == 1
+        assert repr(rb.writer) == "RemovingWriter(StalestFirst(version_key=['next', 'version']))"
+
+
 def test_the_rows_that_were_sampled_most_go():
     rb = TensorDictReplayBuffer(
         storage=LazyTensorStorage(SIZE),

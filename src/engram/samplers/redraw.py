@@ -1,4 +1,4 @@
-"""What is read in place of rows that moved between their draw and their read."""
+"""Uniform draws, and what is read in place of rows that moved between their draw and their read."""
 
 from __future__ import annotations
 

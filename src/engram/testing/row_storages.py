@@ -101,7 +101,8 @@ class RowStorageContract(Contract):
         columns.write(torch.tensor([6, 7], device="cpu"), self._fields(60, 2), append=False)
         self._check_read(columns, [6, 7, 0], [60, 61, 0], "by number")
         after = columns.extent()
-        check(after.filled == (8,), f"expected 8 rows after two that followed the live ones, got {after.filled[0]}")
+        said = f"expected write(append=False) of the rows after the live ones to make them live, 8 in all, got {after.filled[0]}"
+        check(after.filled == (8,), said)
         check(after.seam == before.seam or not columns.in_order, "expected the seam to stay with append=False")
 
     def test_rows_are_read_in_any_order(self) -> None:

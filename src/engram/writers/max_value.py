@@ -1,4 +1,4 @@
-"""Keeps the rows of highest rank."""
+"""Writers that choose which rows stay: those of highest rank, or all but those that a remover names."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from torch import Tensor
 
 from engram._support import checks, field_paths, native, nested, state, tensordicts, unsupported
 from engram.errors import IncompatibleCheckpoint
+from engram.saved.parts import Noted
 from engram.store.store import Store
 from engram.types import Commit, Extent, Ranking, Traits, Write, WritePlan
 from engram.writers._base import NativeWriter, free_rows
-from engram.writers.removers import FifoRemover, Lifo, LowestPriority, MaxTimesSampled, Remover, StalestFirst
+from engram.writers.removers import KNOWN, Remover
 
 
 def _sum(x: Tensor) -> Tensor:
@@ -376,16 +377,6 @@ def _or_least(ranks: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.where(np.isnan(ranks), -np.inf, ranks)
 
 
-#: Removers that a store notes, and the attributes that are their arguments.
-_KNOWN: dict[str, tuple[Callable[..., Remover], tuple[str, ...]]] = {
-    "FifoRemover": (FifoRemover, ()),
-    "Lifo": (Lifo, ()),
-    "LowestPriority": (LowestPriority, ("index",)),
-    "MaxTimesSampled": (MaxTimesSampled, ()),
-    "StalestFirst": (StalestFirst, ("version_key",)),
-}
-
-
 class RemovingWriter(NativeWriter):
     """Fills the store, void rows first; once it is full, each row replaces one that a remover chooses.
 
@@ -483,11 +474,11 @@ class RemovingWriter(NativeWriter):
     @property
     def recordable(self) -> bool:
         """Whether a store that notes the remover can make it again."""
-        return any(made is self.remover.__class__ for made, _ in _KNOWN.values())
+        return self.remover.__class__ in KNOWN.values()
 
     def config(self) -> dict[str, object]:
         name = type(self.remover).__name__
-        arguments = {key: getattr(self.remover, key) for key in _KNOWN.get(name, (None, ()))[1]}
+        arguments = self.remover.config() if isinstance(self.remover, Noted) else {}
         tracks = {"track_generations": True} if self.traits.tracks_tickets else {}
         return {"remover": {"type": name, **arguments}, **tracks}
 
@@ -497,14 +488,12 @@ class RemovingWriter(NativeWriter):
 
         >>> from engram import RemovingWriter, StalestFirst
         >>> RemovingWriter.from_config(RemovingWriter(StalestFirst("version")).config())
-        RemovingWriter(StalestFirst('version'))
+        RemovingWriter(StalestFirst(version_key='version'))
         """
         noted = config["remover"]
         if not isinstance(noted, dict):
             raise TypeError(f"remover: expected a table with its type, got {noted!r:.80}.")
-        made, names = _KNOWN[noted["type"]]
-        arguments = {name: noted[name] for name in names}
-        remover = made(**{name: tuple(it) if isinstance(it, list) else it for name, it in arguments.items()})
+        remover = KNOWN[noted["type"]].from_config({key: it for key, it in noted.items() if key != "type"})
         return cls(remover, track_generations=bool(config.get("track_generations")))
 
     def __repr__(self) -> str:

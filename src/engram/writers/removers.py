@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from engram._support import field_paths, native, words
+from engram.saved.parts import Noted
 from engram.store import indexes, priorities
 from engram.store.row_indexes import ChangesIndex, UsageIndex
 from engram.store.sampled import StoredRows
@@ -22,7 +23,7 @@ def _written(storage: Removable, remover: object) -> Store:
     return storage.memory
 
 
-class LowestPriority:
+class LowestPriority(Noted):
     """The rows of lowest priority go; of equal ones that with the lower number.
 
     Asks the priorities of the store, as every process has left them. Exact.
@@ -46,6 +47,8 @@ class LowestPriority:
     >>> rb.add(torch.tensor(10))
     1
     """
+
+    noted = ("index",)
 
     def __init__(self, index: str = "main") -> None:
         indexes.check_index_name(index, "LowestPriority: index")
@@ -76,11 +79,8 @@ class LowestPriority:
             )
         return rows
 
-    def __repr__(self) -> str:
-        return "LowestPriority()" if self.index == "main" else f"LowestPriority(index={self.index!r})"
 
-
-class _Ranked:
+class _Ranked(Noted):
     """The rows of the smallest ranks go; of equal ones that with the lower number.
 
     The storage is the truth: its tickets say which rows changed, and an index of the store which of them to look at.
@@ -145,9 +145,6 @@ class _Ranked:
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
-
 
 class FifoRemover(_Ranked):
     """The oldest rows go. It is the default: ``ReplayBuffer(remover=FifoRemover())`` has the ring of a buffer without a remover.
@@ -209,6 +206,8 @@ class StalestFirst(_Ranked):
     1
     """
 
+    noted = ("version_key",)
+
     def __init__(self, version_key: str | tuple[str, ...] = "policy_version") -> None:
         self._key = field_paths.checked_path(version_key, "StalestFirst: version_key")
 
@@ -230,9 +229,6 @@ class StalestFirst(_Ranked):
         ranks = np.where(np.isnan(ranks), -np.inf, np.minimum(ranks, np.finfo(np.float64).max))
         ranks[moved] = np.inf
         return ranks
-
-    def __repr__(self) -> str:
-        return f"StalestFirst({self.version_key!r})"
 
 
 class MaxTimesSampled(_Ranked):
@@ -361,6 +357,12 @@ class Removable(StoredRows, Protocol):
     >>> rb.add({"score": torch.tensor(5.0)})
     1
     """
+
+
+#: The removers that a store notes.
+KNOWN: dict[str, type[LowestPriority | _Ranked]] = {
+    cls.__name__: cls for cls in (FifoRemover, Lifo, LowestPriority, MaxTimesSampled, StalestFirst)
+}
 
 
 @runtime_checkable
