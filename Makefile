@@ -291,7 +291,7 @@ format:
 
 # Names of other libraries become links where their lists can be fetched, and are kept in build/; without a network it passes, too.
 docs: $(VENV)/.engram-docs
-	@$(BIN)/sphinx-build --builder html --fail-on-warning --fresh-env --keep-going --quiet --doctree-dir build/site-trees $(ARGS) docs build/site
+	@$(BIN)/sphinx-build --builder html --fail-on-warning --fresh-env --keep-going --quiet --jobs $(JOBS) --doctree-dir build/site-trees $(ARGS) docs build/site
 	@echo "build/site/index.html"
 
 clean:
