@@ -95,8 +95,7 @@ class _Owner(OnRay):
 
 def _close(known: weakref.ref[_Owner]) -> None:
     """At the end of a program that has not closed its buffer."""
-    owner = known()
-    if owner is not None:
+    if (owner := known()) is not None:
         owner.close()
 
 
