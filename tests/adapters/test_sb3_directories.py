@@ -54,8 +54,10 @@ def test_a_deep_copy_of_a_directory_is_in_ram(once, tmp_path):
     steps = Steps(BOX, n=2)
     steps.fill(45, ours, other)
     held = {name: getattr(ours, name) for name in ("observations", "actions", "rewards")}
+    ours.owners = [ours]  # an attribute of a subclass that leads back to it
     twin = copy.deepcopy(ours)
     assert twin.scratch_dir is None
+    assert twin.owners == [twin]
     check_goes_on(twin, other, steps)
     assert ours.scratch_dir == tmp_path / "replay"
     assert all(np.array_equal(getattr(ours, name), before) for name, before in held.items())

@@ -11,6 +11,7 @@ from engram import (
     LazyMemmapStorage,
     LazyTensorStorage,
     PrioritizedReplayBuffer,
+    Ragged,
     ReplayBuffer,
     SliceSampler,
     TensorDictPrioritizedReplayBuffer,
@@ -88,7 +89,9 @@ def test_a_store_of_another_size(other, tmp_path):
     assert len(first_line(tmp_path)) == 5
 
 
-@pytest.mark.parametrize("other", [{"size": 21}, {"lanes": 2}, {"ndim": 2}])
+@pytest.mark.parametrize(
+    "other", [{"size": 21}, {"lanes": 2}, {"ndim": 2}, {"ragged": {"text": Ragged(torch.int32, max_length=9)}}]
+)
 @pytest.mark.parametrize(
     "made_by", [first_line, lambda folder: ReplayBuffer(storage=LazyMemmapStorage(20, scratch_dir=folder))]
 )
@@ -99,7 +102,9 @@ def test_a_store_of_another_size_made_after_the_opening(other, made_by, tmp_path
     assert len(waiting) == 0
     writing.extend(rows(0, 5))
     for use in (lambda: len(waiting), waiting.sample, lambda: waiting.extend(rows(0, 2)), waiting.stats):
-        with pytest.raises(IncompatibleStore, match=r"open_or_create: .*another size: .*expected .*got "):
+        with pytest.raises(
+            IncompatibleStore, match=r"open_or_create: .*another size: (?!open).*expected .*got .*[^.]\. Use"
+        ):
             use()
     waiting.close()
     assert set(fitting.sample()["step"].tolist()) <= set(range(5))

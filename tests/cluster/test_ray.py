@@ -103,6 +103,9 @@ def test_a_name_is_found(near):
         assert rb.transport_kind == "shared"
     with pytest.raises(ConnectionError, match="name='nobody'"):
         ReplayBuffer.connect("ray:nobody")
+    for taken in ("near", "near/1"):  # so a shard of it would be called
+        with pytest.raises(ValueError, match=r"name: expected one without '/' that no buffer here has"):
+            made(HERE, name=taken)
     with pytest.raises(TypeError, match=r"got \['full', 'token'\]"):
         ReplayBuffer.connect("ray:near", full="drop", token="file")
     with pytest.raises(ValueError, match="one of 1 stores, got 1"):

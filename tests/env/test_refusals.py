@@ -38,17 +38,18 @@ def test_one_environment_and_several_lanes():
 @pytest.mark.parametrize("made", [TaleEnv, lambda: vector(1)], ids=["single", "vector"])
 def test_environments_of_one_lane_take_turns_by_whole_episodes(made):
     rb = buffer()
-    envs = [rb.record(made()) for _ in range(2)]
+    envs = [rb.record(made()) for _ in range(3)]
     action = np.array([3])[..., 0] if made is TaleEnv else np.array([3])
-    for env in (*envs, *envs):  # each leaves an episode open
-        env.reset()
-        env.step(action)
-        env.step(action)
-    assert rb["next", "truncated"].flatten().tolist() == [False, True] * 3 + [False, False]
+    for at in (2, 0, 1, 0, 1):  # each leaves an episode open
+        envs[at].reset()
+        envs[at].step(action)
+        envs[at].step(action)
+        del envs[2:]  # one that is dropped, too
+    assert rb["next", "truncated"].flatten().tolist() == [False, True] * 4 + [False, False]
     with pytest.raises(RuntimeError, match=r"step: another environment .* lanes \[0\] was reset after .*lanes=n"):
         envs[0].step(action)
     envs[1].step(action)  # it goes on
-    assert len(rb) == 9
+    assert len(rb) == 11
     envs[0].reset()
     with pytest.raises(RuntimeError, match="was reset after this one"):
         envs[1].step(action)

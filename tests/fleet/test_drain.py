@@ -13,6 +13,7 @@ import torch
 from click.testing import CliRunner
 
 from engram import (
+    FrameStack,
     ImmutableDatasetWriter,
     LazyMemmapStorage,
     MinSize,
@@ -360,19 +361,21 @@ def test_rows_with_items_are_moved_whole(tmp_path):
         assert is_whole(rows, ragged=True)
 
 
-@pytest.mark.parametrize("name", ["traj_ids", "number"])
+@pytest.mark.parametrize("name", ["traj_ids", "number", "stack"])
 def test_windows_are_of_one_trajectory_or_refused(tmp_path, name):
     for k in range(2):
         steps = torch.arange(60)
         storage = LazyMemmapStorage(400, scratch_dir=tmp_path / str(k))
         sampler = SliceSampler(traj_key=name, slice_len=4)
+        if name == "stack":  # of rows before a row
+            sampler = FrameStack(RandomSampler(), 4, None, ["step"], traj_key=name)
         with ReplayBuffer(storage=storage, sampler=sampler, batch_size=640) as rb:
             rb.extend({"step": steps, name: steps // 12 + 10 * k})
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(serving(tmp_path / str(k))) for k in range(2)]
         result = drain(servers[1].address, servers[0].address)
-        assert result.exit_code == (name == "number"), result.output
-        if name == "number":
+        assert result.exit_code == (name != "traj_ids"), result.output
+        if name != "traj_ids":
             assert "ids of trajectories" in result.output
             return
         with ReplayBuffer.connect(servers[0].address) as rb:

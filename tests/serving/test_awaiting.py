@@ -14,15 +14,19 @@ from tensordict import TensorDict
 
 from engram import (
     NoSampleable,
+    NStep,
     PrioritizedReplayBuffer,
     PrioritizedSampler,
+    RandomSampler,
     ReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
 )
 from engram.cli import main
 from engram.errors import IncompatibleStore
 from engram.format.schema import Field
-from engram.serving.awaiting import awaiting
+from engram.remote.protocol import address_of
+from engram.serving.awaiting import Awaiting, awaiting
+from engram.serving.server import Server
 from tests import fresh
 
 SERVE = """
@@ -46,6 +50,22 @@ def serving(folder, *options):
 def row(k=0, n=None):
     lead = () if n is None else (n,)
     return {"obs": torch.full((*lead, 3), float(k)), "next": {"done": torch.zeros(lead, dtype=torch.bool)}}
+
+
+def test_batches_have_what_a_sampler_computes_also_of_who_came_first(tmp_path):
+    rb = ReplayBuffer.open_or_create(tmp_path / "store", 50, sampler=NStep(RandomSampler(), 2, 0.9), batch_size=8)
+    address = f"unix:{tmp_path}/store.sock"
+    (tmp_path / "store").mkdir()  # its number names the store
+    server = Server(Awaiting(rb, tmp_path / "store"), address_of(address, "test"))
+    with ReplayBuffer.connect(address) as remote:
+        remote.extend({"next": {"done": torch.zeros(9, dtype=torch.bool), "reward": torch.ones(9)}})
+        batch = remote.sample()
+        assert ({*batch}, {*batch["next"]}) == (
+            {"gamma", "next", "steps_to_next_obs"},
+            {"done", "original_reward", "reward"},
+        )
+    server.drain()
+    rb.close()
 
 
 def test_the_first_write_decides(tmp_path):

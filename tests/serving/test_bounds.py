@@ -135,10 +135,10 @@ def test_rows_without_bytes_are_counted_all_the_same(tmp_path, rows):
 
 def test_rows_count_as_wide_as_they_are_drawn():
     rb = ReplayBuffer(storage=LazyMemmapStorage(9), sampler=FrameStack(RandomSampler(), 4, -1, ["a"]))
-    rb.extend({"a": torch.zeros(9, 100), "b": torch.zeros(9)})
-    schema = rb.storage.memory.schema
-    assert drawn_bytes(rb.sampler, schema) >= 1600
-    assert drawn_bytes(RandomSampler(), schema) == schema.row_bytes
+    rb.extend({"a": torch.zeros(9, 100), "done": torch.zeros(9)})
+    memory = rb.storage.memory
+    assert drawn_bytes(rb.sampler, memory) >= 1600
+    assert drawn_bytes(RandomSampler(), memory) == memory.schema.row_bytes
     rb.close()
 
 

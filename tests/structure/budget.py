@@ -15,7 +15,7 @@ ROOMS = {
     "cli": 1_732,
     "datasets": 1_263,
     "device": 957,
-    "env": 1_146,
+    "env": 1_145,
     "format": 1_041,
     "inspect": 1_037,
     "members": 1_652,

@@ -125,7 +125,7 @@ class EpisodeReplayBuffer(Scratch, replay_buffers.EpisodeReplayBuffer):  # type:
         made = partial(type(self), **self._arguments, scratch_dir=self.scratch_dir, exclude=self.exclude)  # type: ignore[arg-type]
         return made, (), self.get_state()
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+    def __deepcopy__(self, memo: dict[int, Self]) -> Self:
         made = type(self)(**self._arguments, exclude=self.exclude)  # type: ignore[arg-type]
         made.set_state(deepcopy(self.get_state(), memo))
         return made

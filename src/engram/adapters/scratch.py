@@ -79,8 +79,8 @@ class Scratch:
         state = {name: value for name, value in vars(self).items() if name not in self.not_pickled}
         return state if self.scratch_dir is not None else {**state, "rows": (self.rb.state_dict(),)}
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        inside, made = (object.__new__(type(self)) for _ in range(2))
+    def __deepcopy__(self, memo: dict[int, Self]) -> Self:
+        inside, made = object.__new__(type(self)), memo.setdefault(id(self), object.__new__(type(self)))
         vars(inside).update(vars(self), scratch_dir=None)
         made.__setstate__(deepcopy(inside.__getstate__(), memo))
         return made

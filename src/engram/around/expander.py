@@ -564,7 +564,7 @@ class Expander(SamplerAround):
         if not storage.memory.is_native and self.draws_on_device:
             return self._can_sample_there(storage.memory) and source.can_sample(storage, batch_size)
         if self._windows is not None:
-            finished = self._expansion_of(storage.memory).finished
+            finished = self.expansion_of(storage.memory).finished
             return self._windows.can_sample(storage, batch_size, finished=finished)
         with contextlib.suppress(NoSampleable):
             if source.can_sample(storage, batch_size):
@@ -623,7 +623,7 @@ class Expander(SamplerAround):
 
     # ---- the store ---------------------------------------------------------------------------------------------------
 
-    def _expansion_of(self, memory: store.Store) -> Expansion:
+    def expansion_of(self, memory: store.Store) -> Expansion:
         """The read of a store's rows. It is replaced as a whole if another store was read last: other threads may be drawing."""
         memory.core.find_fields()
         found = self._expansion
@@ -671,7 +671,7 @@ class Expander(SamplerAround):
         assert memory is not None  # the buffer asks only then
         if not memory.is_native and self.draws_on_device:
             return self._sample_there(storage, key, n, numbered=numbered)
-        expansion = self._expansion_of(memory)
+        expansion = self.expansion_of(memory)
         relabelling, windows = expansion.relabelling, self._windows
         goals = None if relabelling is None else relabelling.goals(memory, expansion.table, key.value)
         if windows is not None:

@@ -183,18 +183,17 @@ class Recording:
         self._noted = self._notes.take(needed=some(self.acting)) if self._notes.leaves else []
 
     def _take_lanes(self) -> None:
-        """Be what records to the lanes, in place of others, whose episodes end there."""
+        """Be what records to the lanes, in place of others. What is open there ends, also where who recorded it is gone."""
         recording = _RECORDING.setdefault(self._buffer.storage, weakref.WeakValueDictionary())
-        for lane in self._lanes.tolist():
-            other = recording.get(lane, self)
-            if other is not self:
-                other.give_way()
-            recording[lane] = self
-        self._displaced = False
+        taken = [lane for lane in self._lanes.tolist() if recording.get(lane) is not self]
+        for lane in taken:
+            recording.get(lane, self).give_way()
+            recording[lane], self._displaced = self, False
+        if taken:
+            self._buffer.end_trajectory(np.array(taken), roles=self._roles)
 
     def give_way(self) -> None:
-        """Another one records to a lane of this: end what is open, and take no step before the next reset."""
-        self._end(self._open)
+        """Another one records to a lane of this: take no step before the next reset."""
         self._displaced, self._steps = True, None
 
     def _check_lanes(self) -> None:

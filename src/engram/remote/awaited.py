@@ -120,8 +120,7 @@ def _of_store(method: Method, before: object = None) -> Method:
 
     @wraps(method)
     def answer(self: AwaitedStorage, *arguments: object, **named: object) -> object:
-        there = self.there
-        if there is not None:
+        if (there := self.there) is not None:
             return operator.methodcaller(method.__name__, *arguments, **named)(there)
         return before(self, *arguments, **named) if callable(before) else before
 

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Protocol, cast
 
@@ -405,12 +406,9 @@ class RemoteSampler(OfServer, _base.DeclaredSampler):
     traits = Traits()
 
     def __init__(self, served: Served) -> None:
-        names = served.traits_of_sampler
         # It consumes nothing: the server writes over rows that are used up.
-        self.traits = _traits(
-            names, draws_uniformly=False, reads_natively=True, can_rewind=False, listens=False, consumes=False
-        )
-        self.computed_keys = {key[0] if len(key) == 1 else tuple(key): flat for key, flat in served.computed_keys}
+        own = {"draws_uniformly": False, "can_rewind": False, "listens": False, "consumes": False}
+        self.traits = _traits(served.traits_of_sampler, reads_natively=True, **own)
         self.draws_of_a_row = served.draws_of_a_row
         self._text = served.sampler
         self._storage: ServedStorage | None = None
@@ -419,6 +417,11 @@ class RemoteSampler(OfServer, _base.DeclaredSampler):
         if not isinstance(storage, ServedStorage):
             raise refused("set_storage", "Make a buffer of its own for the storage.")
         self._storage = storage
+
+    @cached_property
+    def computed_keys(self) -> dict[Entry, bool]:  # type: ignore[override] # asked for with the first batch: there is a store then
+        of = self._bound().served.computed_keys
+        return {key[0] if len(key) == 1 else tuple(key): flat for key, flat in of}
 
     def _bound(self) -> ServedStorage:
         if self._storage is None:

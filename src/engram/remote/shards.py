@@ -100,8 +100,7 @@ class Shard:
 
     def find(self, known: protocol.Served | None) -> Found:
         """As ``Servers``. A store in memory that was lost with its node begins without rows."""
-        found = self.serve(known.schema if known is not None else None)
-        if found is None:
+        if (found := self.serve(known.schema if known is not None else None)) is None:
             raise ConnectionError("nothing was ever written.")
         return found
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from engram import samplers
 from engram._support.words import raise_as
+from engram.around.expander import Expander
 from engram.buffer.configuration import Reaching
 from engram.buffer.connecting import Way
 from engram.errors import CorruptStore
@@ -31,7 +32,6 @@ from engram.remote.fleet import plans
 from engram.remote.fleet.members import SKIP_S, Shard
 from engram.remote.fleet.storage import FleetStorage, ask_servers, check_stores, storage_at
 from engram.remote.served import ServedStorage
-from engram.samplers import PrioritizedSampler
 from engram.saved.rows import roles_of
 from engram.serving.copies import Listening
 from engram.serving.service import DRAIN_LEASE_S, Service
@@ -200,8 +200,9 @@ class Draining:
         served = [it.storage.served for it in others.members.shards]
         own = cast("protocol.Served", self._service.do(protocol.Describe(protocol.PROTOCOL, "")))
         check_stores([own, *served], None)
-        of, copies = samplers.declared(self._service.buffer.sampler).traits, self._service.copies
-        ids = "traj_id" in roles_of(self._storage.store.schema.fields)
+        sampler, fields = self._service.buffer.sampler, self._storage.store.schema.fields
+        of, copies = samplers.declared(sampler).traits, self._service.copies
+        mixes = (of.draws_windows or isinstance(sampler, Expander)) and "traj_id" not in roles_of(fields)
         for wrong, expected in (
             (min(it.level for it in served) < 2, "servers of this engram, or of a newer one"),
             (own.store in (it.store for it in served), "servers of other stores, got one of this store"),
@@ -213,7 +214,7 @@ class Draining:
             (any("read_only" in it.traits_of_writer for it in (own, *served)), "stores whose writer is not read-only"),
             (of.consumes, f"rows that may be drawn again, and {own.sampler} uses them up"),
             (of.has_epochs, f"another sampler than {own.sampler}, in whose epochs rows that move would come twice"),
-            (of.draws_windows and not ids, "ids of trajectories, as windows are drawn"),
+            (mixes, "ids of trajectories, as steps around rows are drawn"),
             (any(others.ledger.limit), "no limits, which would count moved rows as new: rb.limit(None)"),
         ):
             if wrong:
@@ -334,7 +335,7 @@ class Draining:
     def _priorities(self, rows: Tensor) -> Tensor:
         """Those by which rows are drawn; ones, where none are."""
         by = drawing_by(self._service.buffer.sampler)
-        if not isinstance(by, PrioritizedSampler) or not by.alpha:
+        if not isinstance(by, samplers.PrioritizedSampler) or not by.alpha:
             return torch.ones(len(rows), dtype=torch.float64, device="cpu")
         return (by.priorities().leaves_of(rows) ** (1 / by.alpha) - by.eps).clamp(min=0)
 

@@ -95,8 +95,7 @@ class _Owner(OnRay):
 
 def _close(known: weakref.ref[_Owner]) -> None:
     """At the end of a program that has not closed its buffer."""
-    owner = known()
-    if owner is not None:
+    if (owner := known()) is not None:
         owner.close()
 
 
@@ -119,7 +118,7 @@ class RayReplayBuffer(metaclass=_Checked):
             here: see docs/cluster.md.
         placement: where Ray keeps the rows: ``"learners"``, the node of this program; ``"actors"``, the others in turn; ``"spread"``, all
             in turn. Where ``remote_config`` names resources or a scheduling strategy, these say it.
-        name: for ``ReplayBuffer.connect("ray:NAME")`` in other programs of the cluster.
+        name: for ``ReplayBuffer.connect("ray:NAME")`` in other programs of the cluster. Without ``/``: shards are called ``NAME/0``.
         missing: of several shards, one that does not answer is left out after 10 seconds, with a warning, until it is back (``"skip"``);
             or it is waited for, and ``ConnectionError`` is raised after 60 (``"wait"``).
         **kwargs: those of ``replay_buffer_cls``. Transforms and ``collate_fn`` run where the buffer is used; ``generator`` is that of this
@@ -138,8 +137,9 @@ class RayReplayBuffer(metaclass=_Checked):
 
     Raises:
         TypeError: another class than one of engram's buffers. ValueError: no such ``transport``,
-            ``placement`` or ``missing``; a sampler, writer or storage that cannot have several shards. ConnectionError: Ray has not started
-            the actors within 60 s, for want of what they reserve. ModuleNotFoundError: ``engram-replay[ray]`` is not installed.
+            ``placement`` or ``missing``; a ``name`` that another buffer has, or one with ``/``; a sampler, writer or storage that cannot
+            have several shards. ConnectionError: Ray has not started the actors within 60 s, for want of what they reserve.
+            ModuleNotFoundError: ``engram-replay[ray]`` is not installed.
         What making the buffer raises.
 
     >>> from functools import partial
@@ -186,8 +186,8 @@ class RayReplayBuffer(metaclass=_Checked):
         check_choice("RayReplayBuffer: placement", placement, get_args(Placement))
         if not ray.is_initialized():
             ray.init(**(ray_init_config or {}))
-        if name is not None and [*names_of(name), *shards_of([name], _PATIENCE_S)]:
-            raise ValueError(f"RayReplayBuffer: name: expected one that no buffer here has, got {name!r}.")
+        if name is not None and ("/" in name or [*names_of(name), *shards_of([name], _PATIENCE_S)]):
+            raise ValueError(f"RayReplayBuffer: name: expected one without '/' that no buffer here has, got {name!r}.")
         given = {"size": size, **kwargs}
         if in_list:
             options = options_of(remote_config, 1, placement, LIST_OPTIONS)[0]

@@ -26,7 +26,7 @@ from engram.buffer.read_path import ReadPath
 from engram.buffer.wiring import Wiring
 from engram.errors import IncompatibleStore, NoSampleable, RowError
 from engram.format import layout
-from engram.format.schema import Schema, encode
+from engram.format.schema import encode
 from engram.format.sizes import most_row_bytes, usual_row_bytes
 from engram.inspect import gauges
 from engram.inspect.advice import drawing_by, is_over_batch
@@ -42,6 +42,7 @@ from engram.store.lifetime import exclusive
 from engram.store.limits import Rules
 from engram.store.ragged_rows import Items, check_room, items_in, joined
 from engram.store.requests import IN_DOUBT, OutOfOrder, Requests
+from engram.store.store import Store
 from engram.transforms import Compose
 from engram.types import Entry, WritePlan
 
@@ -139,7 +140,7 @@ class Service:
         self._stored_bytes = records * usual_row_bytes(self._schema)
         of = self._wiring.of_sampler  # what it draws may be gone where it cannot be sent
         gone = of.consumes or of.has_epochs or of.awaits_rows
-        self._drawn_bytes = records * drawn_bytes(rb.sampler, self._schema, consumes=gone)
+        self._drawn_bytes = records * drawn_bytes(rb.sampler, store, consumes=gone)
         #: Clients that write, and streams of all kinds, which the server counts.
         self.writers = self.open_streams = 0
         #: Streams of batches; when the clients connected that have begun none yet; and the number of the newest client.
@@ -211,8 +212,7 @@ class Service:
         self.look_for_fields()
         recipe = json.loads((self._folder / layout.FOLDER / layout.BUFFER).read_bytes())
         served = served_by(self._rb, self.name, encode(self._schema).decode(), recipe, why_alone(self._rb))
-        limited = self.limits_number() < 0
-        of = {"limited": limited, "participant": self._number_of_client(), "drained": self.is_drained}
+        of = {"limited": self.limits_number() < 0, "participant": self._number_of_client(), "drained": self.is_drained}
         note = self.copies.note
         return msgspec.structs.replace(served, generation=note.generation, lost=note.lost, other=note.other, **of)
 
@@ -224,8 +224,7 @@ class Service:
 
     def look_for_fields(self) -> int:
         """Take over the fields that any process has added since: how many there are."""
-        epoch = self._store.core.fields_epoch
-        if epoch != self._fields_epoch:
+        if (epoch := self._store.core.fields_epoch) != self._fields_epoch:
             adopt_fields(self._store)
             self._schema, self._fields_epoch = self._store.schema, epoch
             self._fields = wire.fields_of(self._schema)
@@ -635,11 +634,12 @@ def _sizes(command: protocol.Sample) -> list[int]:
     return command.parts or [command.rows] * len(command.keys)
 
 
-def drawn_bytes(sampler: object, schema: Schema, *, consumes: bool = False) -> int:
+def drawn_bytes(sampler: object, memory: Store, *, consumes: bool = False) -> int:
     """Bytes of a row of batches; of one that is used up by its draw, which must fit, as many as it may have."""
     if not isinstance(sampler, Expander):
-        return most_row_bytes(schema) if consumes else usual_row_bytes(schema)
+        return most_row_bytes(memory.schema) if consumes else usual_row_bytes(memory.schema)
     try:
-        return max(schema.row_bytes, sampler.ready_bytes(schema.fields))
-    except (KeyError, TypeError):  # drawing raises it, too
-        return schema.row_bytes
+        sampler.expansion_of(memory)  # clients are told what batches have besides fields
+        return max(memory.schema.row_bytes, sampler.ready_bytes(memory.schema.fields))
+    except (KeyError, RuntimeError, TypeError, ValueError):  # drawing raises it, too
+        return memory.schema.row_bytes

@@ -320,7 +320,7 @@ def _check_size(found: schemas.Schema, geometry: _geometry.Geometry, folder: Pat
         expected = geometry.with_own_rings(found, None, _home.OPEN_OR_CREATE) if geometry.ragged.fields else found
         differs = schemas.differences(geometry.schema(_ragged_structure.structure_in(expected), found.columns), found)
     except IncompatibleCheckpoint as error:
-        differs = str(error)
+        differs = str(error).removeprefix(f"{_home.OPEN_OR_CREATE}: ").removesuffix(".")
     if len(found.columns) != geometry.ndim - 1:
         differs = f"ndim: expected {geometry.ndim}, got {1 + len(found.columns)}"
     if differs:
