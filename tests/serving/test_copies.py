@@ -85,6 +85,23 @@ def test_a_queue_admits_as_many_rows_at_the_copy(pair, sync):
     assert sorted(drawn) == [*range(24)]
 
 
+def test_a_write_in_doubt_does_not_stay_at_the_server_that_is_gone(pair):
+    """The next one waits for a server, and says of itself that none answered: of it nothing was sent."""
+    store(pair.root / "a", capacity=64, sampler=ConsumingSampler())
+    a, _ = pair.start("a"), pair.program("b", follow="a")
+    pair.copied(10)
+    with ReplayBuffer.connect([pair.at["a"], pair.at["b"]], patience=1) as remote:
+        remote.extend({"a": torch.arange(10, 12)})
+        pair.copied(12)
+        a.kill()
+        for why in ("may be written or not", "no server answered within 1 s"):
+            with pytest.raises(ConnectionError, match=why):
+                remote.extend({"a": torch.arange(98, 99)})
+        pair.promote()
+        assert len(remote.extend({"a": torch.arange(12, 14)})) == 2
+    assert sorted(pair.rows("b")) == [*range(14)]
+
+
 def test_a_store_that_a_server_follows_is_not_drained(pair):
     """Its copy has the rows that have moved, too, and would serve them once the server is gone."""
     for k in "ac":
