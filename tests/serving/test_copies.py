@@ -276,6 +276,22 @@ def test_the_age_of_a_copy_is_told(pair):
         assert age(remote) >= 0
 
 
+def test_a_copy_is_no_older_when_a_row_is_written(pair):
+    """It had all rows until then, however long ago it was saved."""
+    store(pair.root / "a")
+    pair.start("a")
+    follower = pair.follower()
+    with ReplayBuffer.connect(pair.at["a"]) as remote:
+        follower.fetch()
+        saved = time.monotonic()
+        until(lambda: follower.fetch() or time.monotonic() > saved + 2)
+        quiet = time.monotonic()
+        follower.fetch()
+        remote.extend({"a": torch.tensor([10])})
+        follower.fetch()  # it comes, and is not known to have arrived
+        assert remote.stats()["copy_age_s"] <= time.monotonic() - quiet
+
+
 def test_a_leader_that_starts_again_sends_what_the_follower_lacks(pair, monkeypatch):
     sent, append = [], connection._append
 

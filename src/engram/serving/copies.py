@@ -226,8 +226,8 @@ class Copies:
                 self.note = self.note.noted(self._folder, other=str(other))
             with self._changed:
                 if command.have == self._name:
-                    unchanged = self._looks() == self._was
-                    self._arrived, self._copied_at = self._number, time.monotonic() if unchanged else self._saved_at
+                    copied_at = time.monotonic() if self._looks() == self._was else self._saved_at
+                    self._arrived, self._copied_at = self._number, max(self._copied_at, copied_at)
                 self._changed.notify_all()
             if self._is_due(command):
                 self._save()
