@@ -292,6 +292,30 @@ def test_a_copy_is_no_older_when_a_row_is_written(pair):
         assert remote.stats()["copy_age_s"] <= time.monotonic() - quiet
 
 
+def test_a_follower_that_fetches_for_long_is_there(pair, monkeypatch):
+    """No other one takes its place, whether it reads parts slowly or waits for files that are compared."""
+    store(pair.root / "a", rows=1 << 21, capacity=1 << 21)
+    slow = "import time, filecmp\nfilecmp.cmp = lambda one, *_, **__: time.sleep(one.stat().st_size * 2e-7)\n"
+    brief = "from engram.serving import copies\ncopies._SILENT_S, copies._ANSWER_S = 1.0, 1.0\n"
+    given = {"folder": str(pair.root / "a"), "listen": pair.at["a"], "token": None, "follow": "", "lease": ""}
+    monkeypatch.setattr(copies, "_ANSWER_S", 100.0)
+    first, second, append = pair.follower(), pair.follower(name="c"), connection._append
+    for reads_slowly in (True, False):
+        a = fresh.start(slow + brief + SERVER, sync=False, **given)
+        pair.running.append(a.until("ready"))
+        with monkeypatch.context() as patched:
+            if reads_slowly:
+                patched.setattr(connection, "_append", lambda *of: (time.sleep(len(of[2]) * 1e-7), append(*of)))
+            thread = threading.Thread(target=first.fetch)
+            thread.start()
+            until((pair.root / "b-copy" / "coming").exists)
+            while (pair.root / "b-copy" / "coming").exists():
+                with pytest.raises(RuntimeError, match="expected one follower"):
+                    second.fetch()
+            thread.join()
+        a.kill()
+
+
 def test_a_leader_that_starts_again_sends_what_the_follower_lacks(pair, monkeypatch):
     sent, append = [], connection._append
 

@@ -278,7 +278,10 @@ class Copies:
         )
 
     def files(self, schema: pa.Schema, name: str, before: str = "") -> Iterator[pa.RecordBatch]:
-        """The files of a checkpoint as record batches of name and data; null for those that the one before has, too."""
+        """The files of a checkpoint as record batches of name and data; null for those that the one before has, too.
+
+        The first checkpoint of a server has files of its own, also of rows that did not change.
+        """
         root = series_of(self._folder)
         if None in (attempts.Name.parse(name), attempts.Name.parse(before or name)):
             raise ValueError(f"follow: expected names of checkpoints, got {name!r:.80} and {before!r:.80}.")
@@ -286,13 +289,12 @@ class Copies:
             if path.is_file():
                 file = path.relative_to(root / name)
                 old = root / before / file
-                for part in (None,) if before and old.exists() and _same(old, path) else parts_of(path):
+                with self._turn:  # a follower that waits for this is there
+                    same = before and old.exists() and (old.samefile(path) or filecmp.cmp(old, path, shallow=False))
+                    self._heard = time.monotonic()
+                for part in (None,) if same else parts_of(path):
+                    self._heard = time.monotonic() + _ANSWER_S  # parts on their way are read yet
                     yield pa.record_batch([[str(file)], [part]], schema=schema)
-
-
-def _same(old: Path, new: Path) -> bool:
-    """Whether two files have the same bytes: the first checkpoint of a server has files of its own, of rows that did not change."""
-    return old.samefile(new) or (old.stat().st_size == new.stat().st_size and filecmp.cmp(old, new, shallow=False))
 
 
 def name_of(folder: Path, *, readonly: bool) -> str:
@@ -373,10 +375,9 @@ class Follower:
         self._held = disk.open_folder(self._root)
         deadline = time.monotonic() + _RETRY_S
         while not disk.lock(self._held):  # a promotion that finds no follower has it for a moment
-            if time.monotonic() < deadline:
-                time.sleep(_RETRY_S / 10)
-                continue
-            raise FileExistsError(f"serve: --follow: another process keeps a copy in {str(self._root)!r}.")
+            if time.monotonic() >= deadline:
+                raise FileExistsError(f"serve: --follow: another process keeps a copy in {str(self._root)!r}.")
+            time.sleep(_RETRY_S / 10)
         disk.remove(self._root / _PROMOTE)
         newest = next(iter(attempts.names(self._root)), None)
         #: The newest whole copy, and the rows that the leader had ever written when it was heard of last.
@@ -439,9 +440,8 @@ class Follower:
                 self._connection.fetch_dump(coming, lambda _: None, ticket, self._root / self._have)
             except ConnectionError as error:
                 self._connection = None
-                raise (RuntimeError if last else ConnectionError)(
-                    str(error)
-                ) from error  # it has handed over, and may live
+                lost = RuntimeError if last else ConnectionError  # it has handed over, and may live
+                raise lost(str(error)) from error
             os.rename(coming, self._root / str(attempts.Name.parse(ticked.name)))
             for name in map(str, attempts.names(self._root)):
                 if name not in (ticked.name, self._have):
