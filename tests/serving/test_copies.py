@@ -292,6 +292,25 @@ def test_a_copy_is_no_older_when_a_row_is_written(pair):
         assert remote.stats()["copy_age_s"] <= time.monotonic() - quiet
 
 
+def test_a_follower_keeps_its_copy_where_another_store_is_served(pair):
+    """As where the machine of its leader comes back with an empty disk: the copy is all that there is of the store."""
+    store(pair.root / "a")
+    a, b = pair.start("a"), pair.program("b", follow="a")
+    pair.copied(10)
+    a.kill()
+    for name in ("a", "a-copy"):
+        disk.remove(pair.root / name)
+    store(pair.root / "a", rows=3)
+    pair.start("a")
+    until(lambda: "another store is served there" in b.err)
+    b.kill()
+    b = pair.program("b", follow="a")
+    until(lambda: "another store is served there" in b.err)
+    pair.promote()
+    assert pair.rows("b") == [*range(10)]
+    assert pair.rows("a") == [*range(3)]
+
+
 def test_a_follower_that_fetches_for_long_is_there(pair, monkeypatch):
     """No other one takes its place, whether it reads parts slowly or waits for files that are compared."""
     store(pair.root / "a", rows=1 << 21, capacity=1 << 21)

@@ -416,7 +416,7 @@ def test_nothing_is_promoted_without_a_copy(pair):
     follower = pair.follower("c")
     thread = threading.Thread(target=follower.run, daemon=True)
     thread.start()
-    with pytest.raises(RuntimeError, match="does not answer, and the newest copy here is none"):
+    with pytest.raises(RuntimeError, match="does not serve the store, and the newest copy here is none"):
         copies.promoted(pair.root / "b")
     assert not (pair.root / "b").exists()
 

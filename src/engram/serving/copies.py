@@ -358,9 +358,7 @@ class Follower:
 
     def __init__(self, directory: Path, leader: str, at: Listening, lease: int | None = None) -> None:
         if directory.exists() and any(directory.iterdir()):
-            raise FileExistsError(
-                f"serve: --follow: expected a free name or an empty folder for a copy, found something in {str(directory)!r}."
-            )
+            raise FileExistsError(f"serve: --follow: expected a free name or an empty folder, got {str(directory)!r}.")
         self._directory, self._leader, self._lease, self._root = directory, leader, lease, series_of(directory)
         self._access = Way(patience=0.0, **(at.reaching or {})).access(leader, "serve: --follow")
         if at.address.port == 0 and at.address.scheme != "unix":
@@ -397,7 +395,7 @@ class Follower:
                     self.fetch(last=takes_over)
                 except ConnectionError as error:
                     self._connection = None
-                    why = f"{self._leader} does not answer, and the newest copy here is {self._have or 'none'}: {error}"
+                    why = f"{self._leader} does not serve the store, and the newest copy here is {self._have or 'none'}: {error}"
                 if takes_over and self._have:
                     self.make()
                     disk.remove(asked)
@@ -425,12 +423,17 @@ class Follower:
         return wanted or (self._lease is not None and bool(self._have) and disk.lock(self._lease))
 
     def fetch(self, *, last: bool = False) -> None:
-        """Have a newer copy, or the ``last`` one. Raises ``ConnectionError``: the other server does not answer; and what that raises."""
+        """Have a newer copy, or the ``last`` one.
+
+        Raises ``ConnectionError``: the other server does not answer, or serves another store; and what it raises.
+        """
         coming = self._root / _COMING
         disk.remove(coming)
         if self._connection is None:  # one that breaks may have had too little time
             self._connection = Connection(self._access._replace(timeout_s=self._timeout_s))
             self._timeout_s *= 2
+            if self._have and self._connection.served.store != self._origin().store:
+                raise ConnectionError("another store is served there. To copy it, too, serve another directory.")
         command = protocol.Tick(self._have, self._address, last)
         ticked = self._connection.ask("tick", command, protocol.Ticked)
         self._writes = ticked.writes
@@ -448,10 +451,13 @@ class Follower:
                     disk.remove(self._root / name)
         self._have, self._timeout_s = ticked.name, _ANSWER_S
 
+    def _origin(self) -> Origin:
+        """What the newest copy says of its store."""
+        return msgspec.convert(attempts.read_attempt(self._root / self._have).user, Origin)
+
     def make(self) -> Note:
         """Make the store of the newest copy, in one step. Raises what loading it raises."""
-        making, of = self._root / _MAKING, attempts.read_attempt(self._root / self._have).user
-        origin = msgspec.convert(of, Origin)
+        making, origin = self._root / _MAKING, self._origin()
         disk.remove(making)
         create_store(decode(origin.schema.encode(), "promote"), making).close()
         files.overwrite(making / layout.FOLDER / layout.BUFFER, msgspec.json.encode(origin.recipe))
