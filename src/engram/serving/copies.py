@@ -340,7 +340,7 @@ def promoted(directory: Path) -> Note:
     disk.remove(asked)
     if not (note := Note.of(directory)).generation:
         absent = f"no server keeps a copy for {str(directory)!r}. Start one with --follow"
-        raise RuntimeError(f"promote: {why or absent}.")
+        raise RuntimeError(f"promote: {(why or absent).rstrip('.')}.")
     return note
 
 
@@ -401,7 +401,7 @@ class Follower:
                     disk.remove(asked)
                     return
             except Exception as error:  # noqa: BLE001 - the next try may do better
-                why = f"{self._leader} answers, and there is no copy of now: {error}"
+                why = f"{why} {self._leader} is neither copied nor replaced: {error}".lstrip()
             if takes_over and asked.exists():
                 asked.write_text(why)
             if why not in ("", said):
