@@ -311,6 +311,25 @@ def test_a_follower_keeps_its_copy_where_another_store_is_served(pair):
     assert pair.rows("a") == [*range(3)]
 
 
+def test_a_lease_promotes_no_copy_without_a_word_of_its_leader(pair):
+    """The follower was down while rows were written. After a power cut it is up first, and nobody has the lease."""
+    store(pair.root / "a")
+    lease = {"lease": pair.root / "lease"}
+    a, b = pair.start("a", **lease), pair.program("b", follow="a", **lease)
+    pair.copied(10)
+    b.kill()
+    with ReplayBuffer.connect(pair.at["a"]) as remote:
+        remote.extend({"a": torch.arange(10, 15)})
+    a.kill()
+    b = pair.program("b", follow="a", **lease)
+    until(lambda: "the lease does not promote it" in b.err)
+    a = pair.start("a", **lease)
+    pair.copied(15)
+    a.kill()
+    until((pair.root / "b.sock").exists)
+    assert pair.rows("b") == [*range(15)]
+
+
 def test_a_follower_that_fetches_for_long_is_there(pair, monkeypatch):
     """No other one takes its place, whether it reads parts slowly or waits for files that are compared."""
     store(pair.root / "a", rows=1 << 21, capacity=1 << 21)

@@ -378,8 +378,8 @@ class Follower:
             time.sleep(_RETRY_S / 10)
         disk.remove(self._root / _PROMOTE)
         newest = next(iter(attempts.names(self._root)), None)
-        #: The newest whole copy, and the rows that the leader had ever written when it was heard of last.
-        self._have, self._writes = "" if newest is None else str(newest), 0
+        #: The newest whole copy, whether it came since this began, and the rows that the leader had ever written when heard of last.
+        self._have, self._trails, self._writes = "" if newest is None else str(newest), False, 0
         self._connection: Connection | None = None
         self._timeout_s = _ANSWER_S
 
@@ -396,6 +396,8 @@ class Follower:
                 except ConnectionError as error:
                     self._connection = None
                     why = f"{self._leader} does not serve the store, and the newest copy here is {self._have or 'none'}: {error}"
+                    if self._lease is not None and self._have and not self._trails:
+                        why += " It may be old, and the lease does not promote it: if the leader is gone, call engram promote."
                 if takes_over and self._have:
                     self.make()
                     disk.remove(asked)
@@ -418,9 +420,9 @@ class Follower:
                 socket.create_server((host, port), family=family).close()
 
     def _takes_over(self, asked: Path) -> bool:
-        """Whether it is asked for, or no other process has the lease."""
+        """Whether it is asked for, or no other process has the lease of a leader whose copy is no older than this process."""
         wanted = asked.exists() and not asked.stat().st_size
-        return wanted or (self._lease is not None and bool(self._have) and disk.lock(self._lease))
+        return wanted or (self._lease is not None and self._trails and disk.lock(self._lease))
 
     def fetch(self, *, last: bool = False) -> None:
         """Have a newer copy, or the ``last`` one.
@@ -449,7 +451,7 @@ class Follower:
             for name in map(str, attempts.names(self._root)):
                 if name not in (ticked.name, self._have):
                     disk.remove(self._root / name)
-        self._have, self._timeout_s = ticked.name, _ANSWER_S
+        self._have, self._trails, self._timeout_s = ticked.name, True, _ANSWER_S
 
     def _origin(self) -> Origin:
         """What the newest copy says of its store."""
