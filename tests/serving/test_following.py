@@ -17,11 +17,12 @@ from contextlib import closing
 import pytest
 import torch
 from click.testing import CliRunner
+from pyarrow import flight
 
 from engram import LazyMemmapStorage, MinSize, PrioritizedSampler, RateLimited, ReplayBuffer, SamplesPerInsert
 from engram.buffer.connecting import Way
 from engram.cli import main
-from engram.remote import protocol
+from engram.remote import connection, protocol
 from engram.remote.connection import Connection
 from engram.serving import copies
 from engram.serving.copies import Follower, Note
@@ -358,6 +359,26 @@ def test_of_a_leader_that_is_gone_it_is_not_said_that_it_answers(pair, monkeypat
     assert not any(" answers" in str(it.value) or str(it.value).endswith("..") for it in (full, taken))
     monkeypatch.undo()
     assert copies.promoted(pair.root / "b").generation == 1
+    thread.join(60)
+
+
+def test_of_a_leader_that_sends_too_slowly_it_is_not_said_that_it_is_gone(pair, monkeypatch, caplog):
+    store(pair.root / "a")
+    pair.start("a")
+    follower = pair.follower()
+
+    def late(*_):
+        raise flight.FlightTimedOutError("too late")
+
+    monkeypatch.setattr(connection, "_append", late)
+    thread = threading.Thread(target=follower.run, daemon=True)
+    thread.start()
+    until(lambda: "too late" in caplog.text)
+    assert "a.sock is neither copied nor replaced: " in caplog.text
+    assert "does not serve the store" not in caplog.text
+    monkeypatch.undo()
+    pair.copied(10)
+    copies.promoted(pair.root / "b")
     thread.join(60)
 
 

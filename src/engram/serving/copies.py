@@ -445,8 +445,7 @@ class Follower:
                 self._connection.fetch_dump(coming, lambda _: None, ticket, self._root / self._have)
             except ConnectionError as error:
                 self._connection = None
-                lost = RuntimeError if last else ConnectionError  # it has handed over, and may live
-                raise lost(str(error)) from error
+                raise RuntimeError(str(error)) from error  # it may live, and may have handed over
             os.rename(coming, self._root / str(attempts.Name.parse(ticked.name)))
             for name in map(str, attempts.names(self._root)):
                 if name not in (ticked.name, self._have):
