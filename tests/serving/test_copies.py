@@ -330,6 +330,31 @@ def test_a_lease_promotes_no_copy_without_a_word_of_its_leader(pair):
     assert pair.rows("b") == [*range(15)]
 
 
+@pytest.mark.parametrize("sync", [False, True], ids=["", "sync"])
+def test_clients_hear_of_a_follower_that_begins_later(pair, sync):
+    """One that writes, and one that draws: both were connected before there was a second server."""
+    store(pair.root / "a")
+    a, b = pair.start("a"), None
+    with ReplayBuffer.connect(pair.at["a"]) as writer, ReplayBuffer.connect(pair.at["a"]) as learner:
+        writer.extend({"a": torch.arange(10, 12)})
+        learner.sample()
+        if sync:
+            a.kill()
+            a = pair.start("a", sync=True)  # nobody is told of a follower with an answer to a write
+            learner.sample()
+        b = pair.program("b", follow="a")
+        pair.copied(12)
+        writer.extend({"a": torch.arange(12, 14)})
+        learner.sample()
+        pair.copied(14)
+        a.kill()
+        pair.promote()
+        writer.extend({"a": torch.arange(14, 16)})
+        assert {*learner.sample()["a"].tolist()} <= {*range(16)}
+    assert b.poll() is None
+    assert pair.rows("b") == [*range(16)]
+
+
 def test_a_follower_that_fetches_for_long_is_there(pair, monkeypatch):
     """No other one takes its place, whether it reads parts slowly or waits for files that are compared."""
     store(pair.root / "a", rows=1 << 21, capacity=1 << 21)

@@ -211,19 +211,23 @@ class Copies:
         """Whether a follower was heard of lately."""
         return self._turn.locked() or time.monotonic() < self._heard + _SILENT_S
 
-    def check_follower(self, command: protocol.Tick) -> None:
-        """Raise ``RuntimeError``: there is another one, or this one takes over before it has followed."""
-        is_there = self.is_followed
-        if command.address != self.note.other and (command.last or is_there):
+    def notes_follower(self, command: protocol.Tick) -> bool:
+        """Whether the follower is a new one, which is noted.
+
+        Raises ``RuntimeError``: there is another one, or this one takes over before it has followed.
+        """
+        is_there, is_new = self.is_followed, command.address != self.note.other
+        if is_new and (command.last or is_there):
             why = f"but {self.note.other} follows this server" if is_there else "before another takes over"
             raise RuntimeError(f"follow: expected one follower, {why}.")
+        if is_new:
+            other = protocol.address_of(command.address, "follow")  # no name of a file, which would be read
+            self.note = self.note.noted(self._folder, other=str(other))
+        return is_new
 
     def tick(self, command: protocol.Tick) -> protocol.Ticked:
         """Make a checkpoint, if the follower lacks something. Raises what saving raises."""
         with self._turn:
-            if command.address != self.note.other:
-                other = protocol.address_of(command.address, "follow")  # no name of a file, which would be read
-                self.note = self.note.noted(self._folder, other=str(other))
             with self._changed:
                 if command.have == self._name:
                     copied_at = time.monotonic() if self._looks() == self._was else self._saved_at
@@ -362,9 +366,7 @@ class Follower:
         self._directory, self._leader, self._lease, self._root = directory, leader, lease, series_of(directory)
         self._access = Way(patience=0.0, **(at.reaching or {})).access(leader, "serve: --follow")
         if at.address.port == 0 and at.address.scheme != "unix":
-            raise ValueError(
-                f"serve: --follow: expected --listen with a port, which clients are told, got {at.address}."
-            )
+            raise ValueError(f"serve: --follow: expected --listen with a port, for clients, got {at.address}.")
         self._listens = at.address
         self._check_address()
         everywhere = at.address.host in ("0.0.0.0", "::")  # noqa: S104 - it is where others look for it
