@@ -355,6 +355,24 @@ def test_clients_hear_of_a_follower_that_begins_later(pair, sync):
     assert pair.rows("b") == [*range(16)]
 
 
+def test_a_write_that_waits_for_a_follower_that_is_there_asks_for_no_other(pair, monkeypatch):
+    store(pair.root / "a")
+    given = {"folder": str(pair.root / "a"), "listen": pair.at["a"], "token": None, "follow": "", "lease": ""}
+    a = fresh.start("from engram.serving import copies\ncopies._SILENT_S = 1.0\n" + SERVER, sync=True, **given)
+    pair.running.append(a.until("ready"))
+    follower, append = pair.follower(), connection._append
+    follower.fetch()
+    monkeypatch.setattr(connection, "_append", lambda *of: (time.sleep(0.3), append(*of)))
+    with ReplayBuffer.connect(pair.at["a"]) as remote:
+        thread = threading.Thread(target=remote.extend, args=({"a": torch.tensor([10])},))
+        thread.start()
+        until(lambda: follower.fetch() or not thread.is_alive())
+        thread.join()
+    assert "a write waits for " in a.err
+    assert "b.sock to fetch its rows" in a.err
+    assert "Start one" not in a.err
+
+
 def test_a_follower_that_fetches_for_long_is_there(pair, monkeypatch):
     """No other one takes its place, whether it reads parts slowly or waits for files that are compared."""
     store(pair.root / "a", rows=1 << 21, capacity=1 << 21)

@@ -197,7 +197,8 @@ class Copies:
             self._wanted = wanted = self._begun + 1
             self._changed.notify_all()
             if not self._changed.wait_for(lambda: self._arrived >= wanted or self.hands_over, _SILENT_S):
-                words.warn("serve: --sync-follower: a write waits for a server that follows. Start one with --follow.")
+                there, none = f"{self.note.other} to fetch its rows", "a server that follows. Start one with --follow"
+                words.warn(f"serve: --sync-follower: a write waits for {there if self.is_followed else none}.")
                 self._changed.wait_for(lambda: self._arrived >= wanted or self.hands_over)
             if self._arrived < wanted:
                 raise away("the server hands over to its copy")
