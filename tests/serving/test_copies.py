@@ -85,6 +85,23 @@ def test_a_queue_admits_as_many_rows_at_the_copy(pair, sync):
     assert sorted(drawn) == [*range(24)]
 
 
+def test_a_write_in_doubt_does_not_stay_at_the_server_that_is_gone(pair):
+    """The next one waits for a server, and says of itself that none answered: of it nothing was sent."""
+    store(pair.root / "a", capacity=64, sampler=ConsumingSampler())
+    a, _ = pair.start("a"), pair.program("b", follow="a")
+    pair.copied(10)
+    with ReplayBuffer.connect([pair.at["a"], pair.at["b"]], patience=1) as remote:
+        remote.extend({"a": torch.arange(10, 12)})
+        pair.copied(12)
+        a.kill()
+        for why in ("may be written or not", "no server answered within 1 s"):
+            with pytest.raises(ConnectionError, match=why):
+                remote.extend({"a": torch.arange(98, 99)})
+        pair.promote()
+        assert len(remote.extend({"a": torch.arange(12, 14)})) == 2
+    assert sorted(pair.rows("b")) == [*range(14)]
+
+
 def test_a_store_that_a_server_follows_is_not_drained(pair):
     """Its copy has the rows that have moved, too, and would serve them once the server is gone."""
     for k in "ac":
@@ -257,6 +274,127 @@ def test_the_age_of_a_copy_is_told(pair):
         a.kill()
         pair.start("a")
         assert age(remote) >= 0
+
+
+def test_a_copy_is_no_older_when_a_row_is_written(pair):
+    """It had all rows until then, however long ago it was saved."""
+    store(pair.root / "a")
+    pair.start("a")
+    follower = pair.follower()
+    with ReplayBuffer.connect(pair.at["a"]) as remote:
+        follower.fetch()
+        saved = time.monotonic()
+        until(lambda: follower.fetch() or time.monotonic() > saved + 2)
+        quiet = time.monotonic()
+        follower.fetch()
+        remote.extend({"a": torch.tensor([10])})
+        follower.fetch()  # it comes, and is not known to have arrived
+        assert remote.stats()["copy_age_s"] <= time.monotonic() - quiet
+
+
+def test_a_follower_keeps_its_copy_where_another_store_is_served(pair):
+    """As where the machine of its leader comes back with an empty disk: the copy is all that there is of the store."""
+    store(pair.root / "a")
+    a, b = pair.start("a"), pair.program("b", follow="a")
+    pair.copied(10)
+    a.kill()
+    for name in ("a", "a-copy"):
+        disk.remove(pair.root / name)
+    store(pair.root / "a", rows=3)
+    pair.start("a")
+    until(lambda: "another store is served there" in b.err)
+    b.kill()
+    b = pair.program("b", follow="a")
+    until(lambda: "another store is served there" in b.err)
+    pair.promote()
+    assert pair.rows("b") == [*range(10)]
+    assert pair.rows("a") == [*range(3)]
+
+
+def test_a_lease_promotes_no_copy_without_a_word_of_its_leader(pair):
+    """The follower was down while rows were written. After a power cut it is up first, and nobody has the lease."""
+    store(pair.root / "a")
+    lease = {"lease": pair.root / "lease"}
+    a, b = pair.start("a", **lease), pair.program("b", follow="a", **lease)
+    pair.copied(10)
+    b.kill()
+    with ReplayBuffer.connect(pair.at["a"]) as remote:
+        remote.extend({"a": torch.arange(10, 15)})
+    a.kill()
+    b = pair.program("b", follow="a", **lease)
+    until(lambda: "the lease does not promote it" in b.err)
+    a = pair.start("a", **lease)
+    pair.copied(15)
+    a.kill()
+    until((pair.root / "b.sock").exists)
+    assert pair.rows("b") == [*range(15)]
+
+
+@pytest.mark.parametrize("sync", [False, True], ids=["", "sync"])
+def test_clients_hear_of_a_follower_that_begins_later(pair, sync):
+    """One that writes, and one that draws: both were connected before there was a second server."""
+    store(pair.root / "a")
+    a, b = pair.start("a"), None
+    with ReplayBuffer.connect(pair.at["a"]) as writer, ReplayBuffer.connect(pair.at["a"]) as learner:
+        writer.extend({"a": torch.arange(10, 12)})
+        learner.sample()
+        if sync:
+            a.kill()
+            a = pair.start("a", sync=True)  # nobody is told of a follower with an answer to a write
+            learner.sample()
+        b = pair.program("b", follow="a")
+        pair.copied(12)
+        writer.extend({"a": torch.arange(12, 14)})
+        learner.sample()
+        pair.copied(14)
+        a.kill()
+        pair.promote()
+        writer.extend({"a": torch.arange(14, 16)})
+        assert {*learner.sample()["a"].tolist()} <= {*range(16)}
+    assert b.poll() is None
+    assert pair.rows("b") == [*range(16)]
+
+
+def test_a_write_that_waits_for_a_follower_that_is_there_asks_for_no_other(pair, monkeypatch):
+    store(pair.root / "a")
+    given = {"folder": str(pair.root / "a"), "listen": pair.at["a"], "token": None, "follow": "", "lease": ""}
+    a = fresh.start("from engram.serving import copies\ncopies._SILENT_S = 1.0\n" + SERVER, sync=True, **given)
+    pair.running.append(a.until("ready"))
+    follower, append = pair.follower(), connection._append
+    follower.fetch()
+    monkeypatch.setattr(connection, "_append", lambda *of: (time.sleep(0.3), append(*of)))
+    with ReplayBuffer.connect(pair.at["a"]) as remote:
+        thread = threading.Thread(target=remote.extend, args=({"a": torch.tensor([10])},))
+        thread.start()
+        until(lambda: follower.fetch() or not thread.is_alive())
+        thread.join()
+    assert "a write waits for " in a.err
+    assert "b.sock to fetch its rows" in a.err
+    assert "Start one" not in a.err
+
+
+def test_a_follower_that_fetches_for_long_is_there(pair, monkeypatch):
+    """No other one takes its place, whether it reads parts slowly or waits for files that are compared."""
+    store(pair.root / "a", rows=1 << 21, capacity=1 << 21)
+    slow = "import time, filecmp\nfilecmp.cmp = lambda one, *_, **__: time.sleep(one.stat().st_size * 2e-7)\n"
+    brief = "from engram.serving import copies\ncopies._SILENT_S, copies._ANSWER_S = 1.0, 1.0\n"
+    given = {"folder": str(pair.root / "a"), "listen": pair.at["a"], "token": None, "follow": "", "lease": ""}
+    monkeypatch.setattr(copies, "_ANSWER_S", 100.0)
+    first, second, append = pair.follower(), pair.follower(name="c"), connection._append
+    for reads_slowly in (True, False):
+        a = fresh.start(slow + brief + SERVER, sync=False, **given)
+        pair.running.append(a.until("ready"))
+        with monkeypatch.context() as patched:
+            if reads_slowly:
+                patched.setattr(connection, "_append", lambda *of: (time.sleep(len(of[2]) * 1e-7), append(*of)))
+            thread = threading.Thread(target=first.fetch)
+            thread.start()
+            until((pair.root / "b-copy" / "coming").exists)
+            while (pair.root / "b-copy" / "coming").exists():
+                with pytest.raises(RuntimeError, match="expected one follower"):
+                    second.fetch()
+            thread.join()
+        a.kill()
 
 
 def test_a_leader_that_starts_again_sends_what_the_follower_lacks(pair, monkeypatch):

@@ -17,11 +17,12 @@ from contextlib import closing
 import pytest
 import torch
 from click.testing import CliRunner
+from pyarrow import flight
 
 from engram import LazyMemmapStorage, MinSize, PrioritizedSampler, RateLimited, ReplayBuffer, SamplesPerInsert
 from engram.buffer.connecting import Way
 from engram.cli import main
-from engram.remote import protocol
+from engram.remote import connection, protocol
 from engram.remote.connection import Connection
 from engram.serving import copies
 from engram.serving.copies import Follower, Note
@@ -302,7 +303,7 @@ def test_a_leader_that_answers_and_cannot_hand_over_goes_on(pair):
     series = pair.root / "a-copy"
     series.rename(pair.root / "aside")
     series.write_text("no folder")
-    with pytest.raises(RuntimeError, match="answers, and there is no copy of now"):
+    with pytest.raises(RuntimeError, match="a.sock is neither copied nor replaced: "):
         pair.promote()
     with ReplayBuffer.connect(pair.at["a"]) as remote:
         assert remote.extend({"a": torch.tensor([10])}).tolist() == [10]
@@ -335,6 +336,50 @@ def test_a_full_disk_is_told_and_the_copy_stays(pair, monkeypatch):
     assert pair.rows("b") == [*range(11)]
     pair.start("b")
     assert a.program.wait() == 0
+
+
+def test_of_a_leader_that_is_gone_it_is_not_said_that_it_answers(pair, monkeypatch):
+    """Who must decide whether to promote the copy reads it, where the copy cannot be served."""
+    store(pair.root / "a")
+    a, follower = pair.start("a"), pair.follower()
+    follower.fetch()
+    a.kill()
+
+    def failing(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(copies, "create_store", failing)
+    thread = threading.Thread(target=follower.run, daemon=True)
+    thread.start()
+    with pytest.raises(RuntimeError, match="copy here is ckpt-.* nor replaced: .*No space left") as full:
+        copies.promoted(pair.root / "b")
+    monkeypatch.setattr(follower, "_check_address", failing)
+    with pytest.raises(RuntimeError, match="nor replaced: .*No space left") as taken:
+        copies.promoted(pair.root / "b")
+    assert not any(" answers" in str(it.value) or str(it.value).endswith("..") for it in (full, taken))
+    monkeypatch.undo()
+    assert copies.promoted(pair.root / "b").generation == 1
+    thread.join(60)
+
+
+def test_of_a_leader_that_sends_too_slowly_it_is_not_said_that_it_is_gone(pair, monkeypatch, caplog):
+    store(pair.root / "a")
+    pair.start("a")
+    follower = pair.follower()
+
+    def late(*_):
+        raise flight.FlightTimedOutError("too late")
+
+    monkeypatch.setattr(connection, "_append", late)
+    thread = threading.Thread(target=follower.run, daemon=True)
+    thread.start()
+    until(lambda: "too late" in caplog.text)
+    assert "a.sock is neither copied nor replaced: " in caplog.text
+    assert "does not serve the store" not in caplog.text
+    monkeypatch.undo()
+    pair.copied(10)
+    copies.promoted(pair.root / "b")
+    thread.join(60)
 
 
 def test_a_leader_that_hangs_is_replaced(pair, monkeypatch):
@@ -416,7 +461,7 @@ def test_nothing_is_promoted_without_a_copy(pair):
     follower = pair.follower("c")
     thread = threading.Thread(target=follower.run, daemon=True)
     thread.start()
-    with pytest.raises(RuntimeError, match="does not answer, and the newest copy here is none"):
+    with pytest.raises(RuntimeError, match="does not serve the store, and the newest copy here is none"):
         copies.promoted(pair.root / "b")
     assert not (pair.root / "b").exists()
 

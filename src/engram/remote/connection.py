@@ -248,8 +248,7 @@ class Connection:
             # A channel connects again by itself, to what listens at its address then.
             headers = [*headers, (protocol.MEANT_STORE.encode(), served.store.encode())]
         with self._lock:
-            if self._client is not None:
-                self._client.close()
+            self.rest()
             self._client = client
             self.options = flight.FlightCallOptions(headers=headers, timeout=access.timeout_s)
         return served
@@ -260,10 +259,10 @@ class Connection:
         Raises ``ConnectionError``: none does.
         """
         with self._turn(hurried=hurried):
-            self.check()
-            if self._client is broken or self._client is None:
+            if self._client is broken:
                 self._next += 1
-                self.served = self._open(self.served, 0.0 if hurried else None)
+                self.rest()  # if none answers, who asks next looks again
+            self.client(hurried=hurried)
 
     @contextmanager
     def _turn(self, *, hurried: bool) -> Iterator[None]:
@@ -278,9 +277,8 @@ class Connection:
     def reconnect(self) -> None:
         """Connect if a server answers at once. Raises ``ConnectionError``: none does."""
         self.served = self._open(self.served, 0.0)
-        with self._lock:
-            if self._closed and self._client is not None:
-                self._client.close()
+        if self._closed:
+            self.rest()
 
     def add_address(self, address: protocol.Address) -> None:
         """Another server of the store has answered there."""
@@ -538,6 +536,8 @@ class Exchange:
     def send(self, message: Message, *, answered: bool = True) -> None:
         """Send a message. Raises ``ConnectionError``: no server answers, or it was not to be sent again."""
         self._connection.check()
+        if self._writer is None:
+            self._connection.client(hurried=self.hurried)  # where none answers, nothing was sent
         try:
             if self._writer is None:
                 self._put_all()

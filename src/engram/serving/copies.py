@@ -197,7 +197,8 @@ class Copies:
             self._wanted = wanted = self._begun + 1
             self._changed.notify_all()
             if not self._changed.wait_for(lambda: self._arrived >= wanted or self.hands_over, _SILENT_S):
-                words.warn("serve: --sync-follower: a write waits for a server that follows. Start one with --follow.")
+                there, none = f"{self.note.other} to fetch its rows", "a server that follows. Start one with --follow"
+                words.warn(f"serve: --sync-follower: a write waits for {there if self.is_followed else none}.")
                 self._changed.wait_for(lambda: self._arrived >= wanted or self.hands_over)
             if self._arrived < wanted:
                 raise away("the server hands over to its copy")
@@ -211,23 +212,27 @@ class Copies:
         """Whether a follower was heard of lately."""
         return self._turn.locked() or time.monotonic() < self._heard + _SILENT_S
 
-    def check_follower(self, command: protocol.Tick) -> None:
-        """Raise ``RuntimeError``: there is another one, or this one takes over before it has followed."""
-        is_there = self.is_followed
-        if command.address != self.note.other and (command.last or is_there):
+    def notes_follower(self, command: protocol.Tick) -> bool:
+        """Whether the follower is a new one, which is noted.
+
+        Raises ``RuntimeError``: there is another one, or this one takes over before it has followed.
+        """
+        is_there, is_new = self.is_followed, command.address != self.note.other
+        if is_new and (command.last or is_there):
             why = f"but {self.note.other} follows this server" if is_there else "before another takes over"
             raise RuntimeError(f"follow: expected one follower, {why}.")
+        if is_new:
+            other = protocol.address_of(command.address, "follow")  # no name of a file, which would be read
+            self.note = self.note.noted(self._folder, other=str(other))
+        return is_new
 
     def tick(self, command: protocol.Tick) -> protocol.Ticked:
         """Make a checkpoint, if the follower lacks something. Raises what saving raises."""
         with self._turn:
-            if command.address != self.note.other:
-                other = protocol.address_of(command.address, "follow")  # no name of a file, which would be read
-                self.note = self.note.noted(self._folder, other=str(other))
             with self._changed:
                 if command.have == self._name:
-                    unchanged = self._looks() == self._was
-                    self._arrived, self._copied_at = self._number, time.monotonic() if unchanged else self._saved_at
+                    copied_at = time.monotonic() if self._looks() == self._was else self._saved_at
+                    self._arrived, self._copied_at = self._number, max(self._copied_at, copied_at)
                 self._changed.notify_all()
             if self._is_due(command):
                 self._save()
@@ -278,7 +283,10 @@ class Copies:
         )
 
     def files(self, schema: pa.Schema, name: str, before: str = "") -> Iterator[pa.RecordBatch]:
-        """The files of a checkpoint as record batches of name and data; null for those that the one before has, too."""
+        """The files of a checkpoint as record batches of name and data; null for those that the one before has, too.
+
+        The first checkpoint of a server has files of its own, also of rows that did not change.
+        """
         root = series_of(self._folder)
         if None in (attempts.Name.parse(name), attempts.Name.parse(before or name)):
             raise ValueError(f"follow: expected names of checkpoints, got {name!r:.80} and {before!r:.80}.")
@@ -286,13 +294,12 @@ class Copies:
             if path.is_file():
                 file = path.relative_to(root / name)
                 old = root / before / file
-                for part in (None,) if before and old.exists() and _same(old, path) else parts_of(path):
+                with self._turn:  # a follower that waits for this is there
+                    same = before and old.exists() and (old.samefile(path) or filecmp.cmp(old, path, shallow=False))
+                    self._heard = time.monotonic()
+                for part in (None,) if same else parts_of(path):
+                    self._heard = time.monotonic() + _ANSWER_S  # parts on their way are read yet
                     yield pa.record_batch([[str(file)], [part]], schema=schema)
-
-
-def _same(old: Path, new: Path) -> bool:
-    """Whether two files have the same bytes: the first checkpoint of a server has files of its own, of rows that did not change."""
-    return old.samefile(new) or (old.stat().st_size == new.stat().st_size and filecmp.cmp(old, new, shallow=False))
 
 
 def name_of(folder: Path, *, readonly: bool) -> str:
@@ -338,7 +345,7 @@ def promoted(directory: Path) -> Note:
     disk.remove(asked)
     if not (note := Note.of(directory)).generation:
         absent = f"no server keeps a copy for {str(directory)!r}. Start one with --follow"
-        raise RuntimeError(f"promote: {why or absent}.")
+        raise RuntimeError(f"promote: {(why or absent).rstrip('.')}.")
     return note
 
 
@@ -356,15 +363,11 @@ class Follower:
 
     def __init__(self, directory: Path, leader: str, at: Listening, lease: int | None = None) -> None:
         if directory.exists() and any(directory.iterdir()):
-            raise FileExistsError(
-                f"serve: --follow: expected a free name or an empty folder for a copy, found something in {str(directory)!r}."
-            )
+            raise FileExistsError(f"serve: --follow: expected a free name or an empty folder, got {str(directory)!r}.")
         self._directory, self._leader, self._lease, self._root = directory, leader, lease, series_of(directory)
         self._access = Way(patience=0.0, **(at.reaching or {})).access(leader, "serve: --follow")
         if at.address.port == 0 and at.address.scheme != "unix":
-            raise ValueError(
-                f"serve: --follow: expected --listen with a port, which clients are told, got {at.address}."
-            )
+            raise ValueError(f"serve: --follow: expected --listen with a port, for clients, got {at.address}.")
         self._listens = at.address
         self._check_address()
         everywhere = at.address.host in ("0.0.0.0", "::")  # noqa: S104 - it is where others look for it
@@ -373,14 +376,13 @@ class Follower:
         self._held = disk.open_folder(self._root)
         deadline = time.monotonic() + _RETRY_S
         while not disk.lock(self._held):  # a promotion that finds no follower has it for a moment
-            if time.monotonic() < deadline:
-                time.sleep(_RETRY_S / 10)
-                continue
-            raise FileExistsError(f"serve: --follow: another process keeps a copy in {str(self._root)!r}.")
+            if time.monotonic() >= deadline:
+                raise FileExistsError(f"serve: --follow: another process keeps a copy in {str(self._root)!r}.")
+            time.sleep(_RETRY_S / 10)
         disk.remove(self._root / _PROMOTE)
         newest = next(iter(attempts.names(self._root)), None)
-        #: The newest whole copy, and the rows that the leader had ever written when it was heard of last.
-        self._have, self._writes = "" if newest is None else str(newest), 0
+        #: The newest whole copy, whether it came since this began, and the rows that the leader had ever written when heard of last.
+        self._have, self._trails, self._writes = "" if newest is None else str(newest), False, 0
         self._connection: Connection | None = None
         self._timeout_s = _ANSWER_S
 
@@ -396,13 +398,15 @@ class Follower:
                     self.fetch(last=takes_over)
                 except ConnectionError as error:
                     self._connection = None
-                    why = f"{self._leader} does not answer, and the newest copy here is {self._have or 'none'}: {error}"
+                    why = f"{self._leader} does not serve the store, and the newest copy here is {self._have or 'none'}: {error}"
+                    if self._lease is not None and self._have and not self._trails:
+                        why += " It may be old, and the lease does not promote it: if the leader is gone, call engram promote."
                 if takes_over and self._have:
                     self.make()
                     disk.remove(asked)
                     return
             except Exception as error:  # noqa: BLE001 - the next try may do better
-                why = f"{self._leader} answers, and there is no copy of now: {error}"
+                why = f"{why} {self._leader} is neither copied nor replaced: {error}".lstrip()
             if takes_over and asked.exists():
                 asked.write_text(why)
             if why not in ("", said):
@@ -419,17 +423,22 @@ class Follower:
                 socket.create_server((host, port), family=family).close()
 
     def _takes_over(self, asked: Path) -> bool:
-        """Whether it is asked for, or no other process has the lease."""
+        """Whether it is asked for, or no other process has the lease of a leader whose copy is no older than this process."""
         wanted = asked.exists() and not asked.stat().st_size
-        return wanted or (self._lease is not None and bool(self._have) and disk.lock(self._lease))
+        return wanted or (self._lease is not None and self._trails and disk.lock(self._lease))
 
     def fetch(self, *, last: bool = False) -> None:
-        """Have a newer copy, or the ``last`` one. Raises ``ConnectionError``: the other server does not answer; and what that raises."""
+        """Have a newer copy, or the ``last`` one.
+
+        Raises ``ConnectionError``: the other server does not answer, or serves another store; and what it raises.
+        """
         coming = self._root / _COMING
         disk.remove(coming)
         if self._connection is None:  # one that breaks may have had too little time
             self._connection = Connection(self._access._replace(timeout_s=self._timeout_s))
             self._timeout_s *= 2
+            if self._have and self._connection.served.store != self._origin().store:
+                raise ConnectionError("another store is served there. To copy it, too, serve another directory.")
         command = protocol.Tick(self._have, self._address, last)
         ticked = self._connection.ask("tick", command, protocol.Ticked)
         self._writes = ticked.writes
@@ -439,19 +448,20 @@ class Follower:
                 self._connection.fetch_dump(coming, lambda _: None, ticket, self._root / self._have)
             except ConnectionError as error:
                 self._connection = None
-                raise (RuntimeError if last else ConnectionError)(
-                    str(error)
-                ) from error  # it has handed over, and may live
+                raise RuntimeError(str(error)) from error  # it may live, and may have handed over
             os.rename(coming, self._root / str(attempts.Name.parse(ticked.name)))
             for name in map(str, attempts.names(self._root)):
                 if name not in (ticked.name, self._have):
                     disk.remove(self._root / name)
-        self._have, self._timeout_s = ticked.name, _ANSWER_S
+        self._have, self._trails, self._timeout_s = ticked.name, True, _ANSWER_S
+
+    def _origin(self) -> Origin:
+        """What the newest copy says of its store."""
+        return msgspec.convert(attempts.read_attempt(self._root / self._have).user, Origin)
 
     def make(self) -> Note:
         """Make the store of the newest copy, in one step. Raises what loading it raises."""
-        making, of = self._root / _MAKING, attempts.read_attempt(self._root / self._have).user
-        origin = msgspec.convert(of, Origin)
+        making, origin = self._root / _MAKING, self._origin()
         disk.remove(making)
         create_store(decode(origin.schema.encode(), "promote"), making).close()
         files.overwrite(making / layout.FOLDER / layout.BUFFER, msgspec.json.encode(origin.recipe))

@@ -206,10 +206,7 @@ class Draining:
         for wrong, expected in (
             (min(it.level for it in served) < 2, "servers of this engram, or of a newer one"),
             (own.store in (it.store for it in served), "servers of other stores, got one of this store"),
-            (
-                copies.is_followed,
-                f"a store that no server follows, and {copies.note.other} has a copy, with rows that moved",
-            ),
+            (copies.is_followed, f"a store that no server follows, and {copies.note.other} has a copy of all rows"),
             (any(it.drained for it in served), "stores that stay, got one that is drained itself"),
             (any("read_only" in it.traits_of_writer for it in (own, *served)), "stores whose writer is not read-only"),
             (of.consumes, f"rows that may be drawn again, and {own.sampler} uses them up"),

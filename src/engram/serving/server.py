@@ -156,7 +156,8 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
         if not isinstance(service := self._service, Service):
             raise OSError("there is no store yet: nothing was ever written.")
         service.check_stays("follow")
-        service.copies.check_follower(command)
+        if service.copies.notes_follower(command):  # clients that are told to leave connect again, and hear of it
+            threading.Thread(target=self._finish, kwargs={"actions": 1}, daemon=True).start()
         service.copies.hand_over(begins=command.last)
         try:
             if command.last and not self._finish(actions=1):
