@@ -109,6 +109,16 @@ def test_arrays_are_theirs(kind):
                 assert np.array_equal(a, b), name
 
 
+def test_arrays_of_rows_that_are_gone():
+    """As those of a step that a killed process was writing: zeros, and the others stay in their places."""
+    buffer = ReplayBuffer(20, BOX, DISCRETE, "cpu", 2)
+    Steps(BOX, n=2).fill(6, buffer)
+    before = buffer.observations.copy()
+    buffer.rb.remove([4, 12])  # step 4 of the first environment, and step 2 of the second
+    before[4, 0] = before[2, 1] = 0
+    assert np.array_equal(buffer.observations, before)
+
+
 def test_dones_take_assignments():
     ours, other = both(BOX, n=2)
     Steps(BOX, n=2, ends=0).fill(6, ours, other)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import weakref
 from collections.abc import Sequence
@@ -10,7 +9,9 @@ from pathlib import Path
 from threading import get_ident
 from typing import Any, Self, Unpack, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engram._support import checks, words
@@ -28,6 +29,7 @@ from engram.storages.memmap import check_io
 from engram.store import blocks, sampled
 from engram.store.device.row_operations import Drawing, End, Followed
 from engram.store.device.store import DeviceStore
+from engram.store.memory import as_words
 from engram.store.store import Store
 from engram.transforms import ExcludeTransform
 from engram.transforms._base import put
@@ -433,22 +435,24 @@ class FinalObservations(Stateful):
         >>> observations[0].tolist(), found.tolist()
         ([2], [True])
         """
-        columns, found = self.named(mark.tolist())
-        return columns, torch.tensor(found, dtype=torch.bool, device="cpu")
+        columns, found = self.named(mark.cpu().numpy())
+        return columns, torch.from_numpy(found)
 
-    def named(self, marks: list[list[int]]) -> tuple[list[Tensor], list[bool]]:
-        """As :meth:`read`, of a few marks.
+    def named(self, marks: NDArray[np.int64]) -> tuple[list[Tensor], NDArray[np.bool_]]:
+        """As :meth:`read`, of arrays.
 
+        >>> import numpy as np
         >>> from engram import FinalObservations, LazyTensorStorage
-        >>> FinalObservations(["obs"], LazyTensorStorage(10)).named([[3, 0]])  # nothing is there
-        ([], [False])
+        >>> FinalObservations(["obs"], LazyTensorStorage(10)).named(np.array([[3, 0]]))  # nothing is there
+        ([], array([False]))
         """
-        rows = [row for row, _ in marks]
-        if self.storage.memory is None or max(rows, default=0) >= self.storage.max_size:
-            return [], [False] * len(rows)
-        columns, moved = self.storage.read(torch.tensor(rows, dtype=torch.int64, device="cpu"))
-        numbers = zip(columns[-1].tolist(), marks, strict=True)
-        return columns[:-1], [held == mark[1] and at not in moved for at, (held, mark) in enumerate(numbers)]
+        rows = np.ascontiguousarray(marks[:, 0])
+        if self.storage.memory is None or rows.max(initial=0) >= self.storage.max_size:
+            return [], np.zeros(len(rows), np.bool_)
+        columns, moved = self.storage.read(torch.from_numpy(rows))
+        found = columns[-1].numpy() == marks[:, 1]
+        found[moved] = False
+        return columns[:-1], found
 
     def state_dict(self) -> dict[str, object]:
         """The state of :attr:`storage`: copies.
@@ -776,34 +780,34 @@ class Following:
         tensors.append(numbers)
         if not (at := sorted({*ended}.difference(moved))):  # all have a step after them
             return moved, False
-        marks = tensors[self.mark].numpy()[at].tolist() if self._finals is not None else [[-1]] * len(at)
-        final = {place: mark for place, mark in zip(at, marks, strict=True) if mark[0] >= 0}
-        alone = [place for place in at if place not in final]
+        places = np.array(at)
+        marks = tensors[self.mark].numpy()[places] if self._finals is not None else np.full((len(at), 1), -1)
+        kept = marks[:, 0] >= 0
+        final, alone = places[kept], places[~kept]
         for number in self._terminated if self._finals is None else ():  # what was read as the next one is their own
-            going_on = (tensors[number][alone] == 0).reshape(len(alone), -1).all(1)
-            alone = [*itertools.compress(alone, going_on.tolist())]
-        if self._finals is not None and (unmarked := [place for place in alone if after[place] == _ANOTHER]):
+            alone = alone[(tensors[number][alone] == 0).reshape(len(alone), -1).all(1).numpy()]
+        if self._finals is not None and len(unmarked := alone[after.numpy()[alone] == _ANOTHER]):
             raise RuntimeError(
                 f"sample: NextFromFollowing: row {int(rows[unmarked[0]])}, or one that follows it, is the last of its trajectory, but was "
                 "written without an end flag, so its final observation was not kept. Set one of the end keys of FinalObservations at the "
                 "last step of every episode."
             )
-        if self._finals is not None and final:
-            columns, found = self._finals.named([*final.values()])
-            if not all(found):  # unless the row is gone, too
-                gone = [place for place, there in zip(final, found, strict=True) if not there]
-                lost = [*itertools.compress(gone, (memory.tickets_of(rows[gone]) == numbers[gone]).tolist())]
-                if lost and not self._finals.pass_over(memory, self.mark):
+        if self._finals is not None and len(final):
+            columns, found = self._finals.named(marks[kept])
+            gone, final = final[~found], final[found]
+            if len(gone):  # unless the row is gone, too
+                lost = gone[(memory.tickets_of(rows[gone]) == numbers[gone]).numpy()]
+                if len(lost) and not self._finals.pass_over(memory, self.mark):
                     raise RuntimeError(
                         f"sample: NextFromFollowing: the final observation of row {int(rows[lost[0]])} is not in "
                         f"{self._finals.storage!r}: that is not the one that was written to. Draw with the FinalObservations that the "
                         "rows were written through."
                     )
-                alone += lost  # they wait for good
-                moved = [*moved, *{*gone}.difference(lost)]
+                alone = np.union1d(alone, lost)  # they wait for good
+                moved = [*moved, *np.setdiff1d(gone, lost).tolist()]
             for number, column in zip(range(-1 - len(self.fields), -1), columns, strict=False):
-                newest = (-1,) * (tensors[number].ndim - column.ndim)  # of frames, [B, frames, *shape]
-                # One by one, as some dtypes have no other way. Rows may have been cast at the door.
-                for i, place in itertools.compress(enumerate(final), found):
-                    tensors[number][place, *newest] = column[i]
-        return sorted({*moved, *alone}), bool(alone) and not moved
+                last = as_words(tensors[number]).numpy()
+                # Of frames, [B, frames, *shape], the newest one. Rows may have been cast at the door.
+                newest = last if last.ndim == column.ndim else last[:, -1]
+                newest[final] = as_words(column.to(tensors[number].dtype)).numpy()[found]
+        return sorted({*moved, *alone.tolist()}), bool(len(alone)) and not moved

@@ -20,7 +20,7 @@ from engram.saved.description import BLOCK
 from engram.saved.documents import corrupt
 from engram.saved.part_reader import PartReader, Stretch, stretches, ticket_stretches
 from engram.saved.ragged import PartItems, check_longest
-from engram.store.memory import DTYPE_OF
+from engram.store.memory import DTYPE_OF, as_words
 from engram.store.rings import Piece, check_room, compacted, fill_rings, oldest_first
 from engram.types import RowsTarget
 
@@ -141,8 +141,6 @@ def read_first_steps(saved: SavedShard, key: tuple[str, ...]) -> Tensor:
 
 #: Rows whose fields are rewritten at a time.
 _REWRITTEN = 1 << 18
-#: What has as many bytes, and can be indexed.
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Numbering:
@@ -472,7 +470,7 @@ class Scatter:
             step = within(steps[some])
             rows = torch.from_numpy((lane[some] * self._length + position[some]).repeat(steps[some]) + step)
             for role, tensor in rewritten:
-                words = _words(tensor)
+                words = as_words(tensor)
                 at = rows.to(tensor.device)
                 value = torch.from_numpy(values[role][some].repeat(steps[some])).reshape(-1, *[1] * (tensor.ndim - 1))
                 if role == "position":
@@ -571,11 +569,6 @@ def _largest(dtype: torch.dtype) -> int:
     return int(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
-def _words(tensor: Tensor) -> Tensor:
-    """The same memory as what torch can index: not each of its dtypes is."""
-    return tensor if tensor.is_complex() else tensor.view(_WORDS[tensor.itemsize])
-
-
 def _truncate(fields: Sequence[schemas.PartField], tensors: Sequence[Tensor], rows: Tensor) -> None:
     """Mark steps as the last ones of trajectories that were cut short."""
     said = saved_rows.boundary_fields(fields, [field.role for field in fields])
@@ -583,5 +576,5 @@ def _truncate(fields: Sequence[schemas.PartField], tensors: Sequence[Tensor], ro
     for field, tensor in zip(fields, tensors, strict=True):
         if field in lasts.get(field.role, ()):
             value = torch.tensor(TRUNCATED[field.role], device="cpu").to(tensor.dtype)
-            words = _words(tensor)
+            words = as_words(tensor)
             words[rows.to(tensor.device)] = value.view(words.dtype).to(tensor.device)

@@ -21,7 +21,7 @@ from engram.saved.ragged import RaggedRowsSource
 from engram.saved.snapshot import RowsSnapshot, StorageSnapshot, WholeSnapshot, bytes_of, named_writes
 from engram.store import adding, ragged, row_indexes
 from engram.store.indexes import check_index_name
-from engram.store.memory import refuse_ragged, torch_dtype, write_rows
+from engram.store.memory import as_words, refuse_ragged, torch_dtype, write_rows
 from engram.store.priorities import NAMES, PriorityConfig, PriorityIndex, check_priorities, priorities_of
 from engram.store.rings import Piece, check_room, compacted, fill_rings, heads_of, oldest_first
 from engram.store.row_indexes import EpochIndex, Progress, UsageIndex, checked_progress
@@ -105,8 +105,6 @@ OPTIONAL = ("writes", USAGE, HEADS)
 _SLACK = 1 << 17
 #: Bytes of rows that are copied for a dump while writers wait, in a few milliseconds: it is exact then.
 _COPIED = 32 << 20
-#: What NumPy copies values as, by their bytes.
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 def unwritten() -> dict[str, object]:
@@ -261,8 +259,7 @@ def _copied(rows: Tensor, memory: Tensor) -> Tensor:
     if rows.is_contiguous() and rows.is_cpu:
         bytes_of(copy)[:] = bytes_of(rows)
     elif rows.is_cpu:  # other fields lie in between
-        words = _WORDS[rows.itemsize]
-        copy.view(words).numpy()[:] = rows.view(words).numpy()
+        as_words(copy).numpy()[:] = as_words(rows).numpy()
     else:
         copy.copy_(rows)
     return copy

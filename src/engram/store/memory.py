@@ -69,10 +69,18 @@ class Copied:
             self.tensor = torch.from_numpy(state[0]).view(dtype).view(shape)
 
 
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def torch_dtype(field: Field | RaggedItems) -> torch.dtype:
     """The torch dtype of a field, or of its items."""
     dtype: torch.dtype = getattr(torch, field.dtype)
     return dtype
+
+
+def as_words(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as numbers that torch indexes and NumPy has: there are dtypes for which they lack one or the other."""
+    return tensor if tensor.itemsize > 8 else tensor.view(_WORDS[tensor.itemsize])
 
 
 def write_rows(target: RowsTarget, number: int, first: int, rows: torch.Tensor) -> None:

@@ -520,12 +520,11 @@ class ReplayBuffer(Scratch, sb3.ReplayBuffer):
     def stored(self, path: Path) -> Array:
         """A column, ``[buffer_size, n_envs, …]``; 0 where no step is."""
         dtype, shape = self._fields()[path]
-        rows = np.zeros((self.n_envs, self.buffer_size, *shape), dtype)
+        rows = np.zeros((self.n_envs * self.buffer_size, *shape), dtype)
         if len(self.rb):
-            held, filled = self.rb[path].numpy(), self.rb.storage.extent().filled
-            for lane, (count, last) in enumerate(zip(filled, np.cumsum(filled), strict=True)):
-                rows[lane, :count] = held[last - count : last]
-        return rows.swapaxes(0, 1)
+            extent = self.rb.storage.extent()
+            rows[extent.rows(torch.arange(extent.size)).numpy()] = self.rb[path].numpy()
+        return rows.reshape(self.n_envs, self.buffer_size, *shape).swapaxes(0, 1)
 
 
 class Dones:
