@@ -562,3 +562,25 @@ def test_the_command_serves_rows_that_grow(tmp_path):
         server.kill()
         assert [it.is_abandoned for it in rb.unsealed()] == [True]
         assert row.lengths == {"tokens": 0, "prompt": 0}
+
+
+DESCRIBED = """
+import msgspec
+import msgspec._utils as described
+import engram.remote.connection
+from engram.remote import protocol
+
+find, found = described.get_class_annotations.__globals__["_get_class_mro_and_typevar_mappings"], []
+described._get_class_mro_and_typevar_mappings = lambda kind: (found.append(kind), find(kind))[1]
+messages = [kind for kind in vars(protocol).values() if isinstance(kind, type) and issubclass(kind, msgspec.Struct)]
+for kind in messages:
+    msgspec.json.Decoder(kind)
+print(len(messages) > 20, found)
+msgspec.json.Decoder(msgspec.defstruct("Other", ["a"]))
+print(len(found))
+"""
+
+
+def test_no_thread_describes_a_message():
+    """msgspec describes a class when it is first read. Two threads that did so at once crashed the process."""
+    assert fresh.run(DESCRIBED) == "True []\n1"

@@ -14,6 +14,7 @@ import msgspec
 
 from engram import errors
 from engram._support import checks, version
+from engram.format import strict
 from engram.format.schema import MAX_BYTES
 
 _MAX_TOKEN = 4096
@@ -585,3 +586,8 @@ def raised(refusal: Refusal, *, again: bool = False) -> Exception:
     if kind is RowGone:
         return RowGone(refusal.message, again)
     return kind(refusal.message)
+
+
+# Threads read their first messages at the same time.
+for _kind in [it for it in vars().values() if isinstance(it, type) and issubclass(it, msgspec.Struct)]:
+    strict.describe(_kind)
