@@ -19,9 +19,9 @@ SIZE = os.environ.get("ENGRAM_STRESS") or "small"
 if SIZE not in SIZES:
     raise ValueError(f"ENGRAM_STRESS: expected one of {SIZES}, got {SIZE!r}.")
 #: Of each test in an ordinary run, at most so many cases that take so long; of one whose cases take longer, one; or none.
-CASES, SECONDS, LONGEST_S = 2, 1.0, 2.5
+CASES, SECONDS, LONGEST_S = 2, 0.3, 0.7
 #: Of tests of death, of damage and of random programs an ordinary run takes one case, unless that takes longer.
-_TELLING, LONGEST_TELLING_S = re.compile("kill|crash|death|dies|damage|power_is|torn|interleaving|runTest"), 11.0
+_TELLING, LONGEST_TELLING_S = re.compile("kill|crash|death|dies|damage|power_is|torn|interleaving|runTest"), 3.0
 #: Tests whose cases are pages, names and files: none stands for another, so that an ordinary run takes all.
 _WHOLE = ("tests/structure/", "tests/test_api.py", "tests/test_docs.py", "tests/test_golden.py", "tests/test_site.py")
 #: What a case of a test took, by ``make test-all ARGS=--record-seconds`` on an idle machine. Shorter ones are left out.
